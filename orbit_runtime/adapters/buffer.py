@@ -1,11 +1,11 @@
-"""A published adapter in memory: written once, piece by piece, and read by everybody who needs it from where it lies.
+"""A published adapter in memory: written once, piece by piece, and read in place by every process that needs it.
 
-The memory is a file without a name (`memfd_create`): this process maps it, servers of this machine map it through
-`/proc/<pid>/fd/<n>`, and the kernel frees it when the last of them lets go, however the run ends. It is not part of
-/dev/shm, whose size in a container has nothing to do with the machine's memory. Once written it is sealed: neither this
-process nor another one can change it any more.
+The memory is an anonymous file (`memfd_create`): this process maps it, servers on this machine map it through
+`/proc/<pid>/fd/<n>`, and the kernel frees it when the last of them releases it, however the run ends. It is not part of
+/dev/shm, whose size in a container is unrelated to the machine's memory. Once written it is sealed: neither this
+process nor any other can change it.
 
-Belongs here: that memory. Does not belong here: telling servers of it (`rollout.handover`), what is written (`state`).
+Belongs here: that memory. Does not belong here: announcing it to servers (`rollout.handover`), its contents (`state`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from orbit_runtime.errors import OutOfMemoryError
 from orbit_runtime.types import AdapterFiles, AdapterMemory, Trainer
 
 SMALL_BYTES = 1 << 16
-"""A file no larger is held as `bytes`: settings are parsed and compared."""
+"""Files up to this size are held as `bytes`: settings are parsed and compared."""
 
 
 class AdapterBuffer:
-    """An `AdapterSink`, and then an `AdapterMemory`, for one adapter and one writing thread."""
+    """An `AdapterSink` and then an `AdapterMemory`, for one adapter and one writing thread."""
 
     def __init__(self) -> None:
         self._descriptor = _open_memory()
@@ -40,13 +40,13 @@ class AdapterBuffer:
 
     @property
     def descriptor(self) -> int:
-        """Open as long as this object lives."""
+        """The file descriptor, open as long as this object lives."""
         return self._descriptor
 
     def write(self, name: str, size: int, pieces: Iterable[Buffer]) -> Pieces:
         """
         Raises:
-            OutOfMemoryError: the adapter does not fit; what was written of it is given back with this object.
+            OutOfMemoryError: the adapter does not fit; the memory written so far is freed with this object.
         """
         hasher, start = PieceHasher(), self._end
         position = start
@@ -55,17 +55,17 @@ class AdapterBuffer:
             position = self._append(memoryview(piece).cast("B"), position, start + size)
         assert position == start + size, f"{name} has {position - start} bytes, not {size}"
         self.places[name] = (start, size)
-        # Files are mapped one by one, and a mapping begins with a page.
+        # Files are mapped separately, and a mapping starts at a page boundary.
         self._end = -(-position // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         return hasher.result()
 
     def files(self) -> dict[str, Buffer]:
-        """Every file by name. No more can be written."""
+        """Every file by name. Nothing can be written afterwards."""
         self.seal()
         return {name: read_place(self._descriptor, *place) for name, place in self.places.items()}
 
     def seal(self) -> None:
-        """From now on nobody can write to it, or change its size. Safe to call twice."""
+        """From now on no process can write to it or change its size. Safe to call twice."""
         if not self._is_sealed:
             _seal(self._descriptor)
             self._is_sealed = True
@@ -89,7 +89,7 @@ class AdapterBuffer:
 
 
 def read_place(descriptor: int, start: int, size: int) -> Buffer:
-    """A file's bytes, without copying them. Writing to them changes nothing but this one view."""
+    """A file's bytes, without copying them. Writing to them changes only this view."""
     if size <= SMALL_BYTES:
         return os.pread(descriptor, size, start)
     return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start))
@@ -97,17 +97,17 @@ def read_place(descriptor: int, start: int, size: int) -> Buffer:
 
 @runtime_checkable
 class Publishing(Protocol):
-    """A trainer of another process, which may write its adapter to the run's store itself."""
+    """A trainer in another process, which may write its adapter to the run's store itself."""
 
     def published(self, version: int, *, is_kept: bool) -> AdapterFiles | None:
-        """None: it sees no store, and `publish` hands over the bytes."""
+        """None if it has no access to the store; `publish` then returns the bytes."""
         ...
 
 
 def publishable(trainer: Trainer, version: int, *, is_kept: bool = True) -> AdapterFiles:
-    """The trainer's adapter as it is now, in memory that its processes and servers of this machine can share.
+    """The trainer's current adapter, in memory that its processes and servers on this machine can share.
 
-    Args: is_kept: it is to be an adapter of the run, and not only to be looked at.
+    Args: is_kept: it becomes an adapter of the run; False if it is only inspected.
     """
     stored = trainer.published(version, is_kept=is_kept) if isinstance(trainer, Publishing) else None
     if stored is not None:
@@ -118,7 +118,7 @@ def publishable(trainer: Trainer, version: int, *, is_kept: bool = True) -> Adap
 
 
 def shared(adapter: AdapterFiles) -> AdapterMemory:
-    """Its memory; one that is made now where it lies in ordinary bytes."""
+    """The adapter's memory; created now if the adapter is in ordinary bytes."""
     if adapter.memory is not None:
         return adapter.memory
     buffer = AdapterBuffer()
@@ -137,7 +137,7 @@ def _open_memory() -> int:
 
 
 def _seal(descriptor: int) -> None:
-    """Where the system can: nobody writes to it, or changes its size."""
+    """Where the system supports it: prevents writes and changes of size."""
     if hasattr(fcntl, "F_ADD_SEALS"):
         fcntl.fcntl(
             descriptor, fcntl.F_ADD_SEALS,

@@ -1,9 +1,9 @@
-"""Each slot by the adapter of its expert, in one product for all experts: no loop over them, nothing read by the host.
+"""Applies to each slot the adapter of its expert, in one product over all experts: no loop, nothing read by the host.
 
-Belongs here: those products and their gradients. Does not belong here: the order of slots (the base's), what is
-summed (`expert_layer`), the maths of one matrix (`lora`, `oft`).
+Belongs here: those products and their gradients. Does not belong here: the order of slots (the base's), the sums
+(`expert_layer`), the maths of one matrix (`lora`, `oft`).
 
-Legend: `S` slots sorted by expert, `E` experts, `G` groups of one grouped product, weights `[G, K, N]`, `b` size of
+Legend: `S` slots sorted by expert, `E` experts, `G` groups of one grouped product, weights `[G, K, N]`, `b` the size of
 OFT's blocks, `n = K / b` their number.
 """
 
@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 ALIGNMENT = 16
-"""Bytes that a grouped product wants the rows of its operands to be a multiple of."""
+"""Bytes; a grouped product requires operand rows to be a multiple of this."""
 
 
 class _Grouped(torch.autograd.Function):
-    """`F.grouped_mm`, whose own backward refuses gradients that are not contiguous."""
+    """`F.grouped_mm` with a backward that accepts gradients that are not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x_SK: Tensor, w_GKN: Tensor, offsets_G: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class _Grouped(torch.autograd.Function):
         dx = F.grouped_mm(dy_SN, w_GKN.transpose(1, 2), offs=offsets_G) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            # As the weights lie in memory, so does their gradient.
+            # The gradient has the memory layout of the weights.
             turned = w_GKN.stride(1) == 1
             dw = F.grouped_mm(dy_SN.t(), x_SK, offs=offsets_G).transpose(1, 2) if turned else None
             dw = F.grouped_mm(x_SK.t(), dy_SN, offs=offsets_G) if dw is None else dw
@@ -47,11 +47,11 @@ def multiply_by_expert(x_SK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor
     """`[S, N]`: `x[s] @ w[expert of s]`, in x's dtype.
 
     Args:
-        offsets_E: int32; where each expert's slots end. All slots are somebody's.
+        offsets_E: int32; end of each expert's slots. Every slot belongs to an expert.
     """
     inner, outer = w_EKN.shape[1:]
     if inner * x_SK.itemsize % ALIGNMENT or outer * x_SK.itemsize % ALIGNMENT:
-        # Ranks below 16 bytes: columns of zeros, which the product does not see.
+        # Ranks below 16 bytes: padded with columns of zeros, which do not affect the product.
         per_row = ALIGNMENT // x_SK.itemsize
         more_in, more_out = -inner % per_row, -outer % per_row
         padded = multiply_by_expert(F.pad(x_SK, (0, more_in)), F.pad(w_EKN, (0, more_out, 0, more_in)), offsets_E)
@@ -61,7 +61,7 @@ def multiply_by_expert(x_SK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor
 
 
 def rotate_by_expert(x_SK: Tensor, R_Enbb: Tensor, offsets_E: Tensor) -> Tensor:
-    """`[S, K]`: `x[s] @ blockdiag(R[expert of s])`, every block of every expert a group of one product."""
+    """`[S, K]`: `x[s] @ blockdiag(R[expert of s])`; every block of every expert is a group of one product."""
     experts, blocks, size, _ = R_Enbb.shape
     slots = len(x_SK)
     first_n = torch.arange(blocks, device=x_SK.device, dtype=offsets_E.dtype)[:, None] * slots

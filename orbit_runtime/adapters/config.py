@@ -1,4 +1,4 @@
-"""What an adapter is: the few values that its maths, its injection and its files need."""
+"""The definition of an adapter: the few values that its maths, its injection and its files need."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ class AdapterConfig:
     """
 
     type: Literal["LoRA", "OFT", "Full"]
-    """`Full`: none, the model's own weights train."""
+    """`Full`: no adapter; the model's own weights are trained."""
     targets: tuple[str, ...]
-    """Suffixes of module names, matched at a dot. None for a loader: the family's usual ones."""
+    """Suffixes of module names, matched at a dot. If empty, a loader uses the family's usual ones."""
     rank: int = 16
-    """LoRA."""
+    """LoRA's rank."""
     alpha: float = 32.0
     """LoRA: the update is scaled by alpha / rank."""
     rslora: bool = False
-    """LoRA: by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
+    """LoRA: scale by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
     dropout: float = 0.0
-    """LoRA: share of the inputs of A that a training pass leaves out."""
+    """LoRA: share of the inputs of A that a training pass drops."""
     block_size: int = 32
-    """OFT: the input is rotated in blocks of so many features."""
+    """OFT: number of input features that are rotated together."""
     parametrization: Literal["CayleyNeumann", "Cayley"] = "CayleyNeumann"
     neumann_terms: int = 5
     coft: bool = False
     """OFT: every block of Q stays within `coft_eps / sqrt(blocks)` of 0 (Qiu et al., arXiv 2306.07280)."""
     coft_eps: float = 6e-5
     rotation_dtype: Literal["BF16", "F32"] = "BF16"
-    """What R is rounded to before it multiplies. `F32` is for comparisons with PEFT only: it cannot be published."""
+    """What R is rounded to before it multiplies. `F32` is only for comparisons with PEFT and cannot be published."""
 
     experts: Literal["Auto", "SharedOuter", "Shared", "PerExpert", "None"] = "Auto"
     """How routed experts share an adapter; `Auto`: LoRA `SharedOuter`, OFT `Shared`."""
@@ -45,7 +45,7 @@ class AdapterConfig:
 
     @property
     def expert_layout(self) -> str:
-        """`experts` with `Auto` decided."""
+        """`experts` with `Auto` resolved."""
         if self.experts == "Auto":
             return "SharedOuter" if self.type == "LoRA" else "Shared"
         return self.experts

@@ -1,6 +1,6 @@
-"""What is wrong with an adapter that is not the published one, in words: which tensor, and how it differs.
+"""A description of how an adapter differs from the published one: which tensor, and how.
 
-Belongs here: comparing two adapters' files tensor by tensor. Does not belong here: finding that they differ, which
+Belongs here: comparing two adapters' files tensor by tensor. Does not belong here: detecting that they differ, which
 digests do (`state`).
 """
 
@@ -17,11 +17,11 @@ from orbit_runtime.adapters.state import parse_tensors
 from orbit_runtime.errors import ModelError
 
 NAMED = 2
-"""Of several differences, how many are told one by one."""
+"""Number of differences that are described individually."""
 
 
 def explain_difference(published: Mapping[str, Buffer], found: Mapping[str, Buffer]) -> str:
-    """Empty where the files are equal.
+    """Empty if the files are equal.
 
     Example: `model.layers.1.mlp.down_proj.oft_R is the identity (1 of 14 tensors differs)`
     """
@@ -46,7 +46,7 @@ def explain_difference(published: Mapping[str, Buffer], found: Mapping[str, Buff
 
 
 def told_of(differences: Sequence[str], total: int) -> str:
-    """The first of them, and how many of how many tensors they are; empty where there is none."""
+    """The first differences, and their number out of all tensors; empty if there are none."""
     if not differences:
         return ""
     told = "; ".join(differences[:NAMED])
@@ -72,7 +72,7 @@ def _explain_settings(before: bytes, now: bytes) -> list[str]:
 
 
 def explain_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
-    """A sentence for each tensor that is not as it was published."""
+    """One sentence per tensor that differs from the published one."""
     told = [f"{key} is missing" for key in sorted(before.keys() - now.keys())]
     told += [f"{key} is there and was not published" for key in sorted(now.keys() - before.keys())]
     for key in sorted(before.keys() & now.keys()):
@@ -84,7 +84,7 @@ def explain_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> 
 
 
 def _how(key: str, published: Mapping[str, Tensor], found: Tensor) -> str:
-    """How a tensor differs, where that has a name."""
+    """How a tensor differs, if that has a name."""
     before = published[key].float()
     if not bool(found.any()):
         return "is zero"

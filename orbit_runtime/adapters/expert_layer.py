@@ -1,12 +1,13 @@
 """A layer of routed experts with adapter slots: shared by all experts, one for each, or shared on the outer side.
 
-`SharedOuter` shares what faces the hidden state: LoRA's A of gate and up and B of down, OFT's R of gate and up.
-A shared A or R meets each token once, before it is sent to its experts. The router stands before and sees neither.
+`SharedOuter` shares the side that faces the hidden state: LoRA's A of gate and up and B of down, OFT's R of gate and
+up. A shared A or R is applied to each token once, before it is sent to its experts. The router runs earlier and is not
+affected.
 
 Belongs here: dispatch from selection to maths, for experts.
 Does not belong here: the maths of one matrix (`lora`, `oft`), the order of tokens (the base's), files (`state`).
 
-Legend: `T` tokens, `S` slots (a token at an expert), `E` experts, `G` 1 where experts share, E where not.
+Legend: `T` tokens, `S` slots (a token at an expert), `E` experts, `G` is 1 if experts share a parameter, otherwise E.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from orbit_runtime.adapters.part import Part
 
 
 class Slots(Protocol):
-    """The order of slots, as the base layer has it."""
+    """The order of slots, as defined by the base layer."""
 
     token_S: Tensor
     offsets_E: Tensor
-    """int32; where each expert's slots end."""
+    """int32; end of each expert's slots."""
 
     def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor: ...
 
 
 class AdaptedExpertLinear(nn.Module):
-    """A projection of all experts of a layer, with an adapter applied as the selection says."""
+    """A projection of all experts of a layer, with the selected adapter applied."""
 
     def __init__(self, base: nn.Module, name: str, config: AdapterConfig, selection: Selection) -> None:
         super().__init__()
@@ -53,14 +54,14 @@ class AdaptedExpertLinear(nn.Module):
         )
         self.slots: dict[str, Slot] = {}
         self.shares_input = False
-        """OFT: other layers take the same input and the same R."""
+        """OFT: other layers have the same input and the same R."""
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.base.buffers())).device
 
     def shapes(self, config: AdapterConfig | None = None) -> dict[str, tuple[int, ...]]:
-        """Of the whole layer's parameters, by kind. `config`: of another adapter than the policy's."""
+        """Shapes of the whole layer's parameters, by kind. `config`: of an adapter other than the policy's."""
         config = config or self.config
         outer = config.expert_layout == "SharedOuter"
         shared = config.expert_layout == "Shared"
@@ -75,12 +76,12 @@ class AdaptedExpertLinear(nn.Module):
         return expert_file_names(self.name, kind, self.config.expert_layout, self.part.num_experts)
 
     def held_names(self, kind: str) -> tuple[str, ...]:
-        """Those of the experts that are here."""
+        """File names for the experts that this process holds."""
         names = self.file_names(kind)
         return names[self.part.experts] if len(names) > 1 else names
 
     def named(self, slot: Slot) -> dict[str, Tensor]:
-        """The slot's tensors as files name them. Made once: a trace tells tensors apart by identity."""
+        """The slot's tensors by file name. Created once: a trace distinguishes tensors by identity."""
         if slot.named is None:
             parts = (split_tensor(self.held_names(kind), tensor) for kind, tensor in slot.tensors().items())
             slot.named = {name: tensor for part in parts for name, tensor in part.items()}
@@ -90,7 +91,7 @@ class AdaptedExpertLinear(nn.Module):
         return find_slot(self, name)
 
     def forward(self, x: Tensor, dispatch: Slots) -> Tensor:
-        """`[S, N]` from x with a row per token where the base reads tokens, else per slot."""
+        """`[S, N]` from x with one row per token if the base reads tokens, otherwise one per slot."""
         active = self.selection.active
         if active is None:
             return self.base(x, dispatch)  # type: ignore[no-any-return]
@@ -146,5 +147,5 @@ class AdaptedExpertLinear(nn.Module):
 
 
 def _within(dispatch: Slots, start: int, stop: int) -> Tensor:
-    """`[S, 1]`: whether the slot's token is of this run of rows."""
+    """`[S, 1]`: whether the slot's token is in this run of rows."""
     return ((dispatch.token_S >= start) & (dispatch.token_S < stop)).unsqueeze(1)

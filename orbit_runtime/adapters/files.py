@@ -1,6 +1,6 @@
-"""A published adapter as its files' headers tell it: names, pieces and the digests that follow from them; no torch.
+"""A published adapter as described by its files' headers: names, pieces and the resulting digests; no torch.
 
-Belongs here: what who publishes and proves an adapter has to know without computing with it. Does not belong here:
+Belongs here: what publishing and proving an adapter requires without computing with it. Does not belong here:
 tensors (`state`).
 """
 
@@ -24,12 +24,12 @@ PEFT_PREFIX = "base_model.model."
 
 
 def pieces_of(files: Mapping[str, Buffer]) -> dict[str, Pieces]:
-    """Of each file, cut as `digests` says; a damaged one as if it held no tensors."""
+    """The pieces of each file, cut as defined in `digests`; a damaged file is cut as if it held no tensors."""
     return {name: hash_pieces(_cut_file(name, data)) for name, data in files.items()}
 
 
 def file_pieces(data: Buffer, *, where: str) -> Iterator[memoryview]:
-    """The pieces of a file as it lies there. ModelError where it is none."""
+    """The pieces of a file as stored. Raises ModelError if it is not a valid file."""
     view = memoryview(data).cast("B")
     header = parse_header(view, size=view.nbytes, where=where)
     sizes = [info.num_bytes for info in sorted(header.tensors.values(), key=lambda info: info.start)]
@@ -49,22 +49,22 @@ def files_digest(files: Mapping[str, Buffer]) -> str:
 
 
 def expected_applied_digest(files: Mapping[str, Buffer], pieces: Mapping[str, Pieces] | None = None) -> str:
-    """What `applied_digest` must be when a pass applied exactly these files in every layer.
+    """The value of `applied_digest` if a pass applied exactly these files in every layer.
 
     Args:
-        pieces: of these files, as they were hashed when they were published; None: they are hashed here.
+        pieces: hashes of these files from their publish; None to hash them here.
     """
     scaling = published_scaling(files)
     name = ROTATIONS_FILE if scaling is None else MODEL_FILE
     known = pieces[name] if pieces else pieces_of({name: files[name]})[name]
-    # Of what lies in a store the header is enough.
+    # For a stored file the header is enough.
     head = files.first_piece(name) if isinstance(files, Stored) else files[name]
     shapes, by_tensor = _by_tensor(name, head, known)
     return digest_applied(shapes, by_tensor, {scaling})
 
 
 def published_scaling(files: Mapping[str, Buffer]) -> float | None:
-    """What layers multiply LoRA's part by under this adapter; None: it is OFT, and they do not."""
+    """The factor of LoRA's product under this adapter; None for OFT, which has none."""
     fields = json.loads(bytes(files[CONFIG_FILE]))
     if fields["peft_type"] == "OFT":
         return None
@@ -73,7 +73,7 @@ def published_scaling(files: Mapping[str, Buffer]) -> float | None:
 
 
 def _by_tensor(name: str, data: Buffer, pieces: Pieces) -> tuple[dict[str, tuple[int, ...]], dict[str, Pieces]]:
-    """Shapes and pieces of a file's tensors, as layers name them. Args: data: the file, or its first piece."""
+    """Shapes and pieces of a file's tensors, by their names in layers. Args: data: the file, or its first piece."""
     view = memoryview(data).cast("B")
     header = parse_header(view, size=sum(piece.bytes for piece in pieces), where=name)
     left = iter(pieces)
@@ -88,7 +88,7 @@ def _by_tensor(name: str, data: Buffer, pieces: Pieces) -> tuple[dict[str, tuple
 def digest_applied(
     shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces], scalings: Iterable[float | None]
 ) -> str:
-    """`applied_digest` of tensors that are known by their pieces, under their names in layers."""
+    """`applied_digest` of tensors known by their pieces, by their names in layers."""
     scaled = " ".join(sorted(str(scaling) for scaling in scalings))
     return tree_digest({f"{name} {list(shapes[name])} {scaled}": each for name, each in pieces.items()})
 

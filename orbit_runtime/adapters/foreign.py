@@ -1,6 +1,6 @@
-"""An adapter that another training made, as a slot of this run's layers: only to be multiplied by.
+"""An adapter from another training run as a slot of this run's layers: used only for multiplication.
 
-Belongs here: another rank, scaling or set of targets than the run's own adapter has. Does not belong here: the run's
+Belongs here: adapters with another rank, scaling or set of targets than the run's own. Does not belong here: the run's
 own published bytes, which are held to the digest (`state`), reading folders (`checkpoints`).
 """
 
@@ -27,15 +27,15 @@ from orbit_runtime.errors import ModelError
 def load_foreign(
     layers: Mapping[str, AdaptedLayer], slot: str, config: Mapping[str, Any], files: Mapping[str, Buffer], place: str
 ) -> None:
-    """Fills the slot of every layer; where the adapter has nothing for a layer, that layer is the base's.
+    """Fills the slot of every layer; a layer that the adapter does not cover stays the base's.
 
     Args:
-        config: PEFT's; only what `checkpoints.adapter_folder` lets through.
-        place: of the folder, for messages.
+        config: PEFT's; only values that `checkpoints.adapter_folder` accepts.
+        place: the folder, for messages.
 
     Raises:
-        ModelError: (66) it adapts what this run's adapter does not, is of another kind where experts are adapted, has
-            other shapes than this base, or is not finite; nothing was changed.
+        ModelError: (66) it adapts layers that this run's adapter does not, is of another kind while experts are
+            adapted, has other shapes than this base, or is not finite; nothing was changed.
     """
     where = f"{place}/{MODEL_FILE}"
     tensors = {plain_key(name): tensor for name, tensor in parse_tensors(files, MODEL_FILE).items()}
@@ -75,7 +75,7 @@ def load_foreign(
 
 
 def _nothing(layer: AdaptedLayer, device: torch.device, dtype: torch.dtype) -> Slot:
-    """What leaves a layer as its base is, in the form that the layer multiplies by."""
+    """A slot that leaves the layer as its base is, in the form that the layer multiplies by."""
     shapes = layer.shapes()
     if layer.config.type == "LoRA":
         A, B = (torch.zeros(shapes[kind], device=device, dtype=dtype) for kind in ("lora_A", "lora_B"))

@@ -1,9 +1,9 @@
 """A broadcast group of our own: the trainer, and every process of every server that loads adapters.
 
-Built from torch's parts, so that no default group is touched: SGLang has its own. Gloo on the host, on GPUs too: SGLang
-keeps adapters in the host's memory, and NCCL's watchdog would end a server whose peer died.
+Built from torch's components without touching the default group, because SGLang has its own. Gloo on the host, even
+with GPUs: SGLang keeps adapters in host memory, and NCCL's watchdog would terminate a server whose peer died.
 
-A generation is a group whose members are fixed. One that fails ends it for all; the trainer then opens another.
+A generation is a group with fixed members. A failed member ends it for all; the trainer then opens another.
 
 Belongs here: opening, joining, one broadcast. Does not belong here: what is sent (`ticket`), when (`rollout.handover`).
 """
@@ -28,10 +28,10 @@ NOW = "now"
 
 
 class Group:
-    """One generation, as one of its processes sees it. For one thread at a time."""
+    """One generation, as seen by one of its processes. For use by one thread at a time."""
 
     def __init__(self, store: Store, rank: int, size: int, host: str, seconds: float) -> None:
-        """Args: host: this process's own address, at which the others find it."""
+        """Args: host: this process's own address, at which the others reach it."""
         self._store = store
         self._timeout = timedelta(seconds=seconds)
         options = ProcessGroupGloo._Options()
@@ -40,11 +40,11 @@ class Group:
         self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
 
     def carries(self, publish: str) -> bool:
-        """Whether this is what the trainer sends now: nobody else must be waited for. Raises RuntimeError."""
+        """Whether the trainer is sending this publish now; if not, nothing will arrive. Raises RuntimeError."""
         return self._store.check([NOW]) and self._store.get(NOW) == publish.encode()
 
     def broadcast(self, data: Tensor) -> None:
-        """From rank 0 into the others' `data`, on the CPU. Raises RuntimeError; the generation is over then."""
+        """Broadcasts rank 0's `data` to the others, on the CPU. Raises RuntimeError, which ends the generation."""
         self._group.broadcast([data]).wait(self._timeout)
 
 
@@ -54,9 +54,9 @@ class Opening:
     def __init__(self, host: str, members: int, seconds: float) -> None:
         """
         Args:
-            host: the address to listen at, and nowhere else.
-            members: processes beside this one.
-            seconds: longest that anything of it may take.
+            host: the only address to listen at.
+            members: number of processes in addition to this one.
+            seconds: maximum duration of any operation.
         """
         self._host, self._size, self._seconds = host, 1 + members, seconds
         listener = socket.create_server((host, 0))
@@ -68,10 +68,10 @@ class Opening:
         name = secrets.token_hex(16)
         self._store: Store | None = PrefixStore(name, server)
         self.source = {"host": host, "port": port, "generation": name, "size": self._size, "seconds": seconds}
-        """What a member must know to join."""
+        """What a member needs in order to join."""
 
     def wait(self, is_over: Callable[[], bool]) -> Group:
-        """Until all have joined. Raises NotArrivedError where they do not, or `is_over`."""
+        """Waits until all have joined. Raises NotArrivedError if they do not in time, or once `is_over` is true."""
         assert self._store is not None
         until = time.monotonic() + self._seconds
         while (joined := self._store.add("joined", 0)) < self._size - 1:
@@ -82,17 +82,17 @@ class Opening:
         return Group(self._store, 0, self._size, self._host, self._seconds)
 
     def announce(self, publish: str) -> None:
-        """What is sent from now on; empty: nothing."""
+        """Sets the publish that is sent from now on; empty for none."""
         if self._store is not None:
             self._store.set(NOW, publish)
 
     def close(self) -> None:
-        """Who waits for the others to join is told at once."""
+        """Members that wait for others to join get an error at once."""
         self._store = None
 
 
 def join(source: Mapping[str, Any]) -> Group:
-    """A member's side; the rank is the next that is free. Raises NotArrivedError."""
+    """A member's side; it takes the next free rank. Raises NotArrivedError."""
     host, port, size, seconds = source["host"], source["port"], source["size"], source["seconds"]
     try:
         with socket.create_connection((host, port), CONNECT_SECONDS) as connection:

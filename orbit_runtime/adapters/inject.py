@@ -1,4 +1,4 @@
-"""Put an adapter around the target layers of a model, and say what matched.
+"""Wraps the target layers of a model in an adapter, and reports what matched.
 
 Belongs here: matching, wrapping, creating masters. Does not belong here: loading the model, files.
 """
@@ -31,22 +31,22 @@ SHARED_INPUTS = (
     ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"),
     ("w1", "w3"),
 )
-"""Siblings that take the same input. Engines fuse them, so they rotate it by one R."""
+"""Siblings with the same input. Engines fuse them, so they share one R."""
 
 
 @dataclass(frozen=True, eq=False)
 class Injected:
-    """A model's adapter: what was wrapped, and the masters that train."""
+    """A model's adapter: the wrapped layers, and the masters that are trained."""
 
     config: AdapterConfig
     report: InjectReport
     selection: Selection
     layers: dict[str, AdaptedLayer]
-    """By module name as before injection, in the model's order."""
+    """By module name before injection, in the model's order."""
     masters: Masters
 
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters, each once, in the order of their names."""
+        """The trainable parameters, each once, sorted by name."""
         return list(self.masters.parameters.values())
 
 
@@ -61,12 +61,12 @@ def inject(
     is_part: bool = False,
     announce: Callable[[InjectReport], None] | None = None,
 ) -> Injected:
-    """Wrap every linear layer whose name ends with a target, in place; everything else in the model stops training.
+    """Wraps every linear layer whose name ends with a target, in place, and freezes everything else in the model.
 
     Args:
-        left_out: parts of module names whose layers are no targets, whatever they are called.
-        is_part: other processes hold other layers, and a target that matches none here may match there.
-        announce: told what the adapter will be before any of it is allocated.
+        left_out: parts of module names; layers with such a name are never targets.
+        is_part: other processes hold other layers, so a target without a match here may match there.
+        announce: called with the adapter's size before any of it is allocated.
     """
     matched = _match(model, targets, left_out, is_part)
     if adapter.expert_layout == "None":
@@ -92,7 +92,7 @@ def inject(
 
 
 def add_masters(injected: Injected, slot: str, adapter: AdapterConfig, seed: int) -> Masters:
-    """A further adapter of the same kind around the same layers, under a slot of its own; the model's is untouched."""
+    """A further adapter of the same kind around the same layers, in its own slot; the model's adapter is unchanged."""
     layers, owner = injected.layers, injected.masters.owner
     for name, layer in layers.items():
         _check_size(name, layer.base, adapter)
@@ -123,7 +123,7 @@ def _check_size(name: str, layer: nn.Module, adapter: AdapterConfig) -> None:
 def _match(
     model: nn.Module, targets: Sequence[str], left_out: Sequence[str], is_part: bool
 ) -> dict[str, tuple[str, nn.Module]]:
-    """Module name → (the first target that names it, the layer), in the model's order."""
+    """Module name → (the first target that matches it, the layer), in the model's order."""
     modules = dict(model.named_modules())
     if any(isinstance(module, (AdaptedLinear, AdaptedExpertLinear)) for module in modules.values()):
         raise InternalError("this model already has an adapter")
@@ -160,7 +160,7 @@ def _unmatched(target: str, linear: dict[str, nn.Module]) -> ManifestError:
 
 
 def _linear_shape(layer: nn.Module) -> tuple[int, int]:
-    """Of the whole layer."""
+    """The shape of the whole layer."""
     part: Part | None = getattr(layer, "part", None)
     return part.shape if part else (int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
 
@@ -190,7 +190,7 @@ def _initial(layer: AdaptedLayer, seed: int, adapter: AdapterConfig) -> Iterator
 
 
 def owners(layers: Mapping[str, AdaptedLayer]) -> dict[str, str]:
-    """Each layer → the first layer, in the model's order, that takes the same input."""
+    """Each layer → the first layer, in the model's order, with the same input."""
     group_of = {short: group for group in SHARED_INPUTS for short in group}
     first: dict[tuple[str, object, int], str] = {}
     owner = {}

@@ -1,4 +1,4 @@
-"""A base layer with adapter slots, and the selection that says which slot applies to which rows of a pass.
+"""A base layer with adapter slots, and the selection of the slot that applies to each row of a pass.
 
 Belongs here: dispatch from selection to maths.
 Does not belong here: the maths (`lora`, `oft`), which layers are wrapped (`inject`), files (`state`).
@@ -26,34 +26,34 @@ from orbit_runtime.seeds import stream_key
 TRAINER_SLOT = "trainer"
 """The slot whose values come from the trainer's masters, with gradient."""
 CRITIC_SLOT = "critic"
-"""The same of a critic's masters, where there is one."""
+"""The same for the masters of a critic, if there is one."""
 
 Slot = LoRASlot | OFTSlot
 Segment = tuple[str | None, int, int]
-"""(slot name, first row, end row) over the flattened rows of the pass; rows in no segment see the bare base."""
+"""(slot name, first row, end row) over the flattened rows of the pass; rows in no segment use the bare base."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Applied:
-    """One layer's entry in a trace: the very tensors it multiplied by."""
+    """One layer's entry in a trace: the very tensors that it multiplied by."""
 
     module: str
     slot: str
     tensors: Mapping[str, Tensor]
-    """As files name them."""
+    """Tensors by file name."""
     scaling: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dropout:
-    """What a training pass leaves out. Of what dense layers read it is the same, whichever process has the token;
-    routed experts draw for the tokens that their process sends them."""
+    """The dropout of a training pass. For the inputs of dense layers it is the same whichever process has the token;
+    routed experts draw it for the tokens that their process sends them."""
 
     key: int
     places_T: Tensor | None = None
-    """Of this process's tokens among those of the pass; None: it has all."""
+    """Indices of this process's tokens among those of the pass; None if it has all."""
     num_tokens: int = 0
-    """All processes' together."""
+    """Tokens of all processes together."""
 
 
 @dataclass(eq=False)
@@ -61,31 +61,31 @@ class Selection:
     """Shared by all layers of one model. One pass at a time sets it, with `use`; others wait for their turn."""
 
     compute_dtype: torch.dtype = torch.float32
-    """What slots are widened to."""
+    """The dtype that slots are widened to."""
     active: str | tuple[Segment, ...] | None = None
     trace: list[Applied] | None = None
-    """When set to a list, every layer appends what it applied."""
+    """If set to a list, every layer appends what it applied."""
     applied_masters: dict[str, Callable[[], dict[str, Slot]]] = field(default_factory=dict)
-    """By slot: builds every layer's from its masters, with published rounding and straight-through gradient."""
+    """By slot: builds every layer's slot from its masters, with published rounding and straight-through gradient."""
     live: dict[str, dict[str, Slot]] = field(default_factory=dict)
-    """What they built for the pass under way, by slot and layer."""
+    """What they built for the current pass, by slot and layer."""
     rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
-    """(input, its version, R, result) of the newest rotation: projections that share input and R share the result."""
+    """(input, its version, R, result) of the newest rotation: projections with the same input and R share it."""
 
     dropout: Dropout | None = None
-    """Of the training pass under way; None: nothing is left out."""
+    """Dropout of the current training pass; None for no dropout."""
     turn: Turn = field(default_factory=Turn)
-    """Held by who selects; an engine samples in another thread than the trainer's."""
+    """Held by the thread that selects: an engine may sample in another thread than the trainer's."""
 
     @contextmanager
     def use(self, segments: str | Sequence[Segment] | None, *, dropout: Dropout | None = None) -> Iterator[None]:
-        """Within it, layers apply: nothing (None), one slot (its name), or one slot per run of rows.
+        """Within this context, layers apply nothing (None), one slot (its name), or one slot per run of rows.
 
         With the trainer's slot the rounded masters are computed once, on entry, and all passes within share their
         graph: enter once per forward and backward. Contexts nest; an inner one hides the outer one.
 
         Args:
-            dropout: LoRA's dropout is on, drawn from this stream.
+            dropout: enables LoRA's dropout, drawn from this stream.
         """
         active = segments if segments is None or isinstance(segments, str) else _checked(segments)
         names = {active} if isinstance(active, str) else {name for name, _, _ in active or ()}
@@ -101,7 +101,7 @@ class Selection:
                 self.rotated = None
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
-        """A context that applies again what is applied now: for a layer that runs again in the backward pass."""
+        """A context that restores what is applied now, for a layer that is recomputed in the backward pass."""
         return partial(self._again, self.active, self.live, self.dropout)
 
     @contextmanager
@@ -119,7 +119,7 @@ class Selection:
 
     @contextmanager
     def only(self, slot: str | None) -> Iterator[None]:
-        """Within a `use` of segments: one of its slots for a pass over that slot's rows alone."""
+        """Within a `use` of segments: applies one of its slots in a pass over that slot's rows only."""
         before, self.active = self.active, slot
         try:
             yield
@@ -137,7 +137,7 @@ def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 class _Layer(Protocol):
-    """What dispatch needs of a layer, dense or of experts."""
+    """The attributes of a dense or expert layer that dispatch needs."""
 
     name: str
     config: AdapterConfig
@@ -149,7 +149,7 @@ class _Layer(Protocol):
 
 
 def find_slot(layer: _Layer, name: str) -> Slot:
-    """What to multiply by under `name`; noted in the trace, so ask once per use."""
+    """The slot called `name`; recorded in the trace, so call it once per use."""
     selection = layer.selection
     try:
         slot = selection.live[name][layer.name] if name in selection.live else layer.slots[name]
@@ -162,10 +162,10 @@ def find_slot(layer: _Layer, name: str) -> Slot:
 
 
 def dropped(x: Tensor, layer: _Layer, places_T: Tensor | None = None) -> Tensor:
-    """What A is multiplied with: x, or in a training pass with dropout what is left of it.
+    """The input of A: x, or in a training pass with dropout the part of x that is kept.
 
     Args:
-        places_T: of x's rows among the pass's tokens, where these are divided; None: x has all of them.
+        places_T: indices of x's rows among the pass's tokens, if these are divided; None if x has all of them.
     """
     stream, share, columns = layer.selection.dropout, layer.config.dropout, layer.part.columns
     if stream is None or not share:
@@ -173,14 +173,14 @@ def dropped(x: Tensor, layer: _Layer, places_T: Tensor | None = None) -> Tensor:
     key = stream_key(stream.key, "lora-dropout", layer.name)
     if columns == WHOLE and places_T is None:
         return dropout(x, share, key)
-    # Each process leaves out of its columns and tokens what one process would.
+    # Each process drops from its columns and tokens exactly what a single process would.
     shape = x.shape[:-1] if places_T is None else (*x.shape[:-2], stream.num_tokens)
     kept = dropout(x.new_ones(*shape, layer.part.shape[1]), share, key)
     return x * (kept if places_T is None else kept[..., places_T, :])[..., columns]
 
 
 class AdaptedLinear(nn.Module):
-    """Any linear layer, with an adapter applied as the selection says. The base is called once per pass."""
+    """Any linear layer, with the selected adapter applied. The base is called once per pass."""
 
     def __init__(self, base: nn.Module, name: str, config: AdapterConfig, selection: Selection) -> None:
         super().__init__()
@@ -193,11 +193,11 @@ class AdaptedLinear(nn.Module):
         self.part: Part = getattr(base, "part", None) or Part(shape=(self.out_features, self.in_features))
         self.slots: dict[str, Slot] = {}
         self.shares_input = False
-        """OFT: other layers take the same input and the same R."""
+        """OFT: other layers have the same input and the same R."""
 
     @property
     def weight(self) -> Tensor:
-        """The base's, for model code that looks at a layer's dtype or device."""
+        """The base's weight, for model code that reads a layer's dtype or device."""
         return self.base.weight  # type: ignore[return-value]
 
     @property
@@ -206,7 +206,7 @@ class AdaptedLinear(nn.Module):
         return tensor.device if tensor is not None else next(self.base.parameters()).device
 
     def shapes(self, config: AdapterConfig | None = None) -> dict[str, tuple[int, ...]]:
-        """Of the whole layer's parameters, by kind. `config`: of another adapter than the policy's."""
+        """Shapes of the whole layer's parameters, by kind. `config`: of an adapter other than the policy's."""
         config = config or self.config
         rank, size = config.rank, config.block_size
         rows, columns = self.part.shape
@@ -218,7 +218,7 @@ class AdaptedLinear(nn.Module):
         return (f"{self.name}.{kind}",)
 
     def named(self, slot: Slot) -> dict[str, Tensor]:
-        """The slot's tensors as files name them."""
+        """The slot's tensors by file name."""
         return {f"{self.name}.{kind}": tensor for kind, tensor in slot.tensors().items()}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """LoRA (Hu et al., arXiv 2106.09685, eq. 3): `y = base(x) + (alpha/r) B A x`.
 
-Belongs here: LoRA's arithmetic and initial values. Does not belong here: where the layer sits, files.
-Shapes: A `[r, K]`, B `[N, r]`, x `[..., K]`, y `[..., N]`; of experts A `[G, r, K]`, B `[G, N, r]`.
+Belongs here: LoRA's arithmetic and initial values. Does not belong here: the layer around it, files.
+Shapes: A `[r, K]`, B `[N, r]`, x `[..., K]`, y `[..., N]`; for experts A `[G, r, K]`, B `[G, N, r]`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from orbit_runtime.seeds import stream_key
 
 @dataclass(slots=True, eq=False)
 class LoRASlot:
-    """What one layer multiplies by: published BF16 values, widened to the compute dtype."""
+    """The values that one layer multiplies by: published BF16 values, widened to the compute dtype."""
 
     lora_A: Tensor
     lora_B: Tensor
     scaling: float
     named: dict[str, Tensor] | None = field(default=None, repr=False)
-    """The tensors as files name them, once somebody asked the layer for them."""
+    """The tensors by file name, once they have been requested from the layer."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {"lora_A": self.lora_A, "lora_B": self.lora_B}
 
 
 def initial_A(shape: tuple[int, ...], seed: int, module_name: str) -> Tensor:
-    """PEFT's default: Kaiming-uniform with a = sqrt(5), so uniform in ±1/sqrt(K); from the module's own stream."""
+    """PEFT's default: Kaiming-uniform with a = sqrt(5), hence uniform in ±1/sqrt(K); from the module's own stream."""
     generator = torch.Generator().manual_seed(stream_key(seed, "adapter-init", module_name))
     return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
 
 
 def dropout(x: Tensor, share: float, key: int) -> Tensor:
-    """x with each value left out by chance and the others scaled up; the same key leaves out the same ones."""
+    """x with each value dropped at random and the others scaled up; the same key drops the same values."""
     generator = torch.Generator(device=x.device).manual_seed(key)
     kept = torch.empty_like(x).bernoulli_(1.0 - share, generator=generator)
     return x * kept.div_(1.0 - share)
@@ -45,7 +45,7 @@ def dropout(x: Tensor, share: float, key: int) -> Tensor:
 def add_lora(y: Tensor, x: Tensor, slot: LoRASlot) -> Tensor:
     """`y + scaling * (x A^T) B^T`, scaling applied inside the product, in the same order for trainer and engine.
 
-    May overwrite y where no gradient is recorded; use the result.
+    May overwrite y if no gradient is recorded; use the result.
     """
     shape = y.shape
     y, x = y.reshape(-1, shape[-1]), x.reshape(-1, x.shape[-1])

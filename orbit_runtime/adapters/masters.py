@@ -1,7 +1,7 @@
 """The trainer's side of an adapter: fp32 master parameters, and the published rounding that a pass multiplies by.
 
 Belongs here: masters, ties between projections that share an input, rounding with a straight-through gradient, values
-that the masters hold for the length of a measurement.
+that the masters hold temporarily during a measurement.
 Does not belong here: optimisers, files.
 """
 
@@ -25,11 +25,11 @@ from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Probe
 
 PROBE_SIZE = 0.1
-"""About the share by which a random adapter changes a layer's output: far above rounding, far below noise."""
+"""Approximate share by which a random adapter changes a layer's output: far above rounding, far below noise."""
 
 
 class _Rounded(torch.autograd.Function):
-    """Round to BF16 and widen again; the gradient passes straight through. Many tensors in one node of the graph."""
+    """Rounds to BF16 and widens again; the gradient passes straight through. Many tensors in one node of the graph."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -44,41 +44,41 @@ class _Rounded(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter stands in the whole adapter's."""
+    """The position of a parameter in the whole adapter's parameter."""
 
     kind: str
     """`lora_A`, `lora_B` or `oft_R`."""
     part: Part
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
 
     def cut(self, whole: Tensor, config: AdapterConfig) -> Tensor:
-        """What this process holds of it."""
+        """The part of it that this process holds."""
         return self.part.cut(self.kind, whole, config.block_size)
 
     @property
     def is_whole(self) -> bool:
-        """Every process of the part's group holds all of it."""
+        """Whether every process of the part's group holds all of it."""
         return self.part.is_whole(self.kind, self.shape[0] if self.part.num_experts else None)
 
 
 class Trained(Protocol):
-    """What an optimizer changes: the masters of an adapter, or of a whole model (`policy.whole`)."""
+    """What an optimiser updates: the masters of an adapter, or of a whole model (`policy.whole`)."""
 
     @property
     def config(self) -> AdapterConfig: ...
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """fp32, by name, sorted."""
+        """fp32, sorted by name."""
         ...
 
     def after_update(self) -> None:
-        """Of the optimizer."""
+        """Call after an optimiser update."""
         ...
 
     def series_error(self) -> float:
-        """See `Masters`; 0 where nothing is a series."""
+        """See `Masters`; 0 if there is no series."""
         ...
 
 
@@ -94,7 +94,7 @@ class Masters:
     """`<module>.lora_A`, `<module>.lora_B` or, for owners only, `<module>.oft_R`; fp32, sorted by name."""
     owner: Mapping[str, str]
     places: Mapping[str, Place]
-    """Of each parameter."""
+    """The place of each parameter."""
 
     def applied(self, compute_dtype: torch.dtype) -> dict[str, Slot]:
         """Every layer's slot as it would be after a publish, with gradient to the masters."""
@@ -110,7 +110,7 @@ class Masters:
         return {name: OFTSlot(R[owner]) for name, owner in self.owner.items()}
 
     def rotations(self) -> dict[str, Tensor]:
-        """fp32 R of every owner, in one batch: trainer and publish both call this, so that they get the same bits."""
+        """fp32 R of every owner, in one batch: trainer and publish both call this, so they get the same bits."""
         flat = [parameter.flatten(0, -2) for parameter in self.parameters.values()]
         config = self.config
         stacked = rotations(torch.cat(flat), config.block_size, config.parametrization, config.neumann_terms)
@@ -121,7 +121,7 @@ class Masters:
         }
 
     def series_error(self) -> float:
-        """How far OFT's truncated series may stand from an exact rotation, the worst block; see `oft.series_error`."""
+        """Largest distance of a block of OFT's truncated series from an exact rotation; see `oft.series_error`."""
         config = self.config
         if config.type != "OFT":
             return 0.0
@@ -129,7 +129,7 @@ class Masters:
         return max(series_error(p, config.block_size, config.parametrization, config.neumann_terms) for p in values)
 
     def after_update(self) -> None:
-        """Of the optimizer: COFT's bound on Q. PEFT does the same before every pass."""
+        """Applies COFT's bound on Q after an optimiser update. PEFT does the same before every pass."""
         if self.config.coft:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -137,10 +137,10 @@ class Masters:
 
     @contextmanager
     def probing(self, probe: Probe, seed: int) -> Iterator[None]:
-        """Within it the masters hold an adapter that nobody trained; afterwards their own values, bit for bit.
+        """Within this context the masters hold an untrained adapter; afterwards their own values, bit for bit.
 
-        `identity` changes nothing in the base's answers, `random` changes every layer. Not to be entered while a
-        graph over the masters is alive.
+        `identity` does not change the base's output, `random` changes every layer. Do not enter it while a graph over
+        the masters is alive.
         """
         kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
@@ -158,7 +158,7 @@ class Masters:
         return place.cut(self._whole_probe(name, place.shape, probe, seed), self.config)
 
     def _whole_probe(self, name: str, shape: tuple[int, ...], probe: Probe, seed: int) -> Tensor:
-        """The same for every process, however the parameter is divided."""
+        """The same in every process, however the parameter is divided."""
         if probe == "identity" and not name.endswith("lora_A"):
             return torch.zeros(shape)
         generator = torch.Generator().manual_seed(stream_key(seed, f"probe-{probe}", name))

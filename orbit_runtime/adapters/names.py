@@ -1,8 +1,8 @@
-"""What an adapter's tensors are called in files, and how an expert layer's stacked ones are cut into them.
+"""Names of an adapter's tensors in files, and how an expert layer's stacked tensors are split among them.
 
     dense                     `<module>.<kind>`
-    experts, PerExpert        `….experts.<e>.gate_proj.<kind>`, one each: PEFT's names for experts that are modules
-    experts, SharedOuter      `….experts.w1.<kind>` `[E or 1, …]`: what engines call gate (w1), up (w3) and down (w2)
+    experts, PerExpert        `….experts.<e>.gate_proj.<kind>`, one per expert: PEFT's names for experts as modules
+    experts, SharedOuter      `….experts.w1.<kind>` `[E or 1, …]`: engines' names for gate (w1), up (w3) and down (w2)
     experts, Shared           the same names, `[1, …]`
 
 Belongs here: names. Does not belong here: values, bytes (`state`).
@@ -17,7 +17,7 @@ from torch import Tensor
 
 STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 SGLANG_TARGETS = {"kv_proj": "kv_a_proj_with_mqa", "o_b_proj": "o_proj"}
-"""DeepSeek-V4's projections that SGLang's LoRA has no name for → what DeepSeek-V3 has in the same place."""
+"""DeepSeek-V4's projections that SGLang's LoRA has no name for → DeepSeek-V3's counterparts."""
 
 
 def expert_file_names(module: str, kind: str, layout: str, num_experts: int) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def expert_file_names(module: str, kind: str, layout: str, num_experts: int) -> 
 
 
 def split_tensor(names: tuple[str, ...], tensor: Tensor) -> dict[str, Tensor]:
-    """The tensor under its names: cut along the experts where there is one name for each."""
+    """The tensor by file name: split along the experts if each has a name of its own."""
     return {names[0]: tensor} if len(names) == 1 else dict(zip(names, tensor.unbind(0), strict=True))
 
 

@@ -1,13 +1,13 @@
 """OFT, input-centric (Qiu et al., arXiv 2506.19847), in PEFT 0.21's conventions: `y = base(x R)`, R block-diagonal.
 
 Q is skew-symmetric, its upper triangle filled row by row from the parameters. PEFT's two parametrisations rotate in
-opposite directions for the same Q, and both are kept: files say which one made them.
+opposite directions for the same Q, and both are supported: files record which one was used.
     Cayley          R = (I - Q)(I + Q)^-1
     CayleyNeumann   R = I + 2Q + 2Q² + … + Q^(n-1), for n = 5: I + 2Q + 2Q² + 2Q³ + Q⁴, close to (I + Q)(I - Q)^-1
 R is built in fp32 and rounded to BF16 once; the rounded R is what trainer and engine multiply by.
 
-Belongs here: OFT's arithmetic. Does not belong here: where the layer sits, files.
-Shapes: parameters `[K/b, b(b-1)/2]`, R `[K/b, b, b]`, x `[..., K]`; of experts with an axis more in front.
+Belongs here: OFT's arithmetic. Does not belong here: the layer around it, files.
+Shapes: parameters `[K/b, b(b-1)/2]`, R `[K/b, b, b]`, x `[..., K]`; experts have one more leading axis.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from orbit_runtime.errors import ManifestError
 
 @dataclass(slots=True, eq=False)
 class OFTSlot:
-    """What one layer multiplies by: published BF16 values, widened to the compute dtype."""
+    """The values that one layer multiplies by: published BF16 values, widened to the compute dtype."""
 
     rotation: Tensor
     parameters: Tensor | None = None
-    """The fp32 parameters that came with R in a published slot: kept to be read back, never multiplied."""
+    """The fp32 parameters published with R: kept for reading back, never multiplied."""
     named: dict[str, Tensor] | None = field(default=None, repr=False)
-    """The tensors as files name them, once somebody asked the layer for them."""
+    """The tensors by file name, once they have been requested from the layer."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {"oft_R": self.rotation}
 
 
 def check_block_size(module_name: str, in_features: int, block_size: int) -> None:
-    """Raises unless the block size divides the layer's input. (PEFT silently takes another one.)"""
+    """Raises unless the block size divides the layer's input. (PEFT silently uses another one.)"""
     if block_size > 1 and in_features % block_size == 0:
         return
     divisors = [size for size in range(2, in_features + 1) if in_features % size == 0]
@@ -57,13 +57,13 @@ def num_parameters(in_features: int, block_size: int) -> int:
 
 @functools.cache
 def _upper_triangle(block_size: int, device: torch.device) -> Tensor:
-    """Which cell of a flattened `[b, b]` block each parameter fills."""
+    """The cell of a flattened `[b, b]` block that each parameter fills."""
     rows, columns = torch.triu_indices(block_size, block_size, 1)
     return (rows * block_size + columns).to(device)
 
 
 def skew_symmetric(parameters: Tensor, block_size: int) -> Tensor:
-    """`[n, b(b-1)/2]` → Q `[n, b, b]`. No parameter is gathered twice, so backward has no sum without an order."""
+    """`[n, b(b-1)/2]` → Q `[n, b, b]`. No parameter is gathered twice, so backward has no unordered sum."""
     cells = _upper_triangle(block_size, parameters.device)
     # Of the operations that write cells, this one keeps none of the parameters for its backward.
     blocks = torch.arange(len(parameters), device=parameters.device)[:, None]
@@ -94,10 +94,11 @@ def rotations(parameters: Tensor, block_size: int, parametrization: str, neumann
 
 
 def series_error(parameters: Tensor, block_size: int, parametrization: str, neumann_terms: int) -> float:
-    """A bound on `|R - C|` of every block, C the exact rotation that the series stands for; 0 for the exact one.
+    """A bound on `|R - C|` over all blocks, with C the exact rotation that the series approximates; 0 for Cayley.
 
-    The series of n terms is `C (I - Q^m)` with m = 3 for n = 3 and 4, else n - 1, and C keeps lengths, so the error is
-    `|Q|^m`; shorter ones leave a rest of at most `2 |Q|^n`. Q's eigenvalues come in pairs ±i s, so `|Q| <= |Q|_F / √2`.
+    The series of n terms is `C (I - Q^m)` with m = 3 for n = 3 and 4, else n - 1, and C preserves lengths, so the error
+    is `|Q|^m`; shorter series leave a remainder of at most `2 |Q|^n`. Q's eigenvalues come in pairs ±i s, so
+    `|Q| <= |Q|_F / √2`.
     """
     if parametrization == "Cayley":
         return 0.0
@@ -110,7 +111,7 @@ def series_error(parameters: Tensor, block_size: int, parametrization: str, neum
 
 
 def constrained(parameters: Tensor, eps: float) -> Tensor:
-    """COFT: blocks of Q that lie outside of the ball around 0 are brought back to its surface, as PEFT does it."""
+    """COFT: projects blocks of Q outside the ball around 0 back to its surface, as PEFT does."""
     radius = eps / math.sqrt(parameters.shape[-2])
     norms = math.sqrt(2.0) * torch.linalg.vector_norm(parameters, dim=-1, keepdim=True)
     return torch.where(norms <= radius, parameters, parameters * (radius / norms))

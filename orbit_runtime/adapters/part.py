@@ -1,7 +1,7 @@
-"""The rectangle of a layer that this process holds, where a model is divided among several.
+"""The rectangle of a layer that this process holds, if a model is divided among several processes.
 
-Belongs here: what of a layer's adapter follows from it. Does not belong here: who holds which part (`policy.shares`),
-cutting packed weights (`quant.slicing`).
+Belongs here: the resulting part of a layer's adapter. Does not belong here: which process holds which part
+(`policy.shares`), cutting packed weights (`quant.slicing`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WHOLE = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows (outputs) and columns (inputs) of a weight, of experts which.
+    """Rows (outputs), columns (inputs) and experts of a weight.
 
     Example: the second half of `q_proj`'s heads: `Part(slice(32, 64))`; of `o_proj`: `Part(columns=slice(32, 64))`.
     """
@@ -24,12 +24,12 @@ class Part:
     columns: slice = WHOLE
     experts: slice = WHOLE
     shape: tuple[int, int] = (0, 0)
-    """Of the whole weight `[N, K]`."""
+    """Shape of the whole weight `[N, K]`."""
     num_experts: int = 0
-    """Of the whole layer; 0: it has none."""
+    """Number of experts of the whole layer; 0 for a layer without experts."""
     group: str = "tensor"
-    """Of processes over which the layer is divided, or that each compute a share of what a whole parameter's gradient
-    is: `tensor` or `expert`; `none`: every process computes all of it."""
+    """The processes that divide the layer, or that each compute a share of a whole parameter's gradient: `tensor` or
+    `expert`; `none` if every process computes all of it."""
 
     def cut(self, kind: str, whole: Tensor, block_size: int) -> Tensor:
         """This process's part of a parameter: `lora_A` `[…, r, K]`, `lora_B` `[…, N, r]`, `oft_R` `[…, K / b, …]`."""
@@ -43,10 +43,10 @@ class Part:
         return whole[..., start // block_size : stop // block_size, :]
 
     def is_whole(self, kind: str, num_held: int | None) -> bool:
-        """Whether every process of the group holds the parameter, and its gradient is the sum of theirs.
+        """Whether every process of the group holds the whole parameter, and its gradient is the sum of theirs.
 
         Args:
-            num_held: how many experts the parameter is for: 1 where they share it; None: it is of no experts.
+            num_held: number of experts that the parameter covers: 1 if they share it; None for a layer without experts.
         """
         if self.num_experts:
             return num_held == 1

@@ -1,6 +1,6 @@
-"""How long work on an adapter's bytes may take before somebody is given up: a floor for its rate, whatever its size.
+"""The time allowed for work on an adapter's bytes before the peer is given up: a minimum rate, whatever the size.
 
-Belongs here: that rate. Does not belong here: how long anything takes that has no bytes (who waits for it says that).
+Belongs here: that rate. Does not belong here: timeouts of work without bytes (each waiting side sets its own).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Buffer, Iterable
 
 SLOWEST_BYTES_PER_SECOND = 50e6
-"""Of moving, hashing or parsing: a tenth of what one core of a busy machine does."""
+"""For moving, hashing or parsing: a tenth of what one core of a busy machine achieves."""
 
 
 def seconds_for(num_bytes: float) -> float:

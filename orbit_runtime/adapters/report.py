@@ -1,4 +1,4 @@
-"""What an adapter matched in a model, for people; plain values, which also travel between processes.
+"""A readable report of what an adapter matched in a model; plain values, which are also sent between processes.
 
 Belongs here: the record and its table. Does not belong here: matching (`inject`).
 """
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """What one target matched. `shapes` counts base shapes `(out, in)`; `parameters` counts shared ones once."""
+    """The matches of one target. `shapes` counts base shapes `(out, in)`; `parameters` counts shared ones once."""
 
     target: str
     count: int
     shapes: tuple[tuple[tuple[int, int], int], ...]
     parameters: int
     experts: int = 0
-    """How many of the layers are of routed experts, all experts of one counted once."""
+    """Number of matched layers of routed experts; all experts of a layer count once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class InjectReport:
 
 
 def join_reports(parts: Sequence[InjectReport]) -> InjectReport:
-    """Of a whole model, from those of its runs of layers."""
+    """The report of a whole model, from those of its runs of layers."""
     rows: dict[str, ReportRow] = {}
     for row in (row for part in parts for row in part.rows if row.count):
         known = rows.get(row.target)

@@ -33,10 +33,10 @@ from orbit_runtime.errors import InternalError, ModelError
 from orbit_runtime.types import AdapterManifest, AdapterSink
 
 DESCRIPTIVE_FIELDS = {"base_model_name_or_path", "inference_mode", "peft_version", "target_modules", "task_type"}
-"""Of the configuration: what describes the file, or is checked by the tensors' names, and may differ."""
+"""Configuration fields that describe the file, or are checked through the tensors' names; they may differ."""
 
 ROTATION_TOLERANCE = 2.0**-6
-"""How far a published R may lie from the one rebuilt from its parameters: BF16 rounding and other machines' fp32."""
+"""How far a published R may differ from the one rebuilt from its parameters: BF16 rounding and other machines' fp32."""
 
 
 def config_json(config: AdapterConfig, base_model_name: str) -> bytes:
@@ -65,12 +65,12 @@ def config_json(config: AdapterConfig, base_model_name: str) -> bytes:
 
 
 def config_file(fields: Mapping[str, Any]) -> bytes:
-    """The one way in which these fields are written, so that their bytes can be rebuilt."""
+    """The canonical serialisation of these fields, so that their bytes can be rebuilt."""
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
 def build_files(injected: Injected, config: AdapterConfig, base_model_name: str) -> dict[str, TensorFile | bytes]:
-    """The files that publish the masters as they are now; LoRA's values are computed as they are read."""
+    """The files that publish the current masters; LoRA's values are computed when they are read."""
     values = injected.masters.parameters
     settings = config_json(config, base_model_name)
     if config.type == "LoRA":
@@ -93,7 +93,7 @@ def build_files(injected: Injected, config: AdapterConfig, base_model_name: str)
 def write_adapter(
     injected: Injected, config: AdapterConfig, base_model_name: str, sink: AdapterSink
 ) -> AdapterManifest:
-    """Streams the files into the sink, and hashes each piece as it goes by: the only pass over an adapter's bytes."""
+    """Streams the files into the sink and hashes each piece on the way: the only pass over an adapter's bytes."""
     found = {}
     for name, file in build_files(injected, config, base_model_name).items():
         if isinstance(file, bytes):
@@ -104,13 +104,13 @@ def write_adapter(
 
 
 def export_adapter(injected: Injected, config: AdapterConfig, base_model_name: str) -> dict[str, bytes]:
-    """The files' bytes, each as one: for adapters that are small."""
+    """The files as whole byte strings; for small adapters."""
     files = build_files(injected, config, base_model_name)
     return {name: file if isinstance(file, bytes) else b"".join(file.pieces()) for name, file in files.items()}
 
 
 def load_slot(layers: Mapping[str, AdaptedLayer], slot_name: str, files: Mapping[str, Buffer]) -> None:
-    """Fill the slot of every layer from published bytes, or raise `ModelError` naming the tensor and change nothing."""
+    """Fills the slot of every layer from published bytes, or raises `ModelError` for a tensor and changes nothing."""
     first = next(iter(layers.values()))
     if slot_name == TRAINER_SLOT or slot_name in first.slots:
         raise InternalError(f"the adapter slot {slot_name!r} is already taken")
@@ -132,9 +132,9 @@ def remove_slot(layers: Mapping[str, AdaptedLayer], slot_name: str) -> None:
 
 
 def slot_digest(layers: Mapping[str, AdaptedLayer], slot_name: str, config_bytes: bytes) -> str:
-    """Of what stands in the slot now: the published one unless something changed it.
+    """Digest of the slot's current contents: the published digest unless something changed them.
 
-    `config_bytes` is the published `adapter_config.json`, from which nothing is kept in a slot but the scaling.
+    `config_bytes` is the published `adapter_config.json`, of which a slot keeps only the scaling.
     """
     main, turned = _slot_tensors(layers, slot_name)
     if next(iter(layers.values())).config.type == "LoRA":
@@ -149,11 +149,11 @@ def held_digest(
     *,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Of an adapter of which an engine holds this.
+    """Digest of an adapter from what an engine holds of it.
 
     Args:
-        shapes, pieces: of the BF16 tensors that layers multiply by, under their names in their file.
-        parameters: OFT's; None: it is a LoRA.
+        shapes, pieces: of the BF16 tensors that layers multiply by, by their names in their file.
+        parameters: OFT's parameters; None for LoRA.
     """
     found = {CONFIG_FILE: hash_pieces(cut(config_bytes))}
     held = tensorfile.assemble(shapes, pieces)
@@ -164,7 +164,7 @@ def held_digest(
 
 
 def slot_files(layers: Mapping[str, AdaptedLayer], slot_name: str, config_bytes: bytes) -> dict[str, bytes]:
-    """What stands in the slot now, serialised again: for telling how it differs from what was published."""
+    """The slot's current contents, serialised again to show how they differ from what was published."""
     main, turned = _slot_tensors(layers, slot_name)
     if next(iter(layers.values())).config.type == "LoRA":
         return {MODEL_FILE: tensorfile.dump_narrowed(main), CONFIG_FILE: config_bytes}
@@ -176,13 +176,13 @@ def slot_files(layers: Mapping[str, AdaptedLayer], slot_name: str, config_bytes:
 
 
 def _slot_tensors(layers: Mapping[str, AdaptedLayer], slot_name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Those of `MODEL_FILE` and, for OFT, of `ROTATIONS_FILE`, under their names there."""
+    """The tensors of `MODEL_FILE` and, for OFT, of `ROTATIONS_FILE`, by their names there."""
     main: dict[str, Tensor] = {}
     turned: dict[str, Tensor] = {}
     for layer in layers.values():
         slot = layer.slots.get(slot_name)
         if isinstance(slot, LoRASlot):
-            # A scaling that is not the published one must show, and it has no tensor of its own.
+            # A scaling other than the published one must show, although no tensor contains it.
             suffix = "" if slot.scaling == layer.config.scaling else f".scaling={slot.scaling!r}"
             main |= {_peft_key(key) + suffix: tensor for key, tensor in layer.named(slot).items()}
         elif slot is not None and slot.parameters is not None:
@@ -195,7 +195,7 @@ def _slot_tensors(layers: Mapping[str, AdaptedLayer], slot_name: str) -> tuple[d
 def applied_digest(trace: Iterable[Applied]) -> str:
     """Digest of module → the tensors that it multiplied by, from the trace of a pass.
 
-    A module that applied two different things in one pass counts twice, so that it cannot equal what was published.
+    A module that applied two different things in one pass counts twice, so the digest cannot equal the published one.
     """
     tensors: dict[str, Tensor] = {}
     scalings = set()
@@ -214,7 +214,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def published_tensors(files: Mapping[str, Buffer]) -> dict[str, Tensor]:
-    """What layers multiply by under this adapter: `<module>.lora_A` and `.lora_B`, or OFT's rotations."""
+    """The tensors that layers multiply by under this adapter: `<module>.lora_A` and `.lora_B`, or OFT's rotations."""
     if json.loads(bytes(files[CONFIG_FILE]))["peft_type"] == "OFT":
         return parse_tensors(files, ROTATIONS_FILE)
     return {plain_key(key): tensor for key, tensor in parse_tensors(files, MODEL_FILE).items()}
@@ -225,7 +225,7 @@ def _peft_key(key: str) -> str:
 
 
 def _parts(layers: Mapping[str, AdaptedLayer], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`<module>.<kind>` → value, under the names that files have."""
+    """`<module>.<kind>` → value, by file name."""
     parts: dict[str, Tensor] = {}
     for key, value in values.items():
         name, _, kind = key.rpartition(".")
@@ -234,7 +234,7 @@ def _parts(layers: Mapping[str, AdaptedLayer], values: Mapping[str, Tensor]) -> 
 
 
 def _shapes(layer: AdaptedLayer, kind: str) -> dict[str, tuple[int, ...]]:
-    """Name in the file → shape. `rotation` is of the tensors called `oft_R` in the file of rotations."""
+    """Name in the file → shape. `rotation` refers to the tensors called `oft_R` in the file of rotations."""
     stored = "oft_R" if kind == "rotation" else kind
     names, shape = layer.file_names(stored), layer.shapes()[stored]
     if kind == "rotation":
@@ -243,7 +243,7 @@ def _shapes(layer: AdaptedLayer, kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def parse_tensors(files: Mapping[str, Buffer], name: str) -> dict[str, Tensor]:
-    """The tensors of one of an adapter's files, or ModelError."""
+    """The tensors of one of an adapter's files. Raises ModelError if it cannot be parsed."""
     try:
         return tensorfile.parse(files[name], where=name)
     except KeyError as error:
@@ -267,7 +267,7 @@ def _check_files(files: Mapping[str, Buffer], config: AdapterConfig) -> None:
 def check_tensors(
     where: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> None:
-    """Raises ModelError naming the first tensor that is missing, too many, of another shape or dtype, or not finite."""
+    """Raises ModelError for the first tensor that is missing, unexpected, not finite, or of another shape or dtype."""
     for key in sorted(shapes.keys() - tensors.keys()):
         raise ModelError(f"the tensor {key} is missing", where=where)
     for key in sorted(tensors.keys() - shapes.keys()):
@@ -320,13 +320,13 @@ def _oft_slots(
 
 
 def check_shared(where: str, tensors: Mapping[str, Tensor], key: str, owner_key: str) -> None:
-    """Raises ModelError where two layers with the same input have different tensors."""
+    """Raises ModelError if two layers with the same input have different tensors."""
     if key != owner_key and not torch.equal(tensors[key], tensors[owner_key]):
         raise ModelError(f"the tensor {key} differs from {owner_key}, which takes the same input", where=where)
 
 
 def _check_rotations(parameters: Mapping[str, Tensor], turned: Mapping[str, Tensor], config: AdapterConfig) -> None:
-    """The published R belongs to the published parameters. Keys of both are those of the file of rotations."""
+    """Checks that the published R matches the published parameters. Both use the keys of the file of rotations."""
     stacked = torch.cat([tensor.flatten(0, -2) for tensor in parameters.values()])
     rebuilt = rotations(stacked, config.block_size, config.parametrization, config.neumann_terms)
     published = torch.cat([turned[key].flatten(0, -3) for key in parameters]).float()
@@ -340,6 +340,6 @@ def _check_rotations(parameters: Mapping[str, Tensor], turned: Mapping[str, Tens
 
 
 def _widened(tensors: Mapping[str, Tensor], layers: Mapping[str, AdaptedLayer]) -> dict[str, Tensor]:
-    """In the compute dtype, on the layers' device, in memory of their own."""
+    """Copies in the compute dtype, on the layers' device."""
     layer = next(iter(layers.values()))
     return tensorfile.widened(tensors, layer.device, layer.selection.compute_dtype)

@@ -1,4 +1,4 @@
-"""Safetensors with canonical bytes: equal tensors give equal files, whichever library version or insertion order.
+"""Safetensors with canonical bytes: equal tensors give equal files, for any library version and insertion order.
 
 Belongs here: tensors ↔ file bytes. Does not belong here: which tensors an adapter has (`state`).
 """
@@ -24,27 +24,27 @@ FORMAT = {"format": "pt"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _NARROW = torch.bfloat16.itemsize
 _OWN_PAGES_BYTES = 1 << 20
-"""From this size on, what is made for a moment gets pages of its own; see `_rounded`."""
+"""Temporary memory of at least this size gets pages of its own; see `_rounded`."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """All values in one tensor: an adapter is many small tensors, and one operation on all of them is far faster."""
+    """All values in one tensor: an adapter has many small tensors, and one operation on all of them is far faster."""
     with torch.no_grad():
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def split(values: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `flat`: views of `values` under the names and in the shapes of `like`."""
+    """The inverse of `flat`: views of `values` with the names and shapes of `like`."""
     parts = values.split_with_sizes([tensor.numel() for tensor in like.values()])
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file that is not written yet: nothing of its values is computed before it is asked for.
+    """A file that is not written yet: no values are computed before they are requested.
 
-    The pieces are those of `digests`: the header, then each tensor in the order of its name.
+    The pieces are those of `digests`: the header, then each tensor, sorted by name.
     """
 
     header: bytes
@@ -57,10 +57,10 @@ class TensorFile:
         return len(self.header) + sum(tensor.numel() for tensor in self.tensors.values()) * self.dtype.itemsize
 
     def pieces(self) -> Iterator[memoryview]:
-        """Good as long as the tensors do not change. At most two of the largest of them are made at a time.
+        """Valid as long as the tensors do not change. At most two of the largest pieces exist at a time.
 
-        What has its bytes on this machine already is not copied, and no operation of torch runs: the pieces may be read
-        beside a computation without taking its threads away.
+        Tensors whose bytes are already on this machine are not copied, and no torch operation runs: the pieces can be
+        read during a computation without taking its threads away.
         """
         yield memoryview(self.header)
         if all(_lies_ready(tensor, self.dtype) for tensor in self.tensors.values()):
@@ -71,32 +71,32 @@ class TensorFile:
 
 
 def build(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = FORMAT) -> TensorFile:
-    """The file of these tensors, rounded to `dtype`. Names sorted; by default what Hugging Face's loaders ask for."""
+    """The file of these tensors, rounded to `dtype`, names sorted; by default with Hugging Face's metadata."""
     ordered = {name: tensors[name] for name in sorted(tensors)}
     header = build_header({name: tensor.shape for name, tensor in ordered.items()}, dtype, metadata)
     return TensorFile(header, ordered, dtype)
 
 
 def dump(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = FORMAT) -> bytes:
-    """The bytes of `build`, at once."""
+    """The bytes of `build` in one piece."""
     return b"".join(build(tensors, dtype, metadata).pieces())
 
 
 def dump_narrowed(tensors: Mapping[str, Tensor]) -> bytes:
-    """The file of tensors widened from BF16: BF16 where narrowing all of them is exact, fp32 where it is not."""
+    """The file of tensors widened from BF16: BF16 if narrowing all of them is exact, otherwise fp32."""
     narrow = narrowed(tensors)
     is_narrow = all(tensor.dtype == torch.bfloat16 for tensor in narrow.values())
     return dump(narrow, torch.bfloat16 if is_narrow and tensors else torch.float32)
 
 
 def runs(tensors: Iterable[Tensor], convert: Callable[[Tensor], Tensor], itemsize: int) -> Iterator[memoryview]:
-    """The bytes of each tensor, little-endian, in pieces as `digests` cuts them.
+    """The bytes of each tensor, little-endian, in pieces as defined in `digests`.
 
-    Small tensors are converted and copied from their device many at a time, large ones a part at a time.
+    Small tensors are converted and copied from their device many at a time, large ones in parts.
 
     Args:
-        convert: from flat values to flat values.
-        itemsize: bytes of a value that large tensors are cut by; four at most.
+        convert: function of one-dimensional values.
+        itemsize: bytes per value by which large tensors are split; at most four.
     """
     for group in _groups(tensors):
         if isinstance(group, Tensor):
@@ -112,20 +112,20 @@ def runs(tensors: Iterable[Tensor], convert: Callable[[Tensor], Tensor], itemsiz
 
 
 def narrow_where_exact(values: Tensor) -> Tensor:
-    """As BF16 where that changes none of these values, else as fp32: what was widened, as it was before."""
+    """As BF16 if that changes none of these values, otherwise fp32: reverses a widening."""
     narrow = _narrow(values)
     return values.float() if narrow is None else narrow
 
 
 def assemble(shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces]) -> Pieces:
-    """Of the BF16 file of these tensors, each known by its shape and its pieces. Nothing is read."""
+    """The pieces of the BF16 file of these tensors, each given by its shape and pieces. Nothing is read."""
     ordered = {name: shapes[name] for name in sorted(shapes)}
     header = hash_pieces([build_header(ordered, torch.bfloat16, FORMAT)])
     return (*header, *chain.from_iterable(pieces[name] for name in ordered))
 
 
 def tensor_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
-    """Of each tensor, narrowed where that is exact."""
+    """The pieces of each tensor, narrowed if that is exact."""
     pieces = iter(hash_pieces(runs(tensors.values(), narrow_where_exact, _NARROW)))
     return {
         name: tuple(islice(pieces, -(-tensor.numel() * _NARROW // PIECE_BYTES))) for name, tensor in tensors.items()
@@ -133,7 +133,7 @@ def tensor_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
 
 
 def narrowed(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """These tensors as BF16 where narrowing all of them is exact, else as they are: what is dumped more than once."""
+    """These tensors as BF16 if narrowing all of them is exact, otherwise unchanged; for repeated dumps."""
     narrow = _narrow(flat(tensors.values())) if tensors else None
     return tensors if narrow is None else split(narrow, tensors)
 
@@ -143,7 +143,7 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def widened(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """In memory of their own, all in one; small ones are moved many at a time."""
+    """Copies in one block of new memory; small tensors are moved many at a time."""
     values = torch.empty(sum(tensor.numel() for tensor in tensors.values()), device=device, dtype=dtype)
     position = 0
     for part in _flat_groups(tensors.values()):
@@ -161,17 +161,17 @@ def _flat_groups(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _narrow(values: Tensor) -> Tensor | None:
-    """As BF16; None where that changes a value."""
+    """As BF16; None if that changes a value."""
     if values.dtype == torch.bfloat16:
         return values
     narrow = values.to(torch.bfloat16)
-    # As integers: NaN equals nothing, and the sign of a zero must show.
+    # Compared as integers: NaN equals nothing, and the sign of a zero must count.
     bits = _BITS[values.element_size()]
     return narrow if torch.equal(narrow.to(values.dtype).view(bits), values.view(bits)) else None
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Of shape and values: as BF16 where that is exact, else as fp32, so that widening changes nothing."""
+    """Digest of shape and values: as BF16 if that is exact, otherwise fp32, so that widening changes nothing."""
     values = tensor.detach().reshape(-1).cpu()
     narrow = values.to(torch.bfloat16)
     exact = torch.equal(narrow.float(), values.float())
@@ -182,7 +182,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def build_header(ordered: Mapping[str, Sequence[int]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
-    """What a file of these tensors begins with, padded to 8 bytes.
+    """The header of a file of these tensors, padded to 8 bytes.
 
     Args:
         ordered: name → shape.
@@ -199,11 +199,11 @@ def build_header(ordered: Mapping[str, Sequence[int]], dtype: torch.dtype, metad
 
 
 def _groups(tensors: Iterable[Tensor]) -> Iterator[Tensor | list[Tensor]]:
-    """One after the other: a large tensor alone, small ones together as far as they fill a piece."""
+    """In order: a large tensor alone, small ones together until they fill a piece."""
     group: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        # Whatever they are converted to, a value has four bytes at most.
+        # Whatever the target dtype, a value has at most four bytes.
         num_bytes = 4 * tensor.numel()
         if group and size + num_bytes > PIECE_BYTES:
             yield group
@@ -222,16 +222,16 @@ def _lies_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Flat values in `dtype`, on the host, in memory that is the system's again with the last view of it.
+    """Flat values in `dtype`, on the host, in memory that is returned to the system with its last view.
 
-    malloc would keep it. glibc maps a large block by itself only until the first one that size is freed: then it raises
-    its threshold, takes the next from the heap, and pieces that end in another order than they began leave holes. A
-    publish of 200 MB in pieces of 16 MiB kept 96 to 160 MiB that way, and keeps none so.
+    malloc would keep it: glibc maps a large block separately only until the first one of that size is freed. It then
+    raises its threshold and takes the next from the heap, and pieces that are freed in another order than they were
+    allocated leave holes. A publish of 200 MB in pieces of 16 MiB kept 96 to 160 MiB that way, and keeps none now.
     """
     size = values.numel() * dtype.itemsize
     if size < _OWN_PAGES_BYTES:
         return values.to(dtype)
-    # A device rounds before it copies: half as many bytes come over.
+    # A device rounds before copying, which halves the transferred bytes.
     given = values if values.device.type == "cpu" else values.to(dtype)
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).copy_(given)
 
@@ -241,9 +241,9 @@ def _bytes(values: Tensor) -> memoryview:
 
 
 def parse(data: Buffer, *, where: str) -> dict[str, Tensor]:
-    """The tensors of a file: views of its bytes where those may be written, else on one private copy of them.
+    """The tensors of a file: views of its bytes if those are writable, otherwise of one private copy.
 
-    Dtypes other than BF16 and F32 raise `KeyError`.
+    Raises `KeyError` for dtypes other than BF16 and F32.
     """
     view = memoryview(data).cast("B")
     header = parse_header(view, size=view.nbytes, where=where)

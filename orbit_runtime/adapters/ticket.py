@@ -1,13 +1,13 @@
-"""A ticket: what an engine finds in a folder in place of an adapter's files while their bytes come another way.
+"""A ticket: what an engine finds in a folder instead of an adapter's files if their bytes are sent another way.
 
     adapter_config.json   as published: the engine reads it before anything else
-    transport.json        how the bytes come, and the size of each file
+    transport.json        how the bytes are sent, and the size of each file
 
-What arrived is not hashed here, as files that are read are not either: the proof of the publish reads what stands in
-the slots back, and its digest must be the published one whatever carried the bytes (decision 106).
+Received bytes are not hashed here, and neither are files that are read: the proof of the publish reads the slots back,
+and their digest must be the published one, whatever carried the bytes (decision 106).
 
-Belongs here: the ticket, and what of an adapter goes beside it. Does not belong here: sending (`rollout.handover`),
-receiving (`sglang_plugin.arrival`), the broadcast group (`group`).
+Belongs here: the ticket, and which parts of an adapter are sent separately. Does not belong here: sending
+(`rollout.handover`), receiving (`sglang_plugin.arrival`), the broadcast group (`group`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from orbit_runtime.types import AdapterFiles
 
 TICKET_FILE = "transport.json"
 NOT_ARRIVED = "the adapter did not arrive"
-"""Begins the message of what an adapter that comes as files does not suffer from: the client then sends files."""
+"""Prefix of an error message that would not occur if the adapter came as files: the client then sends files."""
 
 BLOCK_BYTES = 1 << 22
-"""Of one message, so that both sides work in their caches: with 64 MiB it took nearly twice as long."""
+"""Size of one message, so that both sides work in their caches: with 64 MiB it took nearly twice as long."""
 
 Kind = Literal["SharedMemory", "Broadcast"]
 
 
 class NotArrivedError(Exception):
-    """The bytes did not come; nothing is known against them."""
+    """The bytes did not arrive; this does not mean that they are wrong."""
 
     def __init__(self, why: object) -> None:
         super().__init__(f"{NOT_ARRIVED}: {why}")
@@ -44,17 +44,17 @@ class NotArrivedError(Exception):
 
 @dataclass(frozen=True)
 class Ticket:
-    """Of one adapter, for every process that loads it."""
+    """The ticket of one adapter, for every process that loads it."""
 
     kind: Kind
     files: Mapping[str, int]
-    """Bytes of each file, the configuration's too."""
+    """Bytes of each file, the configuration included."""
     source: Mapping[str, Any]
-    """Where the bytes come from; each kind has its own."""
+    """Where the bytes come from; the fields depend on the kind."""
 
     @property
     def carried(self) -> Mapping[str, int]:
-        """What does not lie in the ticket's folder, in the order in which it comes."""
+        """The files that are not in the ticket's folder, in the order in which they are sent."""
         return {name: self.files[name] for name in sorted(self.files.keys() - {CONFIG_FILE})}
 
     @property
@@ -63,7 +63,7 @@ class Ticket:
 
 
 def write_ticket(folder: Path, adapter: AdapterFiles, kind: Kind, source: Mapping[str, Any]) -> Ticket:
-    """Into a new folder."""
+    """Writes into a new folder."""
     ticket = Ticket(kind, {name: memoryview(data).nbytes for name, data in adapter.files.items()}, source)
     folder.mkdir()
     (folder / CONFIG_FILE).write_bytes(adapter.files[CONFIG_FILE])
@@ -72,7 +72,7 @@ def write_ticket(folder: Path, adapter: AdapterFiles, kind: Kind, source: Mappin
 
 
 def read_ticket(folder: Path) -> Ticket | None:
-    """None: this folder holds the files themselves."""
+    """None if this folder holds the files themselves."""
     try:
         content = json.loads((folder / TICKET_FILE).read_bytes())
     except FileNotFoundError:
@@ -81,24 +81,24 @@ def read_ticket(folder: Path) -> Ticket | None:
 
 
 def carried_bytes(adapter: AdapterFiles) -> Iterator[Buffer]:
-    """What goes, one file after the other."""
+    """The bytes to send, one file after another."""
     yield from (adapter.files[name] for name in sorted(adapter.files.keys() - {CONFIG_FILE}))
 
 
 def blocks(data: Buffer) -> Iterator[memoryview]:
-    """A file in the runs in which it is broadcast: both sides cut alike, and no message is too long."""
+    """A file in the blocks in which it is broadcast: both sides split it alike, and no message is too long."""
     view = memoryview(data).cast("B")
     for start in range(0, view.nbytes, BLOCK_BYTES):
         yield view[start : start + BLOCK_BYTES]
 
 
 def as_tensor(view: memoryview) -> Tensor:
-    """Its bytes, without copying them where they may be written."""
+    """Its bytes, without copying them if they are writable."""
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
 def split_carried(ticket: Ticket, data: Buffer) -> dict[str, Buffer]:
-    """The files in what `carried_bytes` gave, without copying them."""
+    """The files contained in the output of `carried_bytes`, without copying them."""
     files: dict[str, Buffer] = {}
     view, position = memoryview(data).cast("B"), 0
     for name, size in ticket.carried.items():
@@ -107,7 +107,7 @@ def split_carried(ticket: Ticket, data: Buffer) -> dict[str, Buffer]:
 
 
 def with_config(ticket: Ticket, folder: Path, carried: Mapping[str, Buffer]) -> dict[str, Buffer]:
-    """The adapter's files, the configuration with them. Raises ModelError where one is longer or shorter than told."""
+    """The adapter's files including the configuration. Raises ModelError if a file's size differs from the ticket's."""
     files = {**carried, CONFIG_FILE: (folder / CONFIG_FILE).read_bytes()}
     for name, size in ticket.files.items():
         if memoryview(files[name]).nbytes != size:

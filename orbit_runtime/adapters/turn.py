@@ -1,4 +1,4 @@
-"""Whose turn it is to compute with a model that two threads share.
+"""Access in turn to a model that two threads share.
 
 Belongs here: the lock. Does not belong here: what is computed.
 """
@@ -11,10 +11,10 @@ from types import TracebackType
 
 
 class Turn:
-    """A lock that is given in the order it was asked for; who holds it may take it again.
+    """A reentrant lock that is granted in the order of requests.
 
-    `threading.RLock` lets a thread that gives it back and at once takes it again pass all that wait: a decode loop
-    would keep the trainer waiting for as long as there is something to sample.
+    With `threading.RLock`, a thread that releases the lock and takes it again at once overtakes all waiting threads: a
+    decode loop would block the trainer for as long as there is something to sample.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Turn:
             try:
                 self._changed.wait_for(lambda: self._asked[0] is mine)
             except BaseException:
-                # Ctrl-C while it waited: the others must not wait for it.
+                # Ctrl-C while waiting: the others must not wait for this thread.
                 self._asked.remove(mine)
                 self._changed.notify_all()
                 raise

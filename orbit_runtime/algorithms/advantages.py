@@ -1,9 +1,9 @@
 """From the rewards of a step to advantages.
 
-Belongs here: baselines and normalisation, in plain floats; the two are separate, and any two go together. Does not
-belong here: what a reward is made of (`shaping`, `kl_reward`), or losses.
+Belongs here: baselines and normalisation, in plain floats; the two are independent and combine freely. Does not
+belong here: the terms of a reward (`shaping`, `kl_reward`), losses.
 
-`_P` prompts, `_G` the rollouts of one prompt, `_T` the trained tokens of one rollout.
+Legend: `_P` prompts, `_G` the rollouts of one prompt, `_T` the trained tokens of one rollout.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ REWARD_LIMIT = 3.4028234663852886e38
 """The largest fp32 number: advantages are trained on in fp32."""
 
 Advantage = float | Sequence[float]
-"""Of a rollout: one number for all its trained tokens, or one for each."""
+"""Advantage of a rollout: one number for all its trained tokens, or one per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The rollouts of one prompt, as advantages see them.
+    """The rollouts of one prompt, as advantages need them.
 
     Example: `ScoredGroup([1.0, 0.0, None], [12, 7, 9])`
     """
 
     rewards_G: Sequence[float | None]
-    """Shaped, without the divergence. `None` where the reward timed out or crashed."""
+    """Shaped, without the KL penalty. `None` if the reward timed out or crashed."""
     lengths_G: Sequence[int]
-    """Trained tokens."""
+    """Number of trained tokens."""
     penalties_GT: Sequence[Sequence[float]] | None = None
-    """What each trained token pays for its distance from the reference; None: nothing is taken off the reward."""
+    """KL penalty of each trained token, subtracted from the reward; None for no penalty."""
     values_GT: Sequence[Sequence[float]] | None = None
-    """What a critic expected before each trained token, and, where an answer that was cut off is worth more than its
-    reward, one number more: what it expects after the last. None: there is no critic."""
+    """The critic's value before each trained token; for a bootstrapped truncated completion, one more number: the value
+    after the last token. None without a critic."""
 
     @property
     def totals_G(self) -> list[float | None]:
-        """Rewards with everything taken off that their tokens pay."""
+        """Rewards minus the penalties of their tokens."""
         if self.penalties_GT is None:
             return list(self.rewards_G)
         return [
@@ -57,14 +57,14 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class GAE:
-    """How far an advantage looks ahead."""
+    """How far ahead an advantage looks."""
 
     gamma: float
     gae_lambda: float
 
 
 AdvantageFunction = Callable[[Sequence[ScoredGroup]], Sequence[Sequence[Advantage]]]
-"""The groups of a step, whole, → an advantage for each rollout of each, 0.0 where it has no reward."""
+"""All groups of a step → an advantage for each rollout of each group, 0.0 for a rollout without a reward."""
 
 
 def estimate_advantages(
@@ -85,11 +85,11 @@ def estimate_advantages(
     ```
 
     A reward of `None` (timeout or crash) is no observation: it is left out of every mean and deviation and gets
-    advantage 0.0. In a group of fewer than two rewards, or of rewards that are all equal, a baseline leaves nothing:
+    advantage 0.0. With fewer than two rewards in a group, or with equal rewards, nothing remains after the baseline:
     every advantage is exactly 0.0 before `Batch`.
 
     Raises:
-        DivergedError: a reward, after weights and penalties, is no fp32 number.
+        DivergedError: a reward, after weights and penalties, is not a finite fp32 number.
 
     Example: `estimate_advantages([ScoredGroup([1.0, 0.0, None], [3, 3, 3])], baseline="GroupMean", normalize="None")
     == [[0.5, -0.5, 0.0]]`
@@ -153,7 +153,7 @@ _BASELINES: Mapping[str, Callable[[_Known, float], Callable[[float], float]]] = 
 
 
 def _returns(group: ScoredGroup) -> list[Advantage]:
-    """Each token's reward from there on: the rollout's reward comes with its last token, penalties with each."""
+    """Reward to go of each token: the rollout's reward arrives with its last token, a penalty with each token."""
     check_rewards(group.totals_G)
     if group.penalties_GT is None:
         return [0.0 if reward is None else reward for reward in group.rewards_G]
@@ -169,9 +169,9 @@ def critic_advantages(group: ScoredGroup, gae: GAE) -> list[Advantage]:
     ```
     delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lambda A_{t+1}
     ```
-    Only tokens that the policy sampled are steps in time: what a tool or a user wrote between two of them is the next
-    state. The reward comes with the last one, a penalty with each. After the last token nothing is expected, unless
-    `values_GT` says so.
+    Only tokens sampled by the policy are time steps: text that a tool or a user inserted between two of them belongs to
+    the next state. The reward arrives with the last token, a penalty with each. The value after the last token is 0,
+    unless `values_GT` provides one.
 
     Example: `critic_advantages(ScoredGroup([1.0], [2], values_GT=[[0.5, 0.25]]), GAE(1.0, 1.0)) == [[0.5, 0.75]]`
     """
@@ -199,7 +199,7 @@ def _gae(reward: float, penalties_T: Sequence[float], values_T: Sequence[float],
 
 
 def critic_returns(groups_P: Sequence[ScoredGroup], gae: GAE) -> list[list[Advantage]]:
-    """What the critic is to expect before each trained token: its advantage, not normalised, plus the value there."""
+    """The critic's target before each trained token: its unnormalised advantage plus its value there."""
     return [
         [
             [advantage + value for advantage, value in zip(advantages_T, values_T, strict=False)]
@@ -212,7 +212,7 @@ def critic_returns(groups_P: Sequence[ScoredGroup], gae: GAE) -> list[list[Advan
 
 
 def _whitened(groups_P: Sequence[ScoredGroup], advantages_PG: list[list[Advantage]]) -> list[list[Advantage]]:
-    """Mean 0 and deviation 1 over all trained tokens whose rollout has a reward; exactly 0.0 where all are equal."""
+    """Mean 0 and deviation 1 over all trained tokens of rollouts with a reward; exactly 0.0 if all are equal."""
     values: list[tuple[float, int]] = []
     for group, advantages_G in zip(groups_P, advantages_PG, strict=True):
         for reward, length, advantage in zip(group.rewards_G, group.lengths_G, advantages_G, strict=True):
@@ -241,13 +241,13 @@ def _whitened(groups_P: Sequence[ScoredGroup], advantages_PG: list[list[Advantag
 
 
 def is_informative(rewards_G: Sequence[float | None]) -> bool:
-    """Whether two rollouts of a group differ in their reward: else nothing in it says what to do more of."""
+    """Whether at least two rollouts of a group have different rewards; otherwise the group gives no signal."""
     valid = {reward for reward in rewards_G if reward is not None}
     return len(valid) > 1
 
 
 def check_rewards(rewards_G: Sequence[float | None]) -> None:
-    """Raises DivergedError where a reward is no fp32 number."""
+    """Raises DivergedError if a reward is not a finite fp32 number."""
     for reward in rewards_G:
         if reward is not None and not abs(reward) <= REWARD_LIMIT:  # NaN compares false
             raise DivergedError(

@@ -1,4 +1,4 @@
-"""The constants of a loss and of a correction: plain values, which also travel to other processes; no torch.
+"""The constants of a loss and of a correction: plain values, which are also sent to other processes; no torch.
 
 Belongs here: records. Does not belong here: the arithmetic (`losses`, `corrections`).
 """
@@ -15,26 +15,26 @@ class PolicyLossSettings:
     """The constants of a policy loss."""
 
     clip_low: float | None = 0.2
-    """None: no lower bound."""
+    """None for no lower bound."""
     clip_high: float = 0.2
     kl_coefficient: float = 0.0
-    """Weight of the KL term inside the loss; 0.0 where KL is off or placed in the reward."""
+    """Weight of the KL term inside the loss; 0.0 if KL is off or part of the reward."""
     kl_estimator: KLEstimator = "K3"
     kl_weighted: bool = False
-    """The KL term is multiplied by the ratio."""
+    """Whether the KL term is multiplied by the ratio."""
     teacher_coefficient: float = 0.0
-    """Weight of the divergence from the teacher; 0.0: there is none."""
+    """Weight of the divergence from the teacher; 0.0 without a teacher."""
     teacher_beta: float = 1.0
-    """Which divergence (`distillation`), where it is estimated from the sampled tokens."""
+    """Selects the divergence (`distillation`) if it is estimated from the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the ratio trainer / engine is taken of, and held against."""
+    """How the trainer/engine ratio is computed, and its bounds."""
 
     type: CorrectionType
     cap: float
     floor: float | None = None
-    """Of the masked types."""
+    """Lower bound of the masked types."""
     veto: float | None = None
-    """A sample with a token below this counts for nothing."""
+    """A sample with a token ratio below this has weight 0."""

@@ -1,9 +1,9 @@
-"""Weights for the difference between the engine that sampled and the trainer, for the same adapter.
+"""Weights that correct for differences between the sampling engine and the trainer, under the same adapter.
 
-Belongs here: importance weights without gradient. Does not belong here: the ratio that an update is clipped by
+Belongs here: importance weights without gradient. Does not belong here: the ratio by which an update is clipped
 (`losses`).
 
-`_T` trained tokens, `_D` samples.
+Legend: `_T` trained tokens, `_D` samples.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from orbit_runtime.algorithms.ratios import sample_sums, sequence_mean_ratio, se
 def importance_weights(
     old_trainer_logprobs_T: Tensor, sampled_logprobs_T: Tensor, lengths_D: Tensor, correction: Correction
 ) -> Tensor:
-    """Weight of each token. The trainer's log-probs are those before the step's first update.
+    """The weight of each token. The trainer's log-probs are those from before the step's first update.
 
-    With r_t = π_trainer,old / π_engine of a token, and its product over an answer:
+    With r_t = π_trainer,old / π_engine of a token, and its product over a completion:
     ```
     TokenTruncated     min(r_t, cap)              FlashRL, fengyao.notion.site/flash-rl; truncation: Ionides 2008
     TokenMasked        r_t inside [floor, cap], else 0      IcePop, arXiv:2510.18855
@@ -29,8 +29,8 @@ def importance_weights(
     SequenceMasked     product of r inside [floor, cap], else 0      TRL 1.16
     GeometricMasked    1 where (product of r)^(1/|y|) is inside [floor, cap], else 0      richardli.xyz/rl-collapse
     ```
-    `veto` sets a whole answer to 0 where any of its r_t is below it (the same article). A weight of 0 leaves the
-    reduction's denominators as they are (as in TRL 1.16): how many tokens are dropped changes no other token's weight.
+    `veto` sets a whole completion to 0 if any of its r_t is below it (the same article). A weight of 0 does not change
+    the reduction's denominators (as in TRL 1.16): dropping tokens changes no other token's weight.
     """
     log_ratio_T = (old_trainer_logprobs_T - sampled_logprobs_T).detach()
     level_T = log_ratio_T

@@ -1,16 +1,16 @@
-"""How far a student's next-token distribution is from its teacher's, and the slope of that: pure functions.
+"""How far a student's next-token distribution is from its teacher's, and the gradient of that: pure functions.
 
-Belongs here: divergences over a vocabulary, over the teacher's k likeliest tokens, and estimated from the token that
-was sampled. Does not belong here: logits (`policy.distance`), who teaches (`training.teacher`).
+Belongs here: divergences over a vocabulary, over the teacher's k likeliest tokens, and estimated from the sampled
+token. Does not belong here: logits (`policy.distance`), choosing the teacher (`training.teacher`).
 
-One number says which divergence, as in GKD (Agarwal et al. 2023, arXiv:2306.13649, eq. 1) and TRL's
+One number selects the divergence, as in GKD (Agarwal et al. 2023, arXiv:2306.13649, eq. 1) and TRL's
 `generalized_jsd_loss`. With S the student's distribution, T the teacher's and M = (1 - beta) S + beta T:
 ```
 beta 0       KL(T || S)   forward: covers what the teacher does
 beta 1       KL(S || T)   reverse: seeks what the teacher does most (MiniLLM, arXiv:2306.08543)
 in between   beta KL(T || M) + (1 - beta) KL(S || M)
 ```
-Legend: `R` tokens, `C` cells of a distribution: the vocabulary, or k tokens and all others as one.
+Legend: `R` tokens, `C` cells of a distribution: the vocabulary, or k tokens and one cell for all others.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from torch import Tensor
 from orbit_runtime.algorithms.divergence import LOG_RATIO_LIMIT, kl_estimate
 
 LARGEST_MASS = -1e-7
-"""The log of what told tokens may hold together at most: rounding can put their sum above 1, and the rest has a log
-too. TRL 1.16 has the same bound."""
+"""Upper bound for the log of the listed tokens' total mass: rounding can push their sum above 1, and the remainder
+needs a logarithm too. TRL 1.16 has the same bound."""
 
 
 def divergence(student_RC: Tensor, teacher_RC: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """`(values [R], slopes [R, C])` from log-probs; a slope is the derivative by the student's logit of that cell.
 
-    With g the derivative by S, a logit's is S (g - sum S g): T and the normalisation of M drop out, which leaves
+    With g the derivative by S, the derivative by a logit is S (g - sum S g): T and the normalisation of M cancel,
+    leaving
     ```
     forward      S - T
     reverse      S (log S/T - KL(S || T))
@@ -53,7 +54,7 @@ def divergence(student_RC: Tensor, teacher_RC: Tensor, beta: float) -> tuple[Ten
 
 
 def rest_of(logprobs_RK: Tensor) -> Tensor:
-    """`[R, 1]`: log of the probability that is left to all other tokens, where only these are told."""
+    """`[R, 1]`: log of the probability that remains for all other tokens, if only these log-probs are known."""
     told = torch.logsumexp(logprobs_RK, dim=-1, keepdim=True).clamp(max=LARGEST_MASS)
     return torch.log(-torch.expm1(told))
 
@@ -61,27 +62,28 @@ def rest_of(logprobs_RK: Tensor) -> Tensor:
 def split_off(logprobs_RV: Tensor, ids_RK: Tensor) -> Tensor:
     """`[R, K + 1]`: log-probs of these tokens, and of all others as one cell.
 
-    The rest is added up from its tokens, so that it is exact however little it is. No divergence grows by such a
-    merging of cells (data processing), so what is computed over k tokens and the rest never exceeds what is computed
-    over the vocabulary; and no mass is lost, as where k probabilities are scaled up to 1 and the student is free in
-    what it does outside of them.
+    The remainder is summed from its own tokens, so it is exact however small it is. Merging cells never increases a
+    divergence (data processing inequality), so the value over k tokens and the remainder never exceeds the value over
+    the vocabulary. No mass is lost either, unlike scaling k probabilities up to 1, which leaves the student
+    unconstrained outside them.
     """
     rest = logprobs_RV.scatter(-1, ids_RK, float("-inf")).logsumexp(-1, keepdim=True)
     return torch.cat([logprobs_RV.gather(-1, ids_RK), rest], dim=-1)
 
 
 def spread_slopes(slopes_RC: Tensor, logprobs_RV: Tensor, ids_RK: Tensor, rest_R1: Tensor) -> Tensor:
-    """`[R, V]`: slopes of cells as slopes of logits. What is in the rest moves it by its share of it."""
+    """`[R, V]`: slopes by cell → slopes by logit. Each token of the remainder gets the remainder's slope in proportion
+    to its share of that mass."""
     spread = (logprobs_RV - rest_R1).exp_().mul_(slopes_RC[:, -1:])
     return spread.scatter_(-1, ids_RK, slopes_RC[:, :-1])
 
 
 def sampled_divergence(logprobs_T: Tensor, old_logprobs_T: Tensor, teacher_logprobs_T: Tensor, beta: float) -> Tensor:
-    """A loss of each sampled token whose gradient is that of the divergence, on average over the policy's samples.
+    """A per-token loss whose gradient, averaged over the policy's samples, is that of the divergence.
 
     With d = log T - log S of the token, and ratio = new / old probability:
     ```
-    reverse   -ratio * sg(d)   each token's advantage is how much likelier the teacher finds it: a policy gradient
+    reverse   -ratio * sg(d)   a token's advantage is how much likelier the teacher finds it: a policy gradient
                                (Thinking Machines, On-Policy Distillation, 2025; MiniLLM, arXiv:2306.08543 eq. 2,
                                a single step's term)
     forward   e^d - 1 - d      K3, whose gradient is that of KL(T || S) (arXiv:2506.09477)

@@ -1,10 +1,11 @@
-"""The distribution that tokens are drawn from, made from logits: the one definition for engines and trainer.
+"""The distribution from which tokens are drawn, computed from logits: the one definition for engines and trainer.
 
 Belongs here: how each setting of `types.Sampling` changes logits, over any number of rows. Does not belong here: draws
-(`rollout.sampling`), which tokens were seen before (`policy.seen`), what a server can give (`planner.sampling`).
+(`rollout.sampling`), which tokens were seen before (`policy.seen`), which settings a server supports
+(`planner.sampling`).
 
 The order is that of transformers' processors (`GenerationMixin._get_logits_processor`, 5.x): logit bias, repetition
-penalty, temperature, top-k, top-p of what top-k left, min-p. Log-probs are those of what remains, renormalised.
+penalty, temperature, top-k, top-p of the top-k tokens, min-p. Log-probs are renormalised over the remaining tokens.
 
 Legend: `R` rows, `V` vocabulary.
 """
@@ -22,8 +23,8 @@ def add_bias(logits_RV: torch.Tensor, token_ids: torch.Tensor, biases: torch.Ten
 
 
 def penalise(logits_RV: torch.Tensor, seen_RV: torch.Tensor, penalty: torch.Tensor | float) -> torch.Tensor:
-    """Logits of seen tokens are divided by `penalty` where positive, else multiplied (arXiv:1909.05858, as published
-    by transformers: the paper divides both)."""
+    """Logits of seen tokens are divided by `penalty` if positive, otherwise multiplied (arXiv:1909.05858, in the
+    variant of transformers: the paper divides both)."""
     penalised = torch.where(logits_RV < 0, logits_RV * penalty, logits_RV / penalty)
     return torch.where(seen_RV, penalised, logits_RV)
 
@@ -35,10 +36,10 @@ def penalty_slope(logits_RV: torch.Tensor, seen_RV: torch.Tensor, penalty: float
 
 
 def top_k_mask(logits_RV: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
-    """True for the `top_k` most likely tokens, and for any as likely as the last of them.
+    """True for the `top_k` most likely tokens, and for any token as likely as the last of them.
 
     Args:
-        top_k: one for all rows, at least 1; or `[R, 1]`, where 0 keeps the row whole.
+        top_k: one value for all rows, at least 1; or `[R, 1]`, where 0 keeps the whole row.
     """
     vocabulary = logits_RV.shape[-1]
     if isinstance(top_k, int):
@@ -51,7 +52,7 @@ def top_k_mask(logits_RV: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tens
 def nucleus_mask(logits_RV: torch.Tensor, top_p: torch.Tensor | float, keep_R: torch.Tensor | None) -> torch.Tensor:
     """True for the smallest set of most likely tokens whose mass reaches `top_p`, and for `keep` (arXiv:1904.09751).
 
-    `keep` is the token that was sampled: with the sampler's rounding it can stand just outside our own nucleus.
+    `keep` is the sampled token: because of the sampler's rounding it can fall just outside the nucleus computed here.
     """
     probs, order = torch.softmax(logits_RV, dim=-1).sort(dim=-1, descending=True)
     before = probs.cumsum(-1) - probs
@@ -73,7 +74,7 @@ def truncate(
     min_p: torch.Tensor | float | None,
     keep_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits after the temperature, with -inf for what is cut off; `keep` stays. `None`: not cut by it in any row."""
+    """Logits after the temperature, with -inf for removed tokens; `keep` stays. `None` disables a cut for all rows."""
     logits = logits_RV
     if top_k is not None:
         logits = logits.masked_fill(~_keep(top_k_mask(logits, top_k), keep_R), float("-inf"))

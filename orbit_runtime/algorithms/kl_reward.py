@@ -1,4 +1,4 @@
-"""KL inside the reward, in plain floats: what each token pays for its distance from the reference.
+"""KL inside the reward, in plain floats: each token's penalty for its distance from the reference.
 
 Belongs here: the penalty. Does not belong here: KL in the loss (`divergence`), which has a gradient.
 """
@@ -21,10 +21,10 @@ LOG_RATIO_LIMIT = 20.0
 def kl_penalties(
     logprobs_T: Sequence[float], reference_logprobs_T: Sequence[float], *, coefficient: float, estimator: KLEstimator
 ) -> list[float]:
-    """coefficient * KL_t of each trained token of a rollout, to be taken off its reward (arXiv:2203.02155 eq. 2).
+    """coefficient * KL_t of each trained token of a rollout, to be subtracted from its reward (arXiv:2203.02155 eq. 2).
 
     With d = log(reference) - log(policy), under the policy that sampled: K1 is -d, K2 d²/2, K3 e^d - 1 - d
-    (`divergence.kl_estimate`). A penalty has no gradient of its own, so K1 is as good as the value that it estimates
+    (`divergence.kl_estimate`). A penalty has no gradient of its own, so only the value matters, and K1 estimates it
     without bias: https://arxiv.org/abs/2506.09477.
 
     Example: `kl_penalties([-1.0], [-1.5], coefficient=0.1, estimator="K1") == [0.05]`

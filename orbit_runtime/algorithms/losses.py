@@ -1,8 +1,10 @@
-"""Policy losses over flat tensors of response tokens.
+"""Policy losses over flat tensors of completion tokens.
 
-Belongs here: surrogates, each a loss per token, and what all of them are put together with; pure functions of
-log-probs. Does not belong here: computing log-probs, reductions (`reduction` gives the weights), backward passes.
-`_T` the trained tokens of a micro-batch, all samples joined, prompts and masked tokens left out; `_D` its samples.
+Belongs here: surrogates, each a per-token loss, and the terms that complete any of them; pure functions of log-probs.
+Does not belong here: computing log-probs, reductions (`reduction` provides the weights), backward passes.
+
+Legend: `_T` the trained tokens of a micro-batch, all samples joined, without prompts and masked tokens; `_D` its
+samples.
 """
 
 from __future__ import annotations
@@ -21,38 +23,38 @@ from orbit_runtime.algorithms.ratios import LogRatio, token_ratio
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a loss is computed from: a micro-batch of whole samples. Gradient flows through `logprobs_T`, and through
-    `distances_T` where there are some."""
+    """The inputs of a loss: a micro-batch of whole samples. Gradient flows through `logprobs_T`, and through
+    `distances_T` if present."""
 
     logprobs_T: Tensor
     old_logprobs_T: Tensor
     advantages_T: Tensor
     lengths_D: Tensor
-    """Trained tokens of each sample, int64, at least 1; samples lie one after the other."""
+    """Trained tokens of each sample, int64, at least 1; the samples are concatenated."""
     reference_logprobs_T: Tensor | None = None
     importance_T: Tensor | None = None
-    """Weights of `corrections`, without gradient."""
+    """Weights from `corrections`, without gradient."""
     teacher_logprobs_T: Tensor | None = None
-    """Of the sampled tokens."""
+    """The teacher's log-probs of the sampled tokens."""
     distances_T: Tensor | None = None
-    """From the teacher's distribution, as `policy.distance` computes them; None: only sampled tokens are compared."""
+    """Distances from the teacher's distribution (`policy.distance`); None if only sampled tokens are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """A surrogate's loss of each token, to be minimised."""
+    """A surrogate's loss per token, to be minimised."""
 
     loss_T: Tensor
     clipped_T: Tensor | None = None
-    """True where the clip took the token's gradient away, or its weight was cut."""
+    """True if the clip removed the token's gradient, or cut its weight."""
 
 
 Surrogate = Callable[[LossInputs, PolicyLossSettings], TokenLosses]
-"""From log-probs and advantages to a loss per token, before corrections, KL and reduction."""
+"""Log-probs and advantages → a loss per token, before corrections, KL and reduction."""
 
 
 def clipped(inputs: LossInputs, settings: PolicyLossSettings, *, log_ratio: LogRatio = token_ratio) -> TokenLosses:
-    """The clipped surrogate (PPO, arXiv:1707.06347 eq. 7), of tokens or of whole answers (`ratios`).
+    """The clipped surrogate (PPO, arXiv:1707.06347 eq. 7), per token or per completion (`ratios`).
 
     ```
     l_t = -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
@@ -88,19 +90,19 @@ def clipped_weights(
 
 
 def nothing(inputs: LossInputs, settings: PolicyLossSettings) -> TokenLosses:
-    """Of an algorithm that learns from its teacher alone."""
+    """For an algorithm that learns from its teacher alone."""
     return TokenLosses(0.0 * inputs.logprobs_T)
 
 
 def likelihood(inputs: LossInputs, settings: PolicyLossSettings) -> TokenLosses:
-    """Cross-entropy of what demonstrations answer: `l_t = -logprob`."""
+    """Cross-entropy of demonstrated completions: `l_t = -logprob`."""
     return TokenLosses(-inputs.logprobs_T)
 
 
 def policy_loss(
     inputs: LossInputs, weights_T: Tensor, settings: PolicyLossSettings, *, surrogate: Surrogate = clipped
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A surrogate with its correction, the KL term, the teacher's and the reduction: the loss of a micro-batch.
+    """The loss of a micro-batch: a surrogate with correction, KL term, teacher term and reduction.
 
     ```
     loss = sum_t weights_t * (importance_t * surrogate_t + kl_coefficient * KL_t + teacher_coefficient * D_t)
@@ -108,11 +110,11 @@ def policy_loss(
     The correction multiplies the surrogate only, not the KL term, as in TRL 1.16.
 
     Returns:
-        The scalar loss, and detached SUMS over this micro-batch, so that micro-batches add up: `loss` (weighted, as
-        above), `tokens`, and, each to be divided by `tokens`: `kl` (K3 estimate to the reference, whatever estimator is
-        in the loss; absent without a reference), `kl_old` (K3 to the policy that sampled), `clip_fraction` (see
-        `TokenLosses`), `dropped_fraction` (tokens whose correction is 0; absent without a correction),
-        `teacher_divergence` (the loss's, or over sampled tokens K3 to the teacher; absent without a teacher).
+        The scalar loss, and detached SUMS over this micro-batch, so that micro-batches can be added: `loss` (weighted,
+        as above), `tokens`, and these, to be divided by `tokens`: `kl` (K3 estimate to the reference, whichever
+        estimator the loss uses; absent without a reference), `kl_old` (K3 to the policy that sampled), `clip_fraction`
+        (see `TokenLosses`), `dropped_fraction` (tokens whose correction is 0; absent without a correction),
+        `teacher_divergence` (the loss's, or K3 to the teacher over sampled tokens; absent without a teacher).
     """
     logprobs_T, old_T, reference_T = inputs.logprobs_T, inputs.old_logprobs_T.detach(), inputs.reference_logprobs_T
     assert settings.kl_coefficient == 0.0 or reference_T is not None, "a KL term needs reference log-probs"

@@ -1,7 +1,6 @@
 """From a row of `spec.objectives` to the loss that it names.
 
-Belongs here: names → surrogates. Does not belong here: the surrogates (`losses`), or what stands before the loss
-(`table`).
+Belongs here: names → surrogates. Does not belong here: the surrogates (`losses`), the parts before the loss (`table`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def build_loss(settings: Settings, *, own_loss: Surrogate | None = None) -> Call
     """`losses.policy_loss` with this algorithm's surrogate.
 
     Args:
-        own_loss: the user's, where the manifest names one.
+        own_loss: the user's loss, if the manifest names one.
     """
     objective = settings.objective
     if objective.surrogate == "Own":

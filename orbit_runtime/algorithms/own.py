@@ -1,7 +1,7 @@
-"""Losses and advantages that the user wrote: imported, and what they return held to the contract.
+"""Losses and advantages written by the user: loading them, and checking their results against the contract.
 
-Belongs here: loading them by the manifest's names, and one clear error for whatever they do wrong. Does not belong
-here: the contract itself (`losses.Surrogate`, `advantages.AdvantageFunction`).
+Belongs here: importing them by the manifest's names, and one clear error for any violation. Does not belong here: the
+contract itself (`losses.Surrogate`, `advantages.AdvantageFunction`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ARGUMENTS = {LOSS: ("inputs", "settings"), ADVANTAGES: ("groups",)}
 
 
 def own_targets(settings: Algorithm) -> dict[str, str]:
-    """Field path → `module:function`, of what the manifest names."""
+    """Field path → `module:function`, for the functions that the manifest names."""
     named = {LOSS: settings.entrypoint, ADVANTAGES: settings.advantage.entrypoint}
     return {where: target for where, target in named.items() if target is not None}
 
 
 def load_own(settings: Algorithm, field: str, search_path: Sequence[str]) -> Callable[..., Any] | None:
-    """The function that the manifest names in this field, `LOSS` or `ADVANTAGES`, held to its contract; None: none.
+    """The function that the manifest names in this field, `LOSS` or `ADVANTAGES`, with contract checks; None if unset.
 
     Raises:
         ManifestError: it cannot be imported or called.
@@ -47,7 +47,7 @@ def load_own(settings: Algorithm, field: str, search_path: Sequence[str]) -> Cal
     target = own_targets(settings).get(field)
     if target is None:
         return None
-    # For good: a function may import more when it is called.
+    # Permanent: a function may import more modules when it is called.
     sys.path[:] = list(dict.fromkeys([*search_path, *sys.path]))
     try:
         function = load_function(target, ARGUMENTS[field])
@@ -57,10 +57,10 @@ def load_own(settings: Algorithm, field: str, search_path: Sequence[str]) -> Cal
 
 
 def hold_given(function: Any, field: str) -> Callable[..., Any]:
-    """A function that was given from Python, as `load_own` gives one.
+    """A function passed from Python, wrapped as by `load_own`.
 
     Raises:
-        ManifestError: it cannot be called so.
+        ManifestError: it cannot be called with the contract's arguments.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
     try:
@@ -71,17 +71,17 @@ def hold_given(function: Any, field: str) -> Callable[..., Any]:
 
 
 def check_own(settings: Algorithm, search_path: Sequence[str]) -> list[str]:
-    """Imports what the manifest names in another process; returns what could not be, for want of torch.
+    """Imports the manifest's functions in another process; returns those that failed only because torch is missing.
 
     Raises:
-        ManifestError: a function is not there or cannot be called.
+        ManifestError: a function does not exist or cannot be called.
     """
     unopened = []
     for where, target in own_targets(settings).items():
         try:
             check_elsewhere(target, ARGUMENTS[where], search_path)
         except MissingModuleError as error:
-            # Torch need not be where a manifest is written.
+            # A machine on which manifests are written need not have torch.
             if error.name.partition(".")[0] != "torch":
                 raise ManifestError(str(error), where=where) from error
             unopened.append(f"{target} (needs torch)")
@@ -93,7 +93,7 @@ def check_own(settings: Algorithm, search_path: Sequence[str]) -> list[str]:
 def hold_loss(
     function: Callable[..., Any], target: str, inputs: LossInputs, settings: PolicyLossSettings
 ) -> TokenLosses:
-    """The function as a `Surrogate`: a tensor is enough, and anything else is one clear error."""
+    """The function as a `Surrogate`: it may return just a tensor; any other result is one clear error."""
     from orbit_runtime.algorithms.losses import TokenLosses
 
     result = _called(function, target, LOSS, inputs, settings)

@@ -1,9 +1,9 @@
-"""Log-ratios of two policies' probabilities: of a token, or of the answer that it stands in.
+"""Log-ratios of two policies' probabilities, per token or per completion.
 
-Belongs here: sums over the tokens of a sample and their gradients, in a fixed order. Does not belong here: what is done
-with a ratio (`losses`, `corrections`).
+Belongs here: sums over the tokens of a sample and their gradients, in a fixed order. Does not belong here: the use of
+a ratio (`losses`, `corrections`).
 
-`_T` trained tokens, all samples joined; `_D` samples, whose `lengths_D` add up to T.
+Legend: `_T` trained tokens, all samples joined; `_D` samples, whose `lengths_D` add up to T.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 LogRatio = Callable[[Tensor, Tensor], Tensor]
-"""(log-ratios of tokens `[T]`, lengths `[D]`) → those that tokens are weighed by, `[T]`."""
+"""(log-ratios of tokens `[T]`, lengths `[D]`) → log-ratios by which tokens are weighted, `[T]`."""
 
 
 class _SampleSums(torch.autograd.Function):
@@ -24,7 +24,7 @@ class _SampleSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_T: Tensor, lengths_D: Tensor) -> Tensor:
         ctx.save_for_backward(lengths_D)
-        # fp64: a sum over a long answer would lose what clip ranges of 3e-4 are about.
+        # fp64: a sum over a long completion would lose the precision that clip ranges of 3e-4 need.
         return torch.segment_reduce(values_T.double(), "sum", lengths=lengths_D).to(values_T.dtype)
 
     @staticmethod
@@ -34,7 +34,7 @@ class _SampleSums(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """`[D]` → `[T]`: each sample's number at each of its tokens."""
+    """`[D]` → `[T]`: each sample's value at each of its tokens."""
 
     @staticmethod
     def forward(ctx: Any, values_D: Tensor, lengths_D: Tensor) -> Tensor:
@@ -54,23 +54,23 @@ def sample_sums(values_T: Tensor, lengths_D: Tensor) -> Tensor:
 
 
 def spread(values_D: Tensor, lengths_D: Tensor) -> Tensor:
-    """Each sample's number at each of its tokens, `[T]`."""
+    """Each sample's value at each of its tokens, `[T]`."""
     spread_T: Tensor = _Spread.apply(values_D, lengths_D)
     return spread_T
 
 
 def token_ratio(log_ratio_T: Tensor, lengths_D: Tensor) -> Tensor:
-    """Each token for itself (PPO, GRPO)."""
+    """Each token on its own (PPO, GRPO)."""
     return log_ratio_T
 
 
 def sequence_mean_ratio(log_ratio_T: Tensor, lengths_D: Tensor) -> Tensor:
-    """log (π(y) / π_old(y))^(1/|y|), the same at each token of an answer (GSPO, arXiv:2507.18071 eq. 7)."""
+    """log (π(y) / π_old(y))^(1/|y|), the same for every token of a completion (GSPO, arXiv:2507.18071 eq. 7)."""
     return spread(sample_sums(log_ratio_T, lengths_D) / lengths_D, lengths_D)
 
 
 def sequence_ratio(log_ratio_T: Tensor, lengths_D: Tensor) -> Tensor:
-    """log π(y) / π_old(y), the same at each token of an answer: one action (RLOO, arXiv:2402.14740)."""
+    """log π(y) / π_old(y), the same for every token of a completion: one action (RLOO, arXiv:2402.14740)."""
     return spread(sample_sums(log_ratio_T, lengths_D), lengths_D)
 
 

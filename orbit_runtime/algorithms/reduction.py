@@ -1,7 +1,7 @@
-"""How the losses of single tokens become one number: a weight per token, known before the batch is cut.
+"""How per-token losses become one number: a weight per token, known before the batch is split.
 
 Belongs here: reductions as weights, so that loss = sum over tokens of weight * token loss, and a mini-batch gives the
-same gradient however micro-batches cut it. Does not belong here: the token losses. `_D` samples.
+same gradient however it is split into micro-batches. Does not belong here: the token losses. `_D` samples.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from orbit_runtime.spec.objectives import Reduction
 
 
 def token_weights(lengths_D: Sequence[int], reduction: Reduction, constant_length: int | None = None) -> list[float]:
-    """Weight of each trained token of each sample of one mini-batch; `lengths_D` counts a sample's trained tokens.
+    """Weight of each trained token, per sample of one mini-batch; `lengths_D` counts each sample's trained tokens.
 
     ```
     Token     1 / sum(L)             every token counts the same      DAPO, arXiv:2503.14476 eq. 8   TRL "bnpo", "dapo"
@@ -20,10 +20,9 @@ def token_weights(lengths_D: Sequence[int], reduction: Reduction, constant_lengt
     Constant  1 / (D * L_constant)   no length enters                 Dr. GRPO, arXiv:2503.20783     TRL "dr_grpo"
     ```
 
-    D is the number of samples given. Rollouts whose reward timed out or crashed never become samples
-    (`data.samples`), so they count neither in D nor in sum(L): a failing reward makes the batch smaller, not the
-    learning rate of the others. A sample without trained tokens counts in D (as in TRL) and its weight multiplies
-    nothing.
+    D is the number of samples given. Rollouts whose reward timed out or crashed never become samples (`data.samples`),
+    so they count neither in D nor in sum(L): a failing reward makes the batch smaller, not the learning rate of the
+    other samples. A sample without trained tokens counts in D (as in TRL), and its weight applies to no token.
     """
     if reduction == "Token":
         return [1.0 / max(1, sum(lengths_D))] * len(lengths_D)

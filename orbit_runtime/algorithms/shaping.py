@@ -1,15 +1,15 @@
-"""What is taken off a reward before it is compared with others.
+"""Penalties subtracted from a reward before it is compared with others.
 
-Belongs here: penalties on an answer's length, in plain floats. Does not belong here: KL in the reward (`kl_reward`).
+Belongs here: penalties on a completion's length, in plain floats. Does not belong here: KL in the reward (`kl_reward`).
 """
 
 from __future__ import annotations
 
 
 def overlong_penalty(length: int, *, longest: int, buffer_share: float, penalty: float) -> float:
-    """What an answer of `length` tokens pays, from 0.0 to `penalty` (DAPO, arXiv:2503.14476 eq. 13).
+    """Penalty of a completion of `length` tokens, from 0.0 to `penalty` (DAPO, arXiv:2503.14476 eq. 13).
 
-    Nothing up to `(1 - buffer_share) * longest` tokens, all of it at `longest`, and in proportion between.
+    Zero up to `(1 - buffer_share) * longest` tokens, the full penalty at `longest`, and linear in between.
 
     Example: `overlong_penalty(95, longest=100, buffer_share=0.2, penalty=1.0) == 0.75`
     """

@@ -22,17 +22,17 @@ from orbit_runtime.types import ColumnName
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What a step calls before it trains, in this order."""
+    """The functions that a step calls before it trains, in this order."""
 
     needs: frozenset[ColumnName]
-    """Columns that must have been scored before advantages are computed."""
+    """Columns that must be scored before advantages are computed."""
     advantages: AdvantageFunction
     returns: AdvantageFunction | None = None
-    """What the critic is to expect at each token; None: there is no critic."""
+    """The critic's targets at each token; None without a critic."""
 
 
 def loss_settings(settings: Settings) -> PolicyLossSettings:
-    """The constants of its loss."""
+    """The constants of the algorithm's loss."""
     objective, teacher = settings.objective, settings.teacher
     return PolicyLossSettings(
         clip_low=objective.clip_low,
@@ -46,13 +46,13 @@ def loss_settings(settings: Settings) -> PolicyLossSettings:
 
 
 def correction_of(settings: Settings) -> Correction | None:
-    """Of trainer against engine; None: there is none."""
+    """The correction of trainer against engine; None if there is none."""
     asked = settings.importance_sampling
     return None if asked.type == "None" else Correction(asked.type, *asked.bounds, asked.veto)
 
 
 def build_algorithm(settings: Settings, *, own_advantages: AdvantageFunction | None = None) -> Algorithm:
-    """Args: own_advantages: the user's, where the manifest names some."""
+    """Args: own_advantages: the user's advantages, if the manifest names any."""
     objective = settings.objective
     critic = settings.decided_critic
     gae = GAE(critic.gamma, critic.gae_lambda) if critic else None

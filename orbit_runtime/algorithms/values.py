@@ -1,7 +1,8 @@
-"""The loss of a critic, over flat tensors of response tokens.
+"""The loss of a critic, over flat tensors of completion tokens.
 
 Belongs here: the value loss. Does not belong here: advantages from values (`advantages`), computing values.
-`_T` the trained tokens of a micro-batch, all samples joined.
+
+Legend: `_T` the trained tokens of a micro-batch, all samples joined.
 """
 
 from __future__ import annotations

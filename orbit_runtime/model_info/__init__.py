@@ -1,4 +1,4 @@
-"""Facts about models without loading them and without torch: headers, families, shipped model and GPU cards.
+"""Facts about models without loading them and without torch: headers, families, shipped model cards and GPU cards.
 
-Belongs here: what files say about themselves. Does not belong here: tensors' values, memory arithmetic (`planner`).
+Belongs here: what files say about themselves. Does not belong here: tensor values, memory arithmetic (`planner`).
 """

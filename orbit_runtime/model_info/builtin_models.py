@@ -1,7 +1,7 @@
-"""Models behind `builtin://` addresses: where they lie, and proof that they are the ones that were shipped.
+"""Models behind `builtin://` addresses: where they are, and proof that they are the shipped ones.
 
-Belongs here: the name and precision of a shipped model → its folder, every file checked against its shipped digest.
-Does not belong here: reading a checkpoint, or any model that did not come with the package.
+Belongs here: the name and precision of a shipped model → its folder, with every file checked against its shipped
+digest. Does not belong here: reading a checkpoint, or any model that is not part of the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REINSTALL = "reinstall orbit-rl; to change a shipped model, copy its folder and 
 
 
 def builtin_folder(name: str, precision: str, root: Path = ROOT) -> Path:
-    """Folder of a shipped model, e.g. `builtin_folder("tiny-adder", "INT4")`, after every file in it was checked.
+    """Folder of a shipped model, e.g. `builtin_folder("tiny-adder", "INT4")`, after checking every file in it.
 
     Raises `ModelError` for an unknown name or precision, and for a file that is missing, added or altered.
     """

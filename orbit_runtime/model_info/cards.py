@@ -1,10 +1,10 @@
-"""Shipped model cards: what the planner knows about a published model before a byte of it is downloaded.
+"""Shipped model cards: what the planner knows about a published model before any of it is downloaded.
 
 Belongs here: finding a card and turning it into facts. The cards are JSON beside this file, each with its source.
 Does not belong here: reading a checkpoint (`checkpoint`).
 
-A card's `repositories` give each published variant's formats: `linear` every linear of the layers but the router,
-`experts` those of the MTP layers' routed experts too, a role only that role; what is not named is BF16.
+A card's `repositories` give each published variant's formats: `linear` covers every linear of the layers except the
+router, `experts` also the routed experts of the MTP layers, a role only that role; everything else is BF16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def card_names() -> tuple[str, ...]:
 
 @cache
 def load_card(name: str) -> Mapping[str, Any]:
-    """The card as it is shipped; KeyError for an unknown name."""
+    """The card as shipped; KeyError for an unknown name."""
     if name not in card_names():
         raise KeyError(name)
     card: Mapping[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
@@ -39,12 +39,12 @@ def load_card(name: str) -> Mapping[str, Any]:
 
 @cache
 def repositories() -> Mapping[str, str]:
-    """Repository of a hub → card name."""
+    """Repository on a hub → card name."""
     return {repository: name for name in card_names() for repository in load_card(name)["repositories"]}
 
 
 def find_card_facts(uri: str) -> ModelFacts | None:
-    """Facts of `hf://org/name@revision` from a shipped card; None where there is none."""
+    """Facts of `hf://org/name@revision` from a shipped card; None if there is none."""
     scheme, separator, rest = uri.partition("://")
     if scheme != "hf" or not separator:
         return None
@@ -71,7 +71,7 @@ def card_facts(repository: str) -> ModelFacts:
 
 
 def stored_format(weight: Weight, formats: Mapping[str, str]) -> StoredFormat:
-    """How a variant stores a weight."""
+    """The format in which a variant stores a weight."""
     plain = STORED[weight.dtype]
     if not weight.is_linear or weight.role in NOT_QUANTISED:
         return plain

@@ -1,9 +1,10 @@
 """Facts of a checkpoint from its own files: config.json and the headers of its safetensors files, nothing else.
 
-Belongs here: a local folder. Does not belong here: a store or a hub (`remote_checkpoint`), tensors' values, shipped
-cards.
+Belongs here: a local folder. Does not belong here: a store or a hub (`remote_checkpoint`), the values of tensors,
+shipped cards.
 
-The headers say what is stored; the family only gives names and roles. What a family does not know is counted as it is.
+The headers say what is stored; the family only provides names and roles. Tensors that a family does not know are
+counted by their headers.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from orbit_runtime.model_info.stored import ENDINGS, STORED
 from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
 
 LEGACY_QUANTISATION = "hf_quant_config.json"
-"""Where older ModelOpt files keep what newer ones have in config.json."""
+"""File in which older ModelOpt versions keep what newer ones keep in config.json."""
 FIXED_BLOCKS = {name.partition("/")[0]: STORED[name].block for name in ("NVFP4/16", "MXFP4/32", "FP8/128")}
-"""Precision → rows and columns under one scale, where the format fixes them; FP8 may be stored without blocks."""
+"""Precision → rows and columns under one scale, if the format fixes them; FP8 may be stored without blocks."""
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass
 class _Found:
-    """What the headers hold of one weight."""
+    """What the headers contain for one weight."""
 
     num_bytes: int = 0
     endings: dict[str, str] | None = None
     """Ending → dtype."""
     scales: tuple[int, ...] = ()
-    """Shape of the scales, where the format leaves open how many columns one is for."""
+    """Shape of the scales, if the format does not fix the number of columns per scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """What the files of a checkpoint say of themselves."""
+    """What the files of a checkpoint say about themselves."""
 
     place: str
     """Folder or URI, for messages."""
     config: Mapping[str, Any]
-    """config.json; the quantisation of an older ModelOpt file is put in its place."""
+    """config.json; the quantisation from an older ModelOpt file is inserted."""
     tensors: Mapping[str, tuple[Path | str, TensorInfo]]
     """Tensor → (file, header entry)."""
 
@@ -56,7 +57,7 @@ class Headers:
 
 
 def folder_headers(folder: Path) -> Headers:
-    """Of a local model folder. Raises `ModelError` for one that is incomplete."""
+    """Headers of a local model folder. Raises `ModelError` if it is incomplete."""
     tensors = read_folder(folder)
     config = _read_config(folder / "config.json")
     legacy = folder / LEGACY_QUANTISATION
@@ -66,7 +67,7 @@ def folder_headers(folder: Path) -> Headers:
 
 
 def folder_facts(folder: Path) -> ModelFacts:
-    """Facts of a model folder. Raises `ModelError` for one that is incomplete, or of a family that is not known."""
+    """Facts of a model folder. Raises `ModelError` if it is incomplete, or its family is unknown."""
     return headers_facts(folder_headers(folder), folder.name)
 
 
@@ -143,12 +144,12 @@ def _module_of(tensor: str, expected: Mapping[str, Weight]) -> tuple[str | None,
 
 
 def _may_be_missing(weight: Weight) -> bool:
-    """Conversions leave out the layers that only speculative decoding uses, and the tower of a text model."""
+    """Conversions omit the layers used only for speculative decoding, and the vision tower of a text model."""
     return weight.role in ("mtp", "vision")
 
 
 def _format(found: _Found) -> str:
-    """By what the headers hold, not by what a configuration says."""
+    """The format according to the headers, not to a configuration."""
     endings = found.endings or {}
     kinds = set(endings.values())
     if "_blocks" in endings:
@@ -158,18 +159,18 @@ def _format(found: _Found) -> str:
     if ".weight_packed" in endings and endings[".weight_packed"] == "I32":
         return "INT4"
     if kinds & {"U8", "I8", "F4"}:
-        # E2M1 codes: scales of E4M3 make it NVFP4, of E8M0 (or plain bytes) MXFP4.
+        # E2M1 codes: with E4M3 scales it is NVFP4, with E8M0 scales (or plain bytes) MXFP4.
         return "NVFP4" if "F8_E4M3" in kinds else "MXFP4"
     return "FP8" if "F8_E4M3" in kinds else "BF16"
 
 
 def _block(weight: Weight, found: _Found) -> tuple[int, int] | None:
-    """Rows and columns under one scale, which a cut must not part."""
+    """Rows and columns under one scale, which a cut must not separate."""
     endings, form = found.endings or {}, _format(found)
     if form in ("NVFP4", "MXFP4"):
         return FIXED_BLOCKS[form]
     if form == "INT4" and len(found.scales) == 2:
-        # GPTQ and AWQ lay their scales across.
+        # GPTQ and AWQ store their scales transposed.
         groups = found.scales[0 if ".scales" in endings else 1]
         return (1, weight.shape[-1] // groups) if groups > 1 else None
     is_blockwise = ".weight_scale_inv" in endings or ".scale" in endings or (found.scales or (0, 1))[-1] > 1
@@ -177,7 +178,7 @@ def _block(weight: Weight, found: _Found) -> tuple[int, int] | None:
 
 
 def _precision(stored: list[StoredWeight]) -> str:
-    """Of the routed experts; of a dense model, of most bytes of its linears."""
+    """The precision of the routed experts; in a dense model, that of most bytes of its linears."""
     linears = [each for each in stored if each.weight.is_linear and each.weight.role not in ("head", "mtp", "vision")]
     experts = [each for each in linears if each.weight.role == "routed_expert"]
     totals: dict[str, int] = {}

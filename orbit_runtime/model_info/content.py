@@ -1,7 +1,7 @@
-"""What in a model's folder, besides its weights, decides what the model computes: for telling two models apart.
+"""The files of a model's folder, besides its weights, that affect what it computes; used to tell two models apart.
 
-Belongs here: which files those are, their digests, and that of the weights as they lie on disk. Does not belong here:
-the digest of the weights as they were loaded (`policy`), or understanding any file.
+Belongs here: which files those are, their digests, and that of the weights as stored on disk. Does not belong here:
+the digest of the weights as loaded (`policy`), interpreting any file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ FILES = (
     "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Structure, text to ids and back, and where an answer ends. A README may change."""
+"""Structure, tokenisation in both directions, and where a completion ends. A README may change."""
 
 KEPT_FROM_BYTES = 1 << 28
-"""Less is hashed in a fraction of a second, and leaves nothing in the cache."""
+"""Smaller weights are hashed in a fraction of a second, and nothing is cached for them."""
 SETTLED_SECONDS = 2.0
-"""A file that changed less than this ago might change again within one tick of the file system's clock."""
+"""A file that changed more recently might change again within one tick of the file system's clock."""
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """File → `sha256:<hex>` of every file of `FILES` that is there."""
+    """File → `sha256:<hex>` for every existing file of `FILES`."""
     return {
         name: f"sha256:{hashlib.sha256((folder / name).read_bytes()).hexdigest()}"
         for name in FILES
@@ -40,9 +40,9 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def weights_digest(folder: Path) -> str:
-    """`sha256:<hex>` over every tensor's name, dtype, shape and bytes; the same however they are spread over files.
+    """`sha256:<hex>` over every tensor's name, dtype, shape and bytes, independent of their distribution over files.
 
-    An adapter is kept with it, so that it is never merged into another base. Reads every byte, several files at once.
+    An adapter is stored with it, so that it is never merged into another base. Reads every byte, several files at once.
     """
     by_file: dict[Path, dict[str, TensorInfo]] = {}
     for name, (path, info) in read_folder(folder).items():
@@ -61,9 +61,9 @@ def kept_weights_digest(
     compute: Callable[[Path], str] = weights_digest,
     clock: Callable[[], float] = time.time,
 ) -> str:
-    """`weights_digest`, read from the cache while every file is the one, unchanged, that it was computed from.
+    """`weights_digest`, read from the cache as long as every file is the same, unchanged, as when it was computed.
 
-    "The one" is path, device, inode, size, and both times of change, of which the user sets only one.
+    A file counts as unchanged if its path, device, inode, size and both times are; a user can set only one time.
     """
     started = clock()
     facts, size, changed = _file_facts(folder)
@@ -80,7 +80,7 @@ def kept_weights_digest(
 
 
 def _file_facts(folder: Path) -> tuple[str, int, float]:
-    """What tells whether the weights' files are still the same, their bytes, and when the newest of them changed."""
+    """An identifier that changes if the weights' files do, their bytes, and the newest time of change."""
     paths = {path for path, _ in read_folder(folder).values()} | set(folder.glob("*.index.json"))
     found = {str(path.resolve()): path.stat() for path in sorted(paths)}
     facts = [[path, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for path, s in found.items()]

@@ -1,4 +1,4 @@
-"""GPU cards: what one GPU of a product can hold and how fast it reads it.
+"""GPU cards: how much one GPU of a product can hold and how fast it reads it.
 
 Belongs here: facts of the hardware, each with its source. Does not belong here: what a run needs (`planner`).
 """
@@ -16,11 +16,11 @@ class GPUCard:
 
     name: str
     usable_bytes: int
-    """What CUDA gives to programs, less than what is printed on the box."""
+    """Memory that CUDA makes available to programs; less than the advertised size."""
     bandwidth: float
-    """Bytes a second of its memory."""
+    """Memory bandwidth in bytes per second."""
     products: tuple[str, ...]
-    """Beginnings of the node label `nvidia.com/gpu.product`, and of the driver's name for it."""
+    """Prefixes of the node label `nvidia.com/gpu.product`, and of the driver's name for it."""
     source: str
 
 
@@ -49,7 +49,7 @@ CARDS = (
 
 
 def find_gpu(name: str) -> GPUCard | None:
-    """By short name (`b200`, `RTX 4090`), by a node's label, or by the driver's name; None where none is known."""
+    """Finds a card by short name (`b200`, `RTX 4090`), node label, or the driver's name; None if there is none."""
     wanted = name.strip().replace(" ", "-").lower()
     for card in CARDS:
         if wanted.replace("-", "") == card.name.lower() or wanted.startswith(tuple(p.lower() for p in card.products)):

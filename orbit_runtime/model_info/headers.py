@@ -1,4 +1,4 @@
-"""Safetensors headers: which tensors a file holds, their dtypes, shapes and places, and whether the file is whole.
+"""Safetensors headers: a file's tensors with dtypes, shapes and offsets, and whether the file is complete.
 
 Belongs here: reading headers of files and of folders with an index. Does not belong here: reading tensor values.
 """
@@ -22,7 +22,7 @@ BITS = {
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format itself."""
 UNFINISHED = "conversion.progress.json"
-"""Stands in a folder that `orbit convert` or `orbit merge` has not finished: it is no checkpoint yet."""
+"""Exists in a folder that `orbit convert` or `orbit merge` has not finished: it is not a checkpoint yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class TensorInfo:
     """Example: `TensorInfo("BF16", (128, 64), 0, 16384)`."""
 
     dtype: str
-    """As the format writes it: `BF16`, `I32`, `F32` …"""
+    """As written in the format: `BF16`, `I32`, `F32` …"""
     shape: tuple[int, ...]
     start: int
-    """First byte, counted from the end of the header."""
+    """Offset of the first byte, counted from the end of the header."""
     end: int
 
     @property
@@ -46,11 +46,12 @@ class Header:
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str] = field(default_factory=dict)
     data_start: int = 0
-    """Where tensor bytes begin in the file."""
+    """Offset of the tensor bytes in the file."""
 
 
 def parse_header(data: bytes | memoryview, *, size: int, where: str) -> Header:
-    """The header at the start of `data`, of a file of `size` bytes; `ModelError` naming `where` unless it is whole."""
+    """The header at the start of `data`, from a file of `size` bytes; raises `ModelError` naming `where` if
+    incomplete."""
     if len(data) < 8 or size < 8:
         raise _broken(where, f"{size} bytes are too few for a safetensors file")
     length = int.from_bytes(data[:8], "little")
@@ -68,7 +69,7 @@ def parse_header(data: bytes | memoryview, *, size: int, where: str) -> Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file, checked against the file's real size. Reads the header's bytes only."""
+    """The header of one file, checked against the file's actual size. Reads only the header's bytes."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -83,7 +84,7 @@ def read_header(path: Path) -> Header:
 
 
 def check_finished(folder: Path) -> None:
-    """Raises `ModelError` where a conversion left off."""
+    """Raises `ModelError` if a conversion was interrupted."""
     if (folder / UNFINISHED).is_file():
         raise ModelError(
             "a conversion into this folder was not finished",
@@ -93,7 +94,7 @@ def check_finished(folder: Path) -> None:
 
 
 def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
-    """Every tensor of a model folder → (file, info): `model.safetensors`, or the shards that the index names."""
+    """Every tensor of a model folder → (file, info): `model.safetensors`, or the shards listed in the index."""
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), fix="check spec.model.uri")
     check_finished(folder)
@@ -156,7 +157,7 @@ def _tensor_info(entry: Mapping[str, Any]) -> TensorInfo:
 
 
 def _check_layout(tensors: Mapping[str, TensorInfo], data_bytes: int, where: str) -> None:
-    """The format allows neither holes nor overlaps."""
+    """The format allows neither gaps nor overlaps."""
     position = 0
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start != position:

@@ -1,7 +1,7 @@
-"""What the headers of packed weights must look like, layout by layout: found out before a byte of a tensor is read.
+"""What the headers of packed weights must look like, layout by layout; checked before any tensor is read.
 
-Belongs here: names, dtypes and shapes of one module's tensors, and the modules of a checkpoint that do not keep to
-them. Does not belong here: values (scales of 0, bits past the end: `quant` reads those), what a config means.
+Belongs here: names, dtypes and shapes of one module's tensors, and detecting modules that violate them. Does not belong
+here: values (scales of 0, bits past the end: `quant` checks those), the meaning of a config.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALE_ENDINGS = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_zero_point",
     ".weight_shape", ".qzeros", ".scales", ".g_idx",
 )  # fmt: skip
-"""Of no use without the codes they belong to."""
+"""Endings that are useless without the codes they belong to."""
 FP8_SCALES = {"FP8Block": ".weight_scale_inv", "FP8BlockCT": ".weight_scale", "FP8BlockV4": ".scale"}
 
 Tensors = Mapping[str, tuple[Path | str, TensorInfo]]
@@ -32,28 +32,28 @@ Tensors = Mapping[str, tuple[Path | str, TensorInfo]]
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """A packed weight as its headers describe it."""
+    """A packed weight as described by its headers."""
 
     module: str
     layout: str
     rows: int
     columns: int
     group: int | None
-    """Columns under one scale; None where a scale covers whole rows, blocks or the tensor."""
+    """Columns under one scale; None if a scale covers whole rows, blocks or the tensor."""
     tensors: tuple[str, ...]
     experts: int = 1
-    """gpt-oss: all of a layer in one tensor; `rows` are those of one."""
+    """gpt-oss: all experts of a layer in one tensor; `rows` counts those of one expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """One module's tensors, and the questions that every layout asks of them."""
+    """One module's tensors, and the checks that every layout needs."""
 
     name: str
     tensors: Tensors
 
     def get(self, ending: str, dtypes: Sequence[str], sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The shape of a tensor that must be there; `sizes` in each place, -1 for any."""
+        """The shape of a required tensor; `sizes` per dimension, -1 for any."""
         key = self.name + ending
         if key not in self.tensors:
             raise ModelError("the tensor is missing from the checkpoint", where=key, fix=DAMAGED)
@@ -78,7 +78,7 @@ class _Module:
 
 
 def read_linear(layout: str, module: str, tensors: Tensors) -> StoredLinear:
-    """Raises `ModelError` naming file and tensor where something is missing or of another kind or shape."""
+    """Raises `ModelError` naming file and tensor if something is missing or of another kind or shape."""
     return _LAYOUTS[layout](_Module(module, tensors), layout)
 
 
@@ -173,7 +173,7 @@ def read_linears(tensors: Tensors, quant: QuantFormat, *, config: str) -> dict[s
         config: the file that `quant` was read from, for messages.
 
     Raises:
-        ModelError: a module's tensors do not fit its layout, each other, or what the config says of them.
+        ModelError: a module's tensors do not match its layout, each other, or the config.
     """
     linears: dict[str, StoredLinear] = {}
     for name in sorted(tensors):
@@ -198,7 +198,7 @@ def read_linears(tensors: Tensors, quant: QuantFormat, *, config: str) -> dict[s
 
 
 def check_head(config: Mapping[str, Any], linears: Mapping[str, StoredLinear], where: str) -> None:
-    """A packed head cannot be the embedding as well. Raises `ModelError` where the config says so."""
+    """A packed head cannot also be the embedding. Raises `ModelError` if the config says so."""
     if config.get("tie_word_embeddings") and "lm_head" in linears:
         raise ModelError(
             "the output head lm_head is quantised, but the config ties it to the embedding",
@@ -208,7 +208,7 @@ def check_head(config: Mapping[str, Any], linears: Mapping[str, StoredLinear], w
 
 
 def packed_module(name: str, info: TensorInfo) -> tuple[str | None, str]:
-    """The module whose codes this tensor holds, and what the tensor's name adds to it; None for any other tensor."""
+    """The module whose codes this tensor holds, and the ending of the tensor's name; None for any other tensor."""
     for ending in PACKED_ENDINGS:
         if name.endswith(ending):
             return name.removesuffix(ending), ending
@@ -218,7 +218,7 @@ def packed_module(name: str, info: TensorInfo) -> tuple[str | None, str]:
 
 
 def _check_group(linear: StoredLinear, quant: QuantFormat, where: str) -> None:
-    """The config's group size is the main layout's; a file may not mean another one."""
+    """The config's group size is that of the main layout; a file must not use another one."""
     if quant.group_size is None or linear.group is None or linear.layout != (quant.layout or quant.name):
         return
     if linear.columns % quant.group_size:

@@ -1,6 +1,6 @@
-"""A checkpoint's `quantization_config` → how each of its modules is stored, or an error that says what it is instead.
+"""A checkpoint's `quantization_config` → how each module is stored, or an error that names the unsupported format.
 
-Belongs here: understanding the configuration, per module. Does not belong here: tensors' values, codecs (`quant`).
+Belongs here: interpreting the configuration, per module. Does not belong here: the values of tensors, codecs (`quant`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PRECISIONS: dict[str, Precision] = {
     "FP8": "FP8", "FP8Block": "FP8", "FP8BlockCT": "FP8", "FP8BlockV4": "FP8", "NVFP4": "NVFP4",
     "NVFP4ModelOpt": "NVFP4", "MXFP4": "MXFP4", "MXFP4V4": "MXFP4", "MXFP4GptOss": "MXFP4",
 }  # fmt: skip
-"""Layout on disk → the manifest's word."""
+"""Layout on disk → the manifest's name of the precision."""
 EXPERT_PROBES = ("model.layers.3.mlp.experts.0.up_proj", "model.layers.3.block_sparse_moe.experts.0.w1")
 DENSE_PROBE = "model.layers.3.mlp.up_proj"
 V4_EXPERTS = r"re:.*\.experts\.\d+\."
@@ -34,22 +34,22 @@ class QuantFormat:
     """
 
     name: Precision
-    """Of the routed experts, where there are any: the bulk of the model."""
+    """Precision of the routed experts, if there are any: the bulk of the model."""
     group_size: int | None = None
-    """Columns per scale; None where the format has no groups, or where a whole row is one group."""
+    """Columns per scale; None if the format has no groups, or a whole row is one group."""
     ignore: tuple[str, ...] = ()
     """Modules left in BF16: exact names, class names, or `re:` and a regular expression that matches from the start."""
     targets: tuple[str, ...] = ("Linear",)
-    """Modules that are quantised, written likewise."""
+    """Modules that are quantised, in the same notation."""
     layout: str = ""
-    """Tensor names and packing, a key of `PRECISIONS`; empty: the one that is called like the precision."""
+    """Tensor names and packing, a key of `PRECISIONS`; empty for the layout with the precision's name."""
     exceptions: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Layouts of other modules in a mixed checkpoint, with their targets; the first that matches wins."""
     by_tensor: bool = False
-    """A module is quantised only where the file holds its scale: some methods do not list what they left alone."""
+    """A module is quantised only if the file holds its scale: some methods do not list the modules left in BF16."""
 
     def layout_of(self, module_name: str, class_name: str = "Linear") -> str:
-        """The layout of this module, `BF16` where it is left alone."""
+        """The layout of this module, `BF16` if it is not quantised."""
         if self.name == "BF16" or _matches(self.ignore, module_name, class_name):
             return "BF16"
         for layout, targets in self.exceptions:
@@ -67,7 +67,7 @@ def parse_quantization(
 ) -> QuantFormat:
     """`config` is the model's whole config.json. No quantisation block means BF16.
 
-    `tensors` are the headers, where they are at hand: they decide what a config leaves open (DeepSeek-V4's experts).
+    `tensors` are the headers, if available: they decide what a config leaves open (DeepSeek-V4's experts).
     """
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, Mapping) else None
@@ -96,7 +96,7 @@ def parse_quantization(
 
 
 def from_legacy_modelopt(file: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ModelOpt's older `hf_quant_config.json` → the block that newer files have in config.json."""
+    """The content of ModelOpt's older `hf_quant_config.json` → the equivalent block of a newer config.json."""
     found = file.get("quantization")
     inner = dict(found) if isinstance(found, Mapping) else {}
     return {"quant_method": "modelopt", "ignore": inner.pop("exclude_modules", None) or [], **inner}
@@ -132,7 +132,7 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> QuantFormat:
 
 
 def _experts_rule(rules: list[tuple[str, int | None, tuple[str, ...]]]) -> tuple[str, int | None, tuple[str, ...]]:
-    """The rule of the routed experts; of dense layers where no rule speaks of experts."""
+    """The rule for the routed experts; the rule for dense layers if none mentions experts."""
     for probe in (*EXPERT_PROBES, DENSE_PROBE):
         for rule in rules:
             if _matches(rule[2], probe, "Linear"):
@@ -182,7 +182,7 @@ def _int4(weights: Mapping[str, Any], group: Mapping[str, Any], where: str) -> t
 
 
 def _fp8(block: Mapping[str, Any], expert_dtype: Any, tensors: Mapping[str, TensorInfo], where: str) -> QuantFormat:
-    """Hugging Face's `fp8`: DeepSeek-V3 and Qwen3-FP8 by their names, DeepSeek-V4 by its own."""
+    """Hugging Face's `fp8`: DeepSeek-V3 and Qwen3-FP8 by their tensor names, DeepSeek-V4 by its own."""
     if block.get("weight_block_size") != [128, 128]:
         raise _unknown(f"fp8 with weight_block_size {block.get('weight_block_size')!r}", where)
     if block.get("fmt", "e4m3") != "e4m3":
@@ -195,7 +195,7 @@ def _fp8(block: Mapping[str, Any], expert_dtype: Any, tensors: Mapping[str, Tens
     layout = "FP8BlockV4" if own_names else "FP8Block"
     experts = re.compile(V4_EXPERTS[3:])
     stored = {info.dtype for name, info in tensors.items() if name.endswith(".weight") and experts.match(name)}
-    # The tensors outrank the config: conversions keep `expert_dtype` and store FP8 (SGLang decides likewise).
+    # The tensors take precedence over the config: conversions keep `expert_dtype` and store FP8 (SGLang does the same).
     packed = bool(stored & {"I8", "U8", "F4"}) if stored else expert_dtype == "fp4"
     if packed:
         return QuantFormat("MXFP4", 32, ignore, ("Linear",), layout, (("MXFP4V4", (V4_EXPERTS,)),), by_tensor=True)
@@ -216,7 +216,7 @@ def _modelopt(block: Mapping[str, Any], where: str) -> QuantFormat:
             if algorithm not in algorithms or layer.get("group_size", 16) != 16:
                 raise _unknown(f"quant_algo of {name} is {algorithm!r}", where)
             names.setdefault(algorithms[algorithm], []).append(name)
-        # Experts, where there are any; else the most modules.
+        # The layout of the experts, if there are any; otherwise that of most modules.
         main = max(names, key=lambda layout: (any(".experts." in name for name in names[layout]), len(names[layout])))
         others = tuple((layout, tuple(listed)) for layout, listed in names.items() if layout != main)
         return QuantFormat(PRECISIONS[main], None, ignore, tuple(names[main]), main, others)
@@ -254,7 +254,8 @@ def _awq(block: Mapping[str, Any], where: str) -> QuantFormat:
 
 
 def _like_transformers(block: Mapping[str, Any]) -> tuple[str, ...]:
-    """`modules_to_not_convert`: a name's beginning or its end, as transformers' `should_convert_module` reads it."""
+    """`modules_to_not_convert`: a prefix or suffix of a name, as interpreted by transformers'
+    `should_convert_module`."""
     names = [re.escape(name) for name in block.get("modules_to_not_convert") or ()]
     return tuple(f"re:({name}|.*{name}$)" for name in names)
 

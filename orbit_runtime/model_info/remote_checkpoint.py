@@ -1,7 +1,7 @@
 """Facts of a checkpoint in an object store or on a hub, by range reads of its headers.
 
-Belongs here: finding and reading the headers. Does not belong here: what they say (`checkpoint`, which needs no object
-store: the operator's image has none).
+Belongs here: finding and reading the headers. Does not belong here: their interpretation (`checkpoint`, which needs no
+object store, because the operator's image has none).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.storage import NotFound
 
 FIRST_READ = 1 << 20
-"""Most headers are smaller: one request reads length and header."""
+"""Most headers are smaller, so that one request reads length and header."""
 
 
 class ModelFiles(Protocol):
-    """A model's files as a store or a hub's repository gives them; what is not there is a `NotFound`."""
+    """A model's files in a store or a hub repository; a missing file raises `NotFound`."""
 
     uri: str
 
@@ -33,10 +33,10 @@ class ModelFiles(Protocol):
 
 
 def store_headers(store: ModelFiles, *, first_read: int = FIRST_READ) -> Headers:
-    """Of a model below a store's URI or of a repository, by range reads.
+    """Headers of a model under a store's URI or in a repository, by range reads.
 
     Args:
-        first_read: bytes of a file that are asked for first.
+        first_read: number of bytes of a file in the first request.
     """
     weight_map = _weight_map(store)
     tensors: dict[str, tuple[Path | str, TensorInfo]] = {}
@@ -58,12 +58,12 @@ def store_headers(store: ModelFiles, *, first_read: int = FIRST_READ) -> Headers
 
 
 def store_facts(store: ModelFiles, *, first_read: int = FIRST_READ) -> ModelFacts:
-    """Facts of a model below a store's URI or of a repository, by range reads of its headers."""
+    """Facts of a model under a store's URI or in a repository, by range reads of its headers."""
     return headers_facts(store_headers(store, first_read=first_read), store.uri)
 
 
 def _weight_map(store: ModelFiles) -> dict[str, str]:
-    """Tensor → file, by the index; empty where there is one file."""
+    """Tensor → file, from the index; empty if there is only one file."""
     try:
         index = parse_object(store.get("model.safetensors.index.json"), f"{store.uri}/model.safetensors.index.json")
     except NotFound:

@@ -1,6 +1,6 @@
-"""Reading a model folder's JSON files, with the file and the line where one is broken.
+"""Reading a model folder's JSON files, naming the file and line of an error.
 
-Belongs here: whether the folder is there; bytes → an object, or one clear error. Does not belong here: what it means.
+Belongs here: whether the folder exists; bytes → an object, or one clear error. Does not belong here: its meaning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DAMAGED = "correct it, or copy or download the file again"
 
 
 def check_folder(folder: Path, fix: str = "correct spec.model.uri") -> None:
-    """Raises ModelError (66) where a model's folder is not there: to say so, nothing heavy need be loaded."""
+    """Raises ModelError (66) if a model's folder does not exist, without importing anything heavy."""
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), fix=fix)
 
@@ -24,7 +24,7 @@ def load_settings(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ModelError: naming file and line; `FileNotFoundError` is the caller's to judge.
+        ModelError: names file and line; a `FileNotFoundError` is left to the caller.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")

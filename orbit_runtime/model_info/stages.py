@@ -1,6 +1,6 @@
-"""Which layers of a model a stage holds, where layers are divided.
+"""The layers of a model that each pipeline stage holds.
 
-Belongs here: that division, which planner and policy must agree on. Does not belong here: bytes (`planner`), modules
+Belongs here: that division, on which planner and policy must agree. Does not belong here: bytes (`planner`), modules
 (`policy.shares`).
 """
 
@@ -10,7 +10,7 @@ from orbit_runtime.errors import UnsupportedError
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:
-    """As even as it goes; the first stages have one more, as the last has the output layer besides.
+    """Divides as evenly as possible; the first stages have one more, because the last also has the output layer.
 
     Example: `[len(stage_layers(61, stage, 4)) for stage in range(4)] == [16, 15, 15, 15]`.
 

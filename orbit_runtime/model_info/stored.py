@@ -1,6 +1,6 @@
-"""How many bytes each on-disk format spends on a weight, and under which tensor names.
+"""The bytes that each on-disk format needs for a weight, and its tensor names.
 
-Belongs here: sizes and names. Does not belong here: bits and scales themselves (`quant`).
+Belongs here: sizes and names. Does not belong here: the bits and scales themselves (`quant`).
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ ENDINGS = (
     ".weight_global_scale", ".input_global_scale", ".input_scale", ".k_scale", ".v_scale", ".qweight", ".qzeros",
     ".scales", ".g_idx", "_blocks", "_scales", ".scale", ".weight",
 )  # fmt: skip
-"""What formats put in place of `.weight`, longer ones first where one ends another."""
+"""Endings that formats use instead of `.weight`; longer ones precede those that they end with."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """Example: INT4 in groups of 32 is `StoredFormat("INT4", 4, (1, 32), 2, 8)`: 0.5625 bytes a parameter."""
+    """Example: INT4 in groups of 32 is `StoredFormat("INT4", 4, (1, 32), 2, 8)`: 0.5625 bytes per parameter."""
 
     name: str
-    """What `model.precision` calls it."""
+    """Its name in `model.precision`."""
     bits: int
     block: tuple[int, int] | None = None
-    """Rows and columns under one scale; None: no scales. 0 columns: a whole row."""
+    """Rows and columns under one scale; None without scales. 0 columns means a whole row."""
     scale_bytes: int = 0
     extra_bytes: int = 0
-    """Per tensor: shapes, global scales."""
+    """Bytes per tensor for shapes and global scales."""
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of one weight of this shape."""

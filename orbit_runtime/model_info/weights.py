@@ -1,6 +1,6 @@
-"""What a model is made of: every weight's name, shape and role, and the facts that memory is planned from.
+"""The composition of a model: every weight's name, shape and role, and the facts from which memory is planned.
 
-Belongs here: the nouns. Does not belong here: how a family is built (`families`), how a format stores (`stored`).
+Belongs here: the data types. Does not belong here: how a family is built (`families`), how a format stores (`stored`).
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ Role = Literal[
     "other",
 ]  # fmt: skip
 EXPERT = "{e}"
-"""Stands in a name for an expert's number."""
+"""Placeholder for an expert's number in a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight, or the same one of every expert of a layer.
+    """One weight, or the corresponding weight of every expert of a layer.
 
     Example: `Weight("model.layers.3.mlp.experts.{e}.up_proj.weight", (2048, 7168), "routed_expert", 3, count=384,
     input="model.layers.3.mlp.experts.in", target="up_proj")`
     """
 
     name: str
-    """As in the checkpoint, before a format adds its own endings; `{e}` for an expert's number."""
+    """Name in the checkpoint, before a format adds its own endings; `{e}` for an expert's number."""
     shape: tuple[int, ...]
-    """Of one expert, where there are several. Linears are `[out, in]`."""
+    """Shape for one expert, if there are several. Linears are `[out, in]`."""
     role: Role
     layer: int | None = None
     count: int = 1
-    """Experts. A name without `{e}` holds all of them in one tensor."""
+    """Number of experts. A name without `{e}` holds all of them in one tensor."""
     input: str = ""
-    """Linears: the name of what goes in. Linears that share it can share one rotation."""
+    """Linears: name of the input. Linears with the same input can share one rotation."""
     target: str = ""
-    """Linears: what the module is called in `adapter.targets`."""
+    """Linears: the module's name in `adapter.targets`."""
     dtype: str = "BF16"
-    """Of a weight that is not quantised."""
+    """Dtype of the weight if it is not quantised."""
     is_split: bool = True
-    """Whether tensor parallelism divides it; the rest exists whole on every GPU."""
+    """Whether tensor parallelism divides it; otherwise every GPU holds all of it."""
 
     @property
     def is_linear(self) -> bool:
@@ -64,9 +64,9 @@ class KVCache:
 
     bytes_per_token: float
     bytes_per_sequence: int = 0
-    """What a sequence takes however long it is: sliding windows."""
+    """Fixed cost of a sequence, whatever its length: sliding windows."""
     heads: int = 1
-    """How many ways tensor parallelism can divide it; 1: every rank holds all of it."""
+    """Number of ways in which tensor parallelism can divide it; 1: every rank holds all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ class Architecture:
     """Residual streams: a layer's input is this many times the hidden size."""
 
     def num_parameters(self, *roles: Role) -> int:
-        """Of these roles, or without any given, of all that takes part in a forward pass: no MTP, no vision."""
+        """Parameters with these roles; without roles, of everything used in a forward pass: no MTP, no vision."""
         return sum(
             w.num_parameters for w in self.weights if (w.role in roles if roles else w.role not in ("mtp", "vision"))
         )
 
     def targets(self) -> tuple[str, ...]:
-        """Every name that `adapter.targets` can hold."""
+        """Every name that `adapter.targets` can contain."""
         found = {w.target: None for w in self.weights if w.is_linear and w.role not in ("mtp", "vision", "head")}
         return tuple(found)
 
@@ -103,30 +103,30 @@ StorageRule = Callable[[Weight], StoredFormat]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight and what the checkpoint spends on it."""
+    """A weight and the bytes that the checkpoint uses for it."""
 
     weight: Weight
     num_bytes: int
-    """Of all experts together, scales included."""
+    """Bytes of all experts together, scales included."""
     format: str
     """`BF16`, `INT4` …"""
     block: tuple[int, int] | None = None
-    """Rows and columns of the weight under one scale; None: no scales, or one for at least a whole row."""
+    """Rows and columns of the weight under one scale; None without scales, or if one covers at least a whole row."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """All that the planner knows about a model."""
+    """Everything that the planner knows about a model."""
 
     name: str
     source: str
-    """Where the facts come from: a shipped card, or headers."""
+    """Source of the facts: a shipped card, or headers."""
     precision: str
-    """What `model.precision` must say: the format of the routed experts, or of the linears of a dense model."""
+    """Required value of `model.precision`: the format of the routed experts, or of a dense model's linears."""
     architecture: Architecture
     weights: tuple[StoredWeight, ...]
     checkpoint_bytes: int
-    """All files together, with what is never loaded."""
+    """All files together, including parts that are never loaded."""
     unknown: tuple[str, ...] = field(default=())
     """Tensors of the checkpoint that the family does not know."""
 

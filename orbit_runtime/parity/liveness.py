@@ -4,23 +4,24 @@ Belongs here: the checks of one publish on one copy, and their evidence.
 Does not belong here: storing and loading the adapter (`loop.publish`).
 
 1. Bytes. The digest recomputed from the engine's slot equals the published one, and so does the digest of the tensors
-   that the engine's layers multiplied by while they scored the canary. Neither depends on how large a fault is. A copy
-   that cannot read its slots back goes without this check, and the proof says so.
-2. Effect. On the canary, the *change* the adapter makes (log-probs with it minus without) agrees between trainer and
-   engine, token by token within what is noise, and as a whole (`effect`): none of it, all of it and twice as much are
-   told apart. Comparing changes rather than log-probs cancels what the two sides' base passes differ by.
-3. Novelty. A version whose bytes differ from its predecessor's stands under another digest than its predecessor, and
-   the engine's canary moved as the trainer's did since the newest version that was told apart from all before.
-4. Base. With no adapter the engine gives the trainer's log-probs within the precision's limit, and its own of the
-   publish before: a base is frozen.
-5. Cache. No keys and values are shared between versions: for a version that is new nothing of the canary is in the
-   engine's cache, and behind the base's own beginning from there the log-probs are those computed anew.
-6. Until now. The version that sampled until this publish still stands as it was proven.
+   that the engine's layers multiplied by while they scored the canary. Neither depends on the size of a fault. A copy
+   that cannot read its slots back skips this check, and the proof says so.
+2. Effect. On the canary, the *change* that the adapter makes (log-probs with it minus without) agrees between trainer
+   and engine, token by token within the noise, and as a whole (`effect`): none of it, all of it and twice as much can
+   be told apart. Comparing changes rather than log-probs cancels the difference between the two sides' base passes.
+3. Novelty. A version whose bytes differ from its predecessor's is loaded under a different digest, and the engine's
+   canary moved as the trainer's did since the newest version that was told apart from all earlier ones.
+4. Base. With no adapter the engine gives the trainer's log-probs within the precision's limit, and also its own from
+   the previous publish: a base is frozen.
+5. Cache. Versions share no keys and values: for a new version nothing of the canary is in the engine's cache, and for
+   the base, the log-probs after the canary's cached beginning equal those computed anew.
+6. Predecessor. The version that sampled until this publish is still as it was proven.
 
-A publish has *failed* where a check did. Where bytes are read back, it is *proven* otherwise. Where they are not, 2 and
-3 carry the proof, and the best that they can say is that it holds as a *whole*: all of the adapter's effect is there,
-is this version's, and what else there is can be noise. A fault in a part of it that is smaller than the noise needs the
-bytes to be seen. It is *unproven* where the noise hides even the whole, or grew so much that the base may have changed.
+A publish has *failed* if a check failed. If bytes are read back, it is *proven* otherwise. If not, checks 2 and 3 carry
+the proof, and the strongest result is that the adapter holds as a *whole*: all of its effect is there, the effect is
+this version's, and the remaining difference can be noise. Only the bytes reveal a fault in one part of it that is
+smaller than the noise. A publish is *unproven* if the noise hides even the whole, or grew so much that the base may
+have changed.
 """
 
 from __future__ import annotations
@@ -37,31 +38,31 @@ from orbit_runtime.parity.statistics import top1_agreement
 from orbit_runtime.types import AdapterFiles, Copy, Scored
 
 CHANGE_LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
-"""By compute dtype: how far one adapter's effect on one token may differ between two orders of summation, where the
+"""By compute dtype: how much one adapter's effect on one token may differ between two orders of summation, if the
 engine's noise on the canary is no larger than that.
 
 The first is measured: 500 healthy publishes stay below half of it. The second is an estimate, not run on hardware.
-Faults smaller than this are found by the digests, which know no size, and by the canary's tokens together.
+Smaller faults are found by the digests, which do not depend on size, and by the canary's tokens taken together.
 """
 
 
 QUIET = 100.0
-"""The noise of a change counts as no less than the precision's limit divided by this: two base passes can be equal to
-the bit where those with an adapter are not."""
+"""The noise of a change is at least the precision's limit divided by this: two base passes can be equal to the bit even
+if passes with an adapter are not."""
 GROWTH = 2.0
-"""Most that the noise counts for, in that of the publish before."""
+"""Largest factor by which the noise may grow over that of the previous publish."""
 Verdict = Literal["proven", "whole", "unproven", "failed"]
 CACHED_TAIL = 6
-"""Tokens at the canary's end that are computed behind its cached beginning."""
+"""Tokens at the end of the canary that are computed after its cached beginning."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one precision."""
+    """Limits of one precision."""
 
     change: float
     base: float = math.inf
-    """Of the mean |d| with no adapter; infinite where differences are only reported."""
+    """Limit of the mean |d| with no adapter; infinite if differences are only reported."""
 
 
 @dataclass(frozen=True)
@@ -71,27 +72,27 @@ class Reading:
     name: str
     adapter: AdapterFiles
     digest: str | None
-    """Of the slot, read back."""
+    """Digest of the slot, as read back."""
     trainer_T: tuple[float, ...]
     engine_T: tuple[float, ...]
     base_T: tuple[float, ...]
-    """The engine's, with no adapter."""
+    """The engine's log-probs with no adapter."""
     noise: float
-    """As in its `Proof`."""
+    """As in the publish's `Proof`."""
     apart: Reading | None = None
-    """The newest version before this that was told apart from those before it; None: this one was, or is the first."""
+    """The newest earlier version told apart from its predecessors; None if this one was, or is the first."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Evidence of one publish on one copy. `failures` is empty where everything held."""
+    """Evidence of one publish on one copy. `failures` is empty if every check passed."""
 
     version: int
     engine: str
-    """Which copy."""
+    """Name of the copy."""
     digest: str
     slot_digest: str | None
-    """None: this copy cannot read its slots back, and the proof rests on log-probs."""
+    """None if this copy cannot read its slots back, so that the proof rests on log-probs."""
     applied_digest: str | None
     expected_applied_digest: str
     trainer_applied_digest: str | None
@@ -104,24 +105,24 @@ class Proof:
     base_error: float
     """mean over the canary of |trainer - engine| with no adapter."""
     base_moved: float | None
-    """max over the canary of how far the engine's base moved since the previous publish."""
+    """max over the canary of the engine's base change since the previous publish."""
     cached_error: float | None
-    """max over the canary's end of |behind a cached beginning - computed anew|; None: nothing came from a cache."""
+    """max over the canary's end of |after a cached beginning - computed anew|; None if nothing came from a cache."""
     noise: float
-    """Per token of a change, in nat: what the two sides differ by where they should be equal."""
+    """Noise of a change per token, in nat: the difference between the two sides where they should be equal."""
     effect: Effect | None
-    """How much of the adapter's effect the engine shows; None: the adapter has none."""
+    """How much of the adapter's effect the engine shows; None if the adapter has none."""
     novelty: Effect | None
-    """The same for the change since the newest version that was told apart; None: there is none, or none is due."""
+    """The same for the change since the newest version that was told apart; None if there is none, or none is due."""
     unexplained: float
-    """How much the two changes differ by, in what noise may make of it: above 1 a part of the effect is another."""
+    """Difference of the two changes relative to what noise can explain; above 1, part of the effect is wrong."""
     top1: float | None
-    """Share of the canary's places in which both sides' most probable token is the same; None: a side does not tell."""
+    """Share of canary positions where both sides' most probable token agrees; None if a side does not report it."""
     reads_back: bool
-    """The copy told its bytes."""
+    """Whether the copy returned its bytes."""
     failures: tuple[str, ...]
     unresolved: tuple[str, ...]
-    """What the noise hides, where nothing but log-probs could tell it."""
+    """What the noise hides, if only log-probs could reveal it."""
 
     @property
     def verdict(self) -> Verdict:
@@ -137,7 +138,7 @@ class Proof:
 
     @property
     def may_run(self) -> bool:
-        """Proven as far as this copy can be."""
+        """Whether it is proven as far as this copy allows."""
         return self.verdict in ("proven", "whole")
 
     def to_json(self) -> dict[str, Any]:
@@ -155,12 +156,13 @@ def prove(
     previous: Reading | None,
     expected: str | None = None,
 ) -> tuple[Proof, Reading]:
-    """Runs the checks; measures even where an earlier check failed, so that the evidence is whole.
+    """Runs the checks; measures even after a failed check, so that the evidence is complete.
 
     Args:
-        trainer_scores: its own reading of the canary, with the adapter and without. None: the digests are the proof.
-        previous: of the same copy.
-        expected: digest of what layers must have applied; None: it is worked out here.
+        trainer_scores: the trainer's readings of the canary, with and without the adapter. None: the digests are the
+            proof.
+        previous: the previous reading of the same copy.
+        expected: digest of the tensors that layers must have applied; None to compute it here.
     """
     start = max(1, len(canary_T) - CACHED_TAIL)
     expected = expected or expected_applied_digest(published.files, published.pieces)
@@ -227,10 +229,10 @@ def prove(
 
 
 def check_proofs(proofs: Sequence[Proof], told: Sequence[str] = ()) -> None:
-    """Raises GateError (84) listing every check that failed, and on which copy where there are several.
+    """Raises GateError (84) listing every check that failed, and the copy if there are several.
 
     Args:
-        told: what was found when the two sides were looked into.
+        told: findings from a closer look at the two sides.
     """
     failures = [
         f"{proof.engine}: {failure}" if len(proofs) > 1 else failure for proof in proofs for failure in proof.failures
@@ -244,7 +246,7 @@ def check_proofs(proofs: Sequence[Proof], told: Sequence[str] = ()) -> None:
 
 
 def check_unproven(proofs: Sequence[Proof], in_a_row: int) -> None:
-    """Raises GateError (84): noise hid for so many publishes whether the engine samples from what was trained."""
+    """Raises GateError (84): for `in_a_row` publishes noise hid whether the engine samples from the trained policy."""
     reasons = dict.fromkeys(reason for proof in proofs for reason in proof.unresolved)
     raise GateError(
         f"{in_a_row} publishes in a row could not be proven live, the last as policy version {proofs[0].version}: "
@@ -262,10 +264,10 @@ class _Said:
 
 
 def _noise(trainer_base: Scored, base: Scored, previous: Reading | None, start: int, *, least: float) -> float:
-    """What this engine's readings of the base differ by where they should not: from the trainer's, from its own of
-    another time, and from its own behind a cache, which is another batch.
+    """Noise of this engine: differences of its base readings from the trainer's, from its own of the previous publish,
+    and from its own after a cached prefix, which is another batch. All of these should be 0.
 
-    A fault can make these differ, too, and must not become noise that hides it: noise grows slowly (`GROWTH`).
+    A fault can cause such differences too, and must not become noise that hides it: noise grows slowly (`GROWTH`).
     """
     differences = [_differences(trainer_base.logprobs_T[1:], base.logprobs_T[1:])]
     if previous is not None:
@@ -293,7 +295,7 @@ def _unexplained_failures(left: float, noise: float) -> list[str]:
 
 def _weigh_effect(expected_T: Sequence[float], found_T: Sequence[float], noise: float) -> tuple[Effect | None, _Said]:
     if not any(expected_T):
-        # The identity: it makes no difference whether it is applied, unless the engine shows one, which `error` tells.
+        # The identity: applying it makes no difference. If the engine shows one, `error` reveals it.
         return None, _Said()
     return _weigh(
         expected_T,
@@ -311,7 +313,7 @@ def _weigh_novelty(reading: Reading, previous: Reading | None, noise: float) -> 
         return None, _Said()
     expected = _differences(reading.trainer_T, before.trainer_T)
     if not any(expected):
-        # Other bytes that make no difference: whichever samples, it is the same policy on the canary.
+        # Other bytes without any effect: on the canary both versions are the same policy.
         return None, _Said(unresolved=(f"on the canary it makes no difference whether {before.name} samples",))
     return _weigh(
         expected,
@@ -326,7 +328,7 @@ def _weigh_novelty(reading: Reading, previous: Reading | None, noise: float) -> 
 def _weigh(
     expected_T: Sequence[float], found_T: Sequence[float], noise: float, *, small: str, another: str
 ) -> tuple[Effect, _Said]:
-    """Args: small, another: what to say, with places for `noise` and `effect`."""
+    """Args: small, another: message templates with placeholders for `noise` and `effect`."""
     effect = weigh(expected_T, found_T, noise)
     if not effect.is_resolved:
         return effect, _Said(unresolved=(small.format(noise=noise),))
@@ -334,7 +336,7 @@ def _weigh(
 
 
 def _told_apart(previous: Reading | None) -> Reading | None:
-    """Without its bytes: an adapter can be gigabytes, and this one may be many versions old."""
+    """The reading without its adapter's bytes, which can be gigabytes; this one may be many versions old."""
     if previous is None or previous.apart is not None:
         return previous and previous.apart
     return replace(previous, adapter=replace(previous.adapter, files={}, pieces=None, memory=None))
@@ -411,7 +413,7 @@ def _novelty_failures(
 
 
 def _predecessor_failures(engine: Copy, canary_T: Sequence[int], previous: Reading, limit: float) -> list[str]:
-    """What sampled until now must be what was proven then: engines drop adapters by themselves."""
+    """The version that sampled until now must still be as it was proven: engines drop adapters on their own."""
     gone = f"{previous.name}, which sampled until now, no longer stands as it was proven"
     if engine.reads_back:
         if engine.adapter_digest(previous.name) == previous.digest:
@@ -427,7 +429,7 @@ def _predecessor_failures(engine: Copy, canary_T: Sequence[int], previous: Readi
 
 
 def _cached_error(start: int, readings: Sequence[Scored]) -> float | None:
-    """Earlier publishes left the canary's beginning in the engine's cache, under their names and the base's."""
+    """Earlier publishes left the canary's beginning in the engine's cache, under their own names and the base's."""
     errors = []
     for scored in readings:
         if scored.cached is not None and scored.cached.tokens:
@@ -446,11 +448,11 @@ def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """NaN where either side is, never hidden by `max`."""
+    """NaN if either side is, never hidden by `max`."""
     distances = [abs(x - y) for x, y in zip(a, b, strict=True)]
     return math.nan if any(math.isnan(x) for x in distances) else max(distances, default=0.0)
 
 
 def _mean_distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Over every token after the first."""
+    """Mean over every token after the first."""
     return sum(abs(x - y) for x, y in zip(a[1:], b[1:], strict=True)) / max(1, len(a) - 1)

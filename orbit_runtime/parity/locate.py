@@ -1,10 +1,10 @@
-"""Where do two sides part? The first point of the forward pass that differs, and the tensor or constant behind it.
+"""Where two sides diverge: the first point of the forward pass that differs, and the tensor or constant that causes it.
 
-Two sides are found equal only where the engine told every point and constant that the trainer has: what it did not tell
-is named, and is no agreement.
+Two sides count as equal only if the engine reported every point and constant that the trainer has: missing ones are
+named, and do not count as agreement.
 
 Belongs here: comparing two snapshots. Does not belong here: taking them (`policy.snapshot`, `sglang_plugin.taps`),
-whether they differ too much in the end (`preflight`).
+whether the resulting difference is too large (`preflight`).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from orbit_runtime.adapters.tensorfile import tensor_digest
 from orbit_runtime.policy.snapshot import ROTARY, Part, Snapshot
 
 FLOOR_FACTOR = 8.0
-"""A point differs where it does by more than this many times the trainer's difference from itself."""
+"""A point differs if its difference exceeds this multiple of the trainer's difference from itself."""
 SMALLEST_DIFFERENCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""And by more than this: two libraries order their sums differently, and the floor of one can be 0."""
+"""Smallest difference that counts: two libraries order their sums differently, and one side's floor can be 0."""
 CONSTANT_TOLERANCE = 1e-5
 SHOWS_AT = {
     "q_norm": "query", "k_norm": "key", "q_a_layernorm": "q_b_proj", "kv_a_layernorm": "attended",
     "kv_b_proj": "attended",
 }  # fmt: skip
-"""Modules whose results are no points of their own, and the point that first depends on each."""
+"""Modules whose results are not points, and the point that first depends on each."""
 MOST_REROUTED = 0.2
-"""Share of a model's choices of experts that rounding may turn: twice what was found between training and inference
-(about 10 % of routers chose other experts for a token, Qwen3-30B-A3B, arXiv 2510.11370). Beyond it they choose by
-another rule."""
+"""Share of a model's expert choices that rounding may change: twice what was found between training and inference
+(about 10 % of routers chose other experts for a token, Qwen3-30B-A3B, arXiv 2510.11370). Above it, the two sides choose
+by different rules."""
 LISTED = 8
-"""Tensors that are told with their values; one wrong shard can change hundreds."""
+"""Number of tensors reported with their values; one wrong shard can change hundreds."""
 
 
 @runtime_checkable
 class Tapped(Protocol):
-    """A copy of an engine whose layers can be looked at, if it says so."""
+    """A copy of an engine whose layers can be inspected, if it supports that."""
 
     @property
     def is_tapped(self) -> bool: ...
@@ -50,7 +50,7 @@ class Tapped(Protocol):
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that the two sides hold differently."""
+    """Something whose value differs between the two sides."""
 
     kind: str
     """`base tensor`, `adapter tensor` or `constant`."""
@@ -63,22 +63,22 @@ class Cause:
 
 @dataclass(frozen=True)
 class Location:
-    """What two snapshots say about a difference."""
+    """The difference between two snapshots."""
 
     point: str | None
-    """The first that differs; None: none does."""
+    """The first point that differs; None if none does."""
     difference: float
-    """There: max |a - b| / RMS of the trainer's values."""
+    """At that point: max |a - b| / RMS of the trainer's values."""
     limit: float
     causes: tuple[Cause, ...]
-    """In the order of the forward pass; empty: what both sides told of their tensors and constants is the same."""
+    """In the order of the forward pass; empty if all tensors and constants that both sides reported are equal."""
     missing: tuple[str, ...]
-    """Points and constants that the engine did not tell, in the trainer's order."""
+    """Points and constants that the engine did not report, in the trainer's order."""
     not_compared: tuple[str, ...]
-    """Tensors that the engine could not tell as values, such as packed experts; their layers' results are points."""
+    """Tensors whose values the engine could not report, such as packed experts; their layers' results are points."""
     rerouted: float | None = None
-    """Share of tokens and layers whose experts the trainer's routers choose otherwise than the engine's, whose choice
-    both sides computed with; None: each computed with its own."""
+    """Share of tokens and layers for which the trainer's routers would choose experts other than the engine's choice,
+    with which both sides computed; None if each side used its own choice."""
 
     @property
     def found(self) -> bool:
@@ -90,7 +90,7 @@ class Location:
 
     @property
     def is_clear(self) -> bool:
-        """Everything that the trainer computes was compared, and nothing differs."""
+        """Whether everything that the trainer computes was compared, and nothing differs."""
         return not self.found and not self.missing
 
     def sentence(self) -> str:
@@ -140,11 +140,11 @@ class Location:
 
 
 def locate(trainer: Snapshot, again: Snapshot, engine: Snapshot, *, dtype: torch.dtype, group: int | None) -> Location:
-    """Compares every point in the trainer's order, then every tensor and constant that both sides tell.
+    """Compares every point in the trainer's order, then every tensor and constant that both sides report.
 
     Args:
         again: the trainer's own snapshot in another batch shape: its floor, point by point.
-        group: columns of one scale of the packed base, to say whether a difference is one group's.
+        group: columns per scale of the packed base, used to say whether a difference is confined to one group.
     """
     point, difference, limit = None, 0.0, SMALLEST_DIFFERENCE[dtype]
     for name, values in trainer.points.items():
@@ -166,7 +166,7 @@ def locate(trainer: Snapshot, again: Snapshot, engine: Snapshot, *, dtype: torch
 
 
 def _rerouted(trainer: Snapshot) -> float | None:
-    """Whatever the order of a token's experts."""
+    """Share of differing expert sets; the order of a token's experts does not matter."""
     if trainer.routed_TLC is None or trainer.preferred_TLC is None:
         return None
     given, own = (np.sort(chosen, axis=-1) for chosen in (trainer.routed_TLC, trainer.preferred_TLC))
@@ -190,7 +190,7 @@ def _listed(names: Sequence[str], words: str) -> str:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """max |a - b| relative to the RMS of `a`; NaN and another shape count as infinitely far."""
+    """max |a - b| relative to the RMS of `a`; infinite for NaN or different shapes."""
     a, b = a.flatten(1), b.flatten(1)
     if a.shape != b.shape or not torch.isfinite(b).all():
         return float("inf")
@@ -199,7 +199,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _compare_tensors(trainer: Snapshot, engine: Snapshot) -> tuple[dict[str, int], tuple[str, ...]]:
-    """By name which of the engine's parts is the first that differs; and what it did not tell, or not all of."""
+    """By name, the engine's first differing part; and the tensors that it reported only partly or not at all."""
     differing, unknown = {}, []
     for name, held in trainer.tensors.items():
         parts = engine.tensors.get(name, ())
@@ -220,7 +220,7 @@ def _compare_tensors(trainer: Snapshot, engine: Snapshot) -> tuple[dict[str, int
 
 
 def _place_of(part: Part) -> tuple[tuple[int, ...], int, int]:
-    """Which values of the tensor it has; the axis says nothing where it is the first of all."""
+    """Identifies the values of the tensor that a part has; the axis is irrelevant if it starts at 0."""
     return part.shape, part.start, part.axis if part.start else 0
 
 
@@ -232,7 +232,7 @@ def _whole_shape(parts: Sequence[Part]) -> tuple[int, ...]:
 
 
 def _covers(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
-    """Parts of a wrong shape count as told: they differ."""
+    """Parts of a wrong shape count as reported: they differ."""
     if not parts or not shape:
         return bool(parts)
     end = 0
@@ -244,7 +244,7 @@ def _covers(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
 
 
 def _range(whole: Tensor, part: Part) -> Tensor | None:
-    """Of the trainer's tensor, what the part stands for; None: the part does not fit into it."""
+    """The range of the trainer's tensor that corresponds to the part; None if the part does not fit."""
     if len(part.shape) != whole.dim() or part.start + part.shape[part.axis] > whole.shape[part.axis]:
         return None
     cut = whole.narrow(part.axis, part.start, part.shape[part.axis])
@@ -275,7 +275,7 @@ def _tensor_causes(
 
 
 def _holders(name: str, part: Part, trainer: Snapshot, ours: Tensor | None, theirs: Tensor) -> str:
-    """Which ranks of a divided trainer hold the values that differ from the engine's part."""
+    """The ranks of a divided trainer that hold the values which differ from the engine's part."""
     if not _is_divided(trainer) or _kind(name) == "adapter tensor":
         return ""
     unequal = None if ours is None else ours != theirs
@@ -287,7 +287,7 @@ def _holders(name: str, part: Part, trainer: Snapshot, ours: Tensor | None, thei
 
 
 def _holds_some(each: Part, part: Part, unequal: Tensor) -> bool:
-    """Args: unequal: over the values of `part`."""
+    """Args: unequal: mask over the values of `part`."""
     if not each.shape:
         return True
     offset = part.start if each.axis == part.axis else 0
@@ -368,7 +368,7 @@ def _constant_causes(trainer: Snapshot, engine: Snapshot) -> list[Cause]:
 
 
 def _router_causes(trainer: Snapshot, engine: Snapshot) -> list[Cause]:
-    """A router's scores choose experts: rounded to BF16, near ties fall otherwise."""
+    """A router's scores choose experts: if rounded to BF16, near ties are decided differently."""
     return [
         Cause("constant", f"{name}.precision", "fp32 scores in the trainer, rounded to BF16 in the engine")
         for name, ours in trainer.points.items()
@@ -388,7 +388,7 @@ def _angles(a: Tensor, b: Tensor) -> str:
 
 
 def _place(name: str, order: Mapping[str, int]) -> tuple[int, str]:
-    """Where in the forward pass a tensor or constant is first used."""
+    """Position in the forward pass where a tensor or constant is first used."""
     owner, _, kind = name.rpartition(".")
     if kind == ROTARY:
         owner = next((each for each in (f"{owner}.query", f"{owner}.attended") if each in order), owner)

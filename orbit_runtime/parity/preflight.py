@@ -1,6 +1,6 @@
-"""Before the first step: how far is each side from itself, and how far are the two apart?
+"""Before the first step: each side's difference from itself, and the difference between the two.
 
-Belongs here: the measurement on a few real prompts, with the adapter off, at identity, random and as it stands.
+Belongs here: the measurement on a few real prompts, with the adapter off, at identity, random and in its current state.
 Does not belong here: acting on it beyond naming the failed gate (`loop`).
 """
 
@@ -23,45 +23,45 @@ if TYPE_CHECKING:
 
 Ids = Sequence[int]
 PROBED_SEQUENCES = 4
-"""An untrained adapter is measured on the first few: it doubles the passes of a start."""
+"""Number of sequences on which an untrained adapter is measured: it doubles the passes at start."""
 GATED = {
     "base": "adapter off: the engine serves another base, or computes it otherwise",
     "identity": "adapter at identity",
     "random": "random adapter",
     "policy": "current policy",
 }
-"""What of a `Preflight` is held against the limit, and its name for people."""
+"""The parts of a `Preflight` that are held to the limit, and their readable names."""
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was measured, and the limit of `parity_mean` that follows from it."""
+    """The measurements, and the limit of `parity_mean` that follows from them."""
 
     engine_floor: Difference
-    """The engine against itself: alone, in a batch with two copies, and behind a cached beginning where it has one."""
+    """The engine against itself: alone, in a batch with two copies, and after a cached prefix if it has one."""
     trainer_floor: Difference
-    """The trainer against itself: the whole sequence in one piece, and cut into a shared prompt and an answer."""
+    """The trainer against itself: the whole sequence in one piece, and split into a shared prompt and a completion."""
     base: Difference
     """Trainer against engine, adapter off."""
     identity: Difference
     """Trainer against engine, with an adapter that changes nothing."""
     random: Difference
-    """Trainer against engine, with an adapter that changes every layer: what a trained one will look like."""
+    """Trainer against engine, with an adapter that changes every layer, as a trained one will."""
     policy: Difference
     """Trainer against engine, at the current policy."""
     random_effect: float
     """mean |Δ log-prob| by which the random adapter moved the trainer from its base; 0 would measure nothing."""
     limits: ParityLimits
-    """That of the mean follows from the floors; the tail's do not, whose own noise is too large to be multiplied."""
+    """The limit of the mean follows from the floors; those of the tail do not, whose noise is too large to scale."""
 
     @property
     def limit(self) -> float:
-        """Of the mean."""
+        """Limit of the mean."""
         return self.limits.mean
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Every gate that does not hold, with its numbers; a NaN fails."""
+        """Every failed gate, with its numbers; a NaN fails."""
         differences: dict[str, Difference] = {name: getattr(self, name) for name in GATED}
         found = [
             f"trainer and engine differ ({GATED[name]}): {failure}"
@@ -106,14 +106,14 @@ def measure_preflight(
 ) -> list[Preflight]:
     """Scores whole sequences on both sides, adapter off and on. Engine and trainer are left as they were found.
 
-    The trainer is read once; what is returned is of each of the engine's copies.
+    The trainer is read once; the result has one entry for each of the engine's copies.
 
     Args:
         sequences: token ids, at least two each; real prompts with their chat template.
         adapter: the engine's slot that holds the trainer's current values.
         probing: a context within which the trainer holds another adapter.
-        absolute: whatever the floor; the mean's may follow as lower.
-        when: begins the names of the untrained adapters; an engine takes each name once.
+        absolute: upper limits, whatever the floor; the mean's limit may be lower.
+        when: prefix for the names of the untrained adapters; an engine accepts each name once.
     """
     readings = [_read_copy(copy, sequences, adapter) for copy in engine.copies()]
     trainer_on, trainer_off = _trainer_readings(trainer, sequences)
@@ -142,18 +142,18 @@ def measure_preflight(
 def build_sequences(
     prompts: Sequence[Ids], completions: Mapping[int, Ids], longest: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Prompts, each with its completion where it has one, and all of them one after the other, again and again, as one
-    sequence of `longest` tokens: errors of positions, of the cache and of long sums show in no short one.
+    """The prompts, each with its completion if it has one, and one sequence of `longest` tokens that repeats all of
+    them: errors of positions, of the cache and of long sums do not show in short sequences.
 
     Args:
-        completions: by index of the prompt.
+        completions: by prompt index.
     """
     whole = [(*prompt, *completions.get(index, ())) for index, prompt in enumerate(prompts)]
     return (*whole, tuple(islice(cycle(chain.from_iterable(whole)), longest)))
 
 
 def check_preflight(result: Preflight, location: Location | None = None, copy: str = "") -> None:
-    """Raises GateError (84) naming every side and number that failed, layer and copy where they are known."""
+    """Raises GateError (84) naming every side and number that failed, with layer and copy if known."""
     if result.failures:
         found = [location.verdict()] if location else []
         raise GateError(
@@ -165,13 +165,13 @@ def check_preflight(result: Preflight, location: Location | None = None, copy: s
 
 @dataclass(frozen=True)
 class CopyReading:
-    """Log-probs of all sequences on one copy of the engine, one after the other."""
+    """Log-probs of all sequences on one copy of the engine, concatenated."""
 
     on: list[float]
     off: list[float]
     floor: Difference
     on_top: list[int] | None
-    """Most probable tokens, one place after the other."""
+    """Most probable tokens, concatenated."""
     off_top: list[int] | None
 
 
@@ -194,9 +194,9 @@ def _probe(
     probing: Callable[[Probe], AbstractContextManager[None]],
     when: str,
 ) -> tuple[list[Difference], float]:
-    """Trainer against each copy under an untrained adapter, and how far it moved the trainer from its base.
+    """Trainer against each copy under an untrained adapter, and how far that adapter moved the trainer from its base.
 
-    The adapter goes to the engine as bytes, as a publish would, but is not stored, and its slot is gone afterwards.
+    The engine gets the adapter as bytes, as in a publish, but it is not stored, and its slot is removed afterwards.
     """
     name = f"{when}-{probe}"
     with probing(probe):
@@ -211,7 +211,7 @@ def _probe(
 
 
 def _cached_readings(scored: Sequence[Scored]) -> tuple[list[float], list[float]]:
-    """The second half of every sequence: as scored anew, and behind its first half from the engine's cache."""
+    """The second half of every sequence: scored anew, and after its first half from the engine's cache."""
     anew: list[float] = []
     behind: list[float] = []
     for whole in scored:
@@ -222,7 +222,7 @@ def _cached_readings(scored: Sequence[Scored]) -> tuple[list[float], list[float]
 
 
 def _trainer_readings(trainer: Trainer, sequences: Sequence[Ids]) -> tuple[list[Scored], list[Scored]]:
-    """Of every sequence, with the trainer's adapter and without."""
+    """Readings of every sequence, with the trainer's adapter and without."""
     pairs = [trainer.score(tokens) for tokens in sequences]
     return [on for on, _ in pairs], [off for _, off in pairs]
 
@@ -230,7 +230,7 @@ def _trainer_readings(trainer: Trainer, sequences: Sequence[Ids]) -> tuple[list[
 def _trainer_halves(
     trainer: Trainer, sequences: Sequence[Ids], whole: Sequence[Scored]
 ) -> tuple[list[float], list[float]]:
-    """The second half of every sequence, adapter off: as scored in one piece, and behind a shared prompt."""
+    """The second half of every sequence, adapter off: scored in one piece, and after a shared prompt."""
     samples = []
     for index, tokens in enumerate(sequences):
         cut = len(tokens) // 2
@@ -250,7 +250,7 @@ def _joined(readings: Iterable[Scored]) -> list[float]:
 
 
 def _top(readings: Iterable[Scored]) -> list[int] | None:
-    """Most probable tokens in the places of `_joined`; None where one reading tells none."""
+    """Most probable tokens at the positions of `_joined`; None if any reading has none."""
     found: list[int] = []
     for reading in readings:
         if reading.top_T is None:

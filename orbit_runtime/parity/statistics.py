@@ -1,4 +1,4 @@
-"""Statistics of `d = logp_trainer - logp_sampler`, and the limit that they must keep.
+"""Statistics of `d = logp_trainer - logp_sampler`, and their limits.
 
 Belongs here: plain numbers. Does not belong here: tensors, models.
 """
@@ -10,46 +10,47 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 ABSOLUTE_LIMITS = {"BF16": 0.03, "FP8": 0.1, "INT4": 0.05, "NVFP4": 0.1, "MXFP4": 0.1}
-"""Largest mean |d| that a precision may show, whatever its floor: above it something is structurally different.
+"""Largest mean |d| allowed for a precision, whatever its floor: above it something is structurally different.
 
-Each lies above what working setups were published with, and below what faults were:
+Each lies above published values of working setups, and below those of faults:
 
 - BF16: 0.0104 (GLM-5.2 with LoRA, miles `lora.md`) and 0.011 (Qwen3-4B, vllm-project/vime#64) work; the same Qwen3-4B
   at 0.036 was an engine that drifted.
 - INT4: 0.0126 with the bits that the engine multiplies by, 0.0279 with a BF16 trainer (Qwen3.6-35B, SkyRL#1862).
-- FP8: 0.0347 and 0.0196 (GLM-5.2, miles `lora.md`) work, 0.271 was its first, wrong version (miles#1678). NVFP4: about
-  0.05 works, 1.4 were misplaced experts (miles#2488). MXFP4: 0.0413 and 0.0666 (DeepSeek-V4-Flash, miles#2722). For
-  these three the limit is that of slime's CI, `--ci-train-rollout-logprob-abs-diff-threshold`.
+- FP8: 0.0347 and 0.0196 (GLM-5.2, miles `lora.md`) work; 0.271 was its first, faulty version (miles#1678). NVFP4: about
+  0.05 works; 1.4 was due to misplaced experts (miles#2488). MXFP4: 0.0413 and 0.0666 (DeepSeek-V4-Flash, miles#2722).
+  For these three the limit is that of slime's CI, `--ci-train-rollout-logprob-abs-diff-threshold`.
 """
 DISAGREEMENT = 0.65
-"""Largest share of places with another most probable token, in the square root of the KL divergence.
+"""Largest share of positions with a different most probable token, as a multiple of the square root of the KL
+divergence.
 
-Two distributions that are near in KL differ in their first choice only where their two best tokens are near each other.
+Two distributions that are close in KL differ in their first choice only if their two best tokens are nearly tied.
 llama.cpp publishes both for Llama 2 7B and Llama 3 8B (`tools/perplexity/README.md`, "Same top p"): 0.26 % at a KL of
 2.5e-5 (BF16 against FP16), 1.15 % at 3.7e-4, 2.33 % at 1.4e-3, 2.48 % at 2.1e-3, 3.97 % at 5.5e-3, 5.34 % at 0.0127,
 8.10 % at 0.0313, 28.9 % at 0.445: between 0.43 and 0.63 times the root throughout.
 """
 TAIL_TOKENS = 1000
-"""Fewer tokens tell no p99, k3 or share: one of them would decide. They are measured, and held against no limit."""
+"""With fewer tokens, p99, k3 and the share would depend on a single one: they are measured, but held to no limit."""
 SMALLEST_LIMIT = 1e-4
 """A floor can be exactly 0; differences below this carry no information about the policy in any precision."""
 
 
 @dataclass(frozen=True)
 class ParityLimits:
-    """What `Difference` must keep, of one precision or as the manifest asks."""
+    """The limits of a `Difference`, for one precision or as set in the manifest."""
 
     mean: float
     p99: float
     k3: float
     outside: float
     top1: float
-    """Lower: the share of places in which both sides' most probable token is the same."""
+    """Lower limit: the share of positions where both sides' most probable token agrees."""
 
     def failures(
         self, *, mean: float, p99: float, k3: float, outside: float, tokens: float, top1: float | None = None
     ) -> Iterator[str]:
-        """One phrase for each statistic above its limit; a NaN is. Example: `p99 |Δ log-prob| 0.41, limit 0.24`."""
+        """One phrase per statistic above its limit, NaN included. Example: `p99 |Δ log-prob| 0.41, limit 0.24`."""
         if not mean <= self.mean:
             yield f"mean |Δ log-prob| {mean:.3g}, limit {self.mean:.3g}"
         if tokens < TAIL_TOKENS:
@@ -72,12 +73,12 @@ def build_limits(
     k3: float | None = None,
     outside: float | None = None,
 ) -> ParityLimits:
-    """The manifest's own limits; what it leaves open follows from the precision, and the tail's from the mean's `m`.
+    """The manifest's own limits; unset ones follow from the precision, and the tail's from the mean's `m`.
 
     If |d| were exponential with mean m, its p99 would be 4.6 m, k3 about m², and the share of |d| > 0.1 exp(-0.1 / m).
-    The share fits the one published: 8.0 % where d has a standard deviation of 0.055, m = 0.039 (trl#6789). Real tails
-    are heavier: p99 is given 8 m, and k3, of which GLM-5.2 shows up to 7 m² in FP8 (0.0027 at m = 0.0196, miles
-    `lora.md`), 16 m². That of top-1 agreement follows from k3's: see `DISAGREEMENT`.
+    The share matches a published one: 8.0 % where d has a standard deviation of 0.055, m = 0.039 (trl#6789). Real tails
+    are heavier: p99 is allowed 8 m, and k3, which reaches 7 m² for GLM-5.2 in FP8 (0.0027 at m = 0.0196, miles
+    `lora.md`), 16 m². The limit of top-1 agreement follows from that of k3: see `DISAGREEMENT`.
     """
     m = ABSOLUTE_LIMITS[precision] if mean is None else mean
     k3 = 16 * m * m if k3 is None else k3
@@ -91,13 +92,13 @@ def build_limits(
 
 
 def base_limit(precision: str, asked: float | None) -> float:
-    """Largest mean |d| with no adapter that may still be the same base; a narrower `asked` is the gate's to enforce."""
+    """Largest mean |d| with no adapter that can still be the same base; a narrower `asked` is enforced by the gate."""
     return max(ABSOLUTE_LIMITS[precision], asked or 0.0)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two sides on the same tokens."""
+    """The difference of two sides on the same tokens."""
 
     mean: float
     p50: float
@@ -109,7 +110,7 @@ class Difference:
     """Share of tokens whose probability ratio lies outside [0.9, 1.1]."""
     tokens: int
     top1: float | None = None
-    """Share of places in which both sides' most probable token is the same; None: a side does not tell."""
+    """Share of positions where both sides' most probable token agrees; None if a side does not report it."""
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
@@ -144,7 +145,7 @@ def build_difference(
 
 
 def top1_agreement(trainer_T: Sequence[int] | None, sampler_T: Sequence[int] | None) -> float | None:
-    """Share of places in which both are the same; None where a side tells none, or there is no place."""
+    """Share of positions where both agree; None if a side has no tokens, or there is no position."""
     if not trainer_T or not sampler_T:
         return None
     return sum(a == b for a, b in zip(trainer_T, sampler_T, strict=True)) / len(trainer_T)

@@ -1,4 +1,4 @@
-"""The model that is trained and sampled: a frozen base read as it lies on disk, adapters over it, and its log-probs.
+"""The model that is trained and sampled: a frozen base as stored on disk, adapters over it, and its log-probs.
 
 Belongs here: loading, attention over packed sequences, log-probs in chunks.
 Does not belong here: sampling (`rollout`), optimising (`training`), or the formats and adapters themselves.
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.model import Policy
 
 __all__ = ["Policy", "load_policy"]
-# Only who asks for these imports torch.
+# torch is imported only when one of these names is used.
 __getattr__ = lazily(__name__, {"Policy": "orbit_runtime.policy.model", "load_policy": "orbit_runtime.policy.load"})

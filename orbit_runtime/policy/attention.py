@@ -1,6 +1,6 @@
-"""One door into transformers' attention: every layer hands its queries, keys and values to a `Plan`.
+"""The single entry point to transformers' attention: every layer passes its queries, keys and values to a `Plan`.
 
-Belongs here: the registered attention function and the attention kernels both plans share.
+Belongs here: the registered attention function and the attention kernels that both plans share.
 Does not belong here: which token may see which (`packed` for whole sequences, `rollout` for cached decoding).
 
 Legend: `B` rows, `H` query heads, `K` key/value heads, `Q` query positions, `S` key positions, `T` packed tokens,
@@ -20,44 +20,44 @@ from orbit_runtime.errors import UnsupportedError
 
 IMPLEMENTATION = "orbit"
 Kernel = Literal["Eager", "SDPA", "Chunked"]
-"""Of packed passes; cached decoding knows no chunks and takes `SDPA` for them."""
+"""Kernel of packed passes; cached decoding has no chunks and uses `SDPA` instead."""
 Visible = torch.Tensor | Literal["causal"] | None
-"""bool `[B, 1, Q, S]`, True where a query sees a key; `causal`: each sees the keys up to its own place; None: all."""
+"""bool `[B, 1, Q, S]`, True if a query sees a key; `causal`: keys up to the query's own position; None: all keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """How a layer looks at its keys."""
+    """How a layer attends to its keys."""
 
     scale: float
-    """What the scores are multiplied by."""
+    """Factor applied to the scores."""
     window: int | None = None
-    """A query sees this many newest positions, its own among them; None: all."""
+    """Number of newest positions that a query sees, its own included; None for all."""
     sinks_H: torch.Tensor | None = None
-    """A score per head that takes its share of the softmax and has no value (gpt-oss)."""
+    """One score per head that takes part in the softmax but has no value (gpt-oss)."""
 
 
 class Plan(Protocol):
     """Decides which keys each query sees. One plan serves one forward pass over all layers."""
 
     layout: tuple[int, int]
-    """How the pass's tokens stand for the model's modules: `(1, -1)` all in one row, `(-1, 1)` each in a row."""
+    """How the modules see the pass's tokens: `(1, -1)` all in one row, `(-1, 1)` one per row."""
 
     def attend(
         self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, look: Look
     ) -> torch.Tensor:
-        """Returns `[1, T, H, D]`; with a token in each row, `[T, 1, H, D]` from `[T, H, 1, D]`."""
+        """Returns `[1, T, H, D]`; with one token per row, `[T, 1, H, D]` from `[T, H, 1, D]`."""
         ...
 
     def attend_tokens(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, look: Look
     ) -> torch.Tensor:
-        """The same with tokens first: returns `[T, H·D]`."""
+        """The same with the token axis first: returns `[T, H·D]`."""
         ...
 
     @property
     def longest(self) -> int:
-        """Positions of the longest sequence in this pass."""
+        """Length of the longest sequence in this pass."""
         ...
 
 
@@ -70,10 +70,10 @@ def orbit_attention(
     scaling: float | None = None,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface; the plan travels in the keyword `orbit_plan`.
+    """transformers' attention interface; the plan is passed as the keyword `orbit_plan`.
 
     Raises:
-        UnsupportedError: the layer asks for something a plan does not do (soft capping).
+        UnsupportedError: the layer requires something that a plan does not support (soft capping).
     """
     for unknown in ("softcap", "position_bias"):
         if extras.get(unknown) is not None:
@@ -97,10 +97,10 @@ def attend_rows(
     look: Look,
     kernel: Kernel,
 ) -> torch.Tensor:
-    """Softmax attention of padded rows, grouped-query heads included.
+    """Softmax attention over padded rows, including grouped-query heads.
 
-    Every query must see at least one key, or its output is undefined. With sinks the explicit products are taken:
-    torch's fused kernel has none. The window is in `visible`.
+    Every query must see at least one key, otherwise its output is undefined. Sinks use explicit products, because
+    torch's fused kernel does not support them. The window is already part of `visible`.
     """
     causal = isinstance(visible_B1QS, str)
     mask = None if isinstance(visible_B1QS, str) else visible_B1QS
@@ -125,7 +125,7 @@ def attend_rows(
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """fp32 softmax over the last dimension and one more score each, whose share is dropped."""
+    """fp32 softmax over the last dimension plus one extra score each, whose share is dropped."""
     return torch.softmax(torch.cat((scores, sinks.unsqueeze(-1)), -1), dim=-1, dtype=torch.float32)[..., :-1]
 
 

@@ -1,11 +1,11 @@
-"""Exact attention over packed rows in blocks of queries and keys: memory grows with the tokens, not with their square.
+"""Exact attention over packed rows in blocks of queries and keys: memory grows linearly with the tokens.
 
-The softmax over a query's keys is put together from blocks (online softmax: Milakov & Gimelshein, arXiv 1805.02867;
+The softmax over a query's keys is assembled from blocks (online softmax: Milakov & Gimelshein, arXiv 1805.02867;
 FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2). Plain torch on any device. A row's keys are two runs of packed
-tokens, its prefix and itself, so that blocks are slices: nothing is gathered, no mask is larger than a block, and
-gradients of a shared prefix are added in the order of the rows.
+tokens, its prefix and itself, so blocks are slices: nothing is gathered, no mask is larger than a block, and the
+gradients of a shared prefix are summed in row order.
 
-Belongs here: that function and its gradient. Does not belong here: which rows there are (`packed`).
+Belongs here: that function and its gradient. Does not belong here: the layout of rows (`packed`).
 
 Legend: `T` packed tokens, `H` query heads, `K` key/value heads, `D` head size (that of values may differ), `Q` queries
 of a block, `S` keys of a block, `G = H / K`.
@@ -25,13 +25,13 @@ from orbit_runtime.policy.attention import Look
 from orbit_runtime.quant.kept import kept
 
 BLOCK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Most scores of a block, all heads together: 16 and 256 MiB in fp32, of which a few are alive at a time."""
+"""Maximum scores per block over all heads: 16 and 256 MiB in fp32, with a few blocks alive at a time."""
 LONGEST_BLOCK = 1024
-"""Most queries and keys of a block."""
+"""Maximum queries and keys per block."""
 
 
 class Run(Protocol):
-    """`policy.packed.Row`."""
+    """The fields used of `policy.packed.Row`."""
 
     first: int
     length: int
@@ -43,16 +43,16 @@ class Run(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Keys that stand together in the pack, for one block of queries."""
+    """Consecutive keys of the pack, for one block of queries."""
 
     keys: slice
     visible_QS: Tensor | None
-    """None: every query sees every key."""
+    """None if every query sees every key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """Who sees whom, and in blocks of how many tokens that is worked on."""
+    """Which queries see which keys, and the size of the blocks in which this is computed."""
 
     rows: tuple[Run, ...]
     look: Look
@@ -68,7 +68,7 @@ class Seen:
                 yield slice(row.first + start, row.first + stop), self._keys(row, start, stop, device)
 
     def _keys(self, row: Run, start: int, stop: int, device: torch.device) -> list[Block]:
-        """For queries `start` up to `stop` of the row. A position is a place in the sequence, the prefix's first."""
+        """Key blocks for queries `start` to `stop` of the row. Positions count from the prefix's first token."""
         seen, window = row.prefix_length + row.before, self.look.window
         first_query, end = seen + start, seen + stop
         oldest = 0 if window is None else max(0, first_query - window + 1)
@@ -101,9 +101,9 @@ def attend_chunked(
     *,
     longest_block: int = LONGEST_BLOCK,
 ) -> Tensor:
-    """`[T, H, D of v]` in q's dtype; scores, softmax and sums are fp32. Every query belongs to one row.
+    """`[T, H, D of v]` in q's dtype; scores, softmax and sums are fp32. Every query belongs to exactly one row.
 
-    Saved for backward are queries, keys, values, the result and fp32 `[H, T]`.
+    Saved for backward: queries, keys, values, the result and fp32 `[H, T]`.
     """
     result: Tensor = _Chunked.apply(q_THD, k_TKD, v_TKD, Seen(tuple(rows), look, longest_block))
     return result
@@ -131,7 +131,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _forward(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithm of each query's sum of exponentials, fp32 `[H, T]`."""
+    """The result, and the log of each query's sum of exponentials, fp32 `[H, T]`."""
     tokens, heads, _ = q_THD.shape
     kv_heads = k_TKD.shape[1]
     out_THD = q_THD.new_empty(tokens, heads, v_TKD.shape[-1])
@@ -144,7 +144,7 @@ def _forward(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: Seen) -> tuple[T
         for block in blocks:
             scores = _scores(q, k_TKD[block.keys], block.visible_QS, seen.look.scale)
             new_top = torch.maximum(top, scores.amax(-1))
-            # A query that has seen no key yet has -inf for its largest score, and nothing to scale.
+            # A query that has not yet seen a key has -inf as its largest score, and nothing to rescale.
             base = new_top.masked_fill(new_top == -torch.inf, 0.0)
             weights = scores.sub_(base.unsqueeze(-1)).exp_()
             shrink = (top - base).exp_()
@@ -172,7 +172,7 @@ def _backward(
     for queries, blocks in seen.blocks(heads, q_THD.device):
         q, dout = (_by_kv_head(x[queries], kv_heads) for x in (q_THD, dout_THD))
         lse = lse_HT[:, queries].reshape(kv_heads, -1, 1)
-        # Softmax's gradient: each score's share of sum(p * dp) is known from the result.
+        # Softmax gradient: each query's sum(p * dp) follows from the result.
         delta = (dout.float() * _by_kv_head(out_THD[queries], kv_heads).float()).sum(-1, keepdim=True)
         dq = q.new_zeros(q.shape, dtype=torch.float32)
         for block in blocks:
@@ -189,7 +189,7 @@ def _backward(
 
 
 def _start(look: Look, size: tuple[int, int], q: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 `[K, G·Q]`: the largest score so far and the sum of exponentials, of nothing or of the sinks alone."""
+    """fp32 `[K, G·Q]`: the initial maximum score and sum of exponentials, of no scores or of the sinks alone."""
     queries, _ = size
     if look.sinks_H is None:
         return q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32), q.new_zeros(q.shape[:2], dtype=torch.float32)
@@ -198,7 +198,7 @@ def _start(look: Look, size: tuple[int, int], q: Tensor) -> tuple[Tensor, Tensor
 
 
 def _scores(q: Tensor, k_SKD: Tensor, visible_QS: Tensor | None, scale: float) -> Tensor:
-    """fp32 `[K, G·Q, S]`, -inf where a query does not see a key."""
+    """fp32 `[K, G·Q, S]`, -inf if the query does not see the key."""
     scores = _product(q, k_SKD.permute(1, 2, 0)).mul_(scale)
     if visible_QS is None:
         return scores
@@ -216,7 +216,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _by_kv_head(x_QHD: Tensor, kv_heads: int) -> Tensor:
-    """`[K, G·Q, D]`: the heads that read one key head under each other."""
+    """`[K, G·Q, D]`: query heads grouped under the key/value head that they read."""
     return x_QHD.transpose(0, 1).reshape(kv_heads, -1, x_QHD.shape[-1])
 
 

@@ -1,12 +1,12 @@
-"""The decoder of the Llama form as a straight line of tensor operations, for the engine.
+"""The decoder of Llama-form models as one straight sequence of tensor operations, for the engine.
 
-A decode step on a CPU costs by the operation, not by the number: transformers' modules take about 220 a layer, this
-takes about 40. Linears that read one input are one product (`linear_group`), queries and keys are normed and turned
-together, and the residual is added in place. It is a second implementation of the model beside the one that the trainer
-uses, so the parity of engine and trainer measures both.
+The cost of a decode step on a CPU depends on the number of operations, not on their size: transformers' modules take
+about 220 per layer, this takes about 40. Linears that read the same input are one product (`linear_group`), queries and
+keys are normalised and rotated together, and the residual is added in place. It is a second implementation beside the
+one that the trainer uses, so the parity of engine and trainer covers both.
 
 Belongs here: recognising models of that form, and their forward pass without gradient.
-Does not belong here: any other form (those run through their own modules), attention over the cache (`rollout.cache`).
+Does not belong here: other forms (those run through their own modules), attention over the cache (`rollout.cache`).
 
 Legend: `T` tokens, `N` hidden size, `H` query heads, `K` key/value heads, `D` head size.
 """
@@ -27,7 +27,7 @@ from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT
 FORMS = ("llama", "qwen2", "qwen3")
 """`model_type`s whose decoder layers are: norm, attention with rotary embedding, residual, norm, SwiGLU, residual."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose angles depend on the position alone, so that they can stand in a table."""
+"""Rotary embeddings whose angles depend on the position alone and can be tabulated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class _Layer:
     heads: tuple[int, int, int]
     """H, K, D."""
     look: Look
-    """With the scale that the scores are still to be multiplied by."""
+    """With the scale that remains to be applied to the scores."""
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
@@ -63,7 +63,7 @@ class _Layer:
 
 
 class DirectDecoder:
-    """Hidden states of a model of the Llama form. Not for gradients; built once the model is on its device."""
+    """Hidden states of a Llama-form model. Not for gradients; built once the model is on its device."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self._embed: nn.Module = decoder.embed_tokens  # type: ignore[assignment]
@@ -74,7 +74,7 @@ class DirectDecoder:
         sizes = [group.dense_size for layer in self._layers for group in layer.groups]
         limit = DENSE_BYTES_LIMIT[self._norm.weight.device.type] // self._norm.weight.itemsize
         self._dense = self._norm.weight.new_empty(max((size for size in sizes if size <= limit), default=0))
-        """One weight at a time, dequantised; a larger one goes by runs of rows."""
+        """Buffer for one dequantised weight at a time; a larger weight is processed in runs of rows."""
 
     def hidden(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan) -> torch.Tensor:
         """`[T, N]` after the final norm.
@@ -91,7 +91,7 @@ class DirectDecoder:
             qk_THD = qkv_THD[:, : heads + kv_heads]
             if layer.qk_norm is not None:
                 qk_THD = layer.qk_norm(qk_THD)
-            # (first half, second half) → (-second, first); the sign stands in the table.
+            # (first half, second half) → (-second, first); the sign is part of the table.
             turned_THD = torch.cat((qk_THD[..., size // 2 :], qk_THD[..., : size // 2]), -1).mul_(sin_T1D)
             qk_THD = turned_THD.addcmul_(qk_THD, cos_T1D)
             attended_TN = plan.attend_tokens(
@@ -113,9 +113,9 @@ class DirectDecoder:
 
 
 def build_direct(model: nn.Module, compute_dtype: torch.dtype) -> DirectDecoder | None:
-    """The decoder of `model` in direct form, or None where its form, its rope or its dtype is another.
+    """The decoder of `model` in direct form, or None if its form, rope or dtype does not match.
 
-    In fp32 only: in BF16 the place of every rounding would have to be that of the model's own modules.
+    fp32 only: in BF16 every rounding would have to happen at the same place as in the model's own modules.
     """
     config = model.config
     decoder = getattr(model, str(model.base_model_prefix))
@@ -148,7 +148,7 @@ def _build_layer(layer: nn.Module) -> _Layer:
     if hasattr(attention, "q_norm"):
         q, k = _norm(attention.q_norm), _norm(attention.k_norm)
         assert torch.equal(q.eps, k.eps)
-        # The attention's scale goes with the queries' weights: one operation less.
+        # The attention scale is folded into the query weights, which saves an operation.
         weight = torch.cat((q.weight.expand(heads, -1) * scale, k.weight.expand(kv_heads, -1)))
         qk_norm, scale = _Norm(weight, q.eps), 1.0
     return _Layer(

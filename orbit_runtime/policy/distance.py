@@ -1,9 +1,9 @@
-"""How far two sets of hidden states are apart as distributions over the vocabulary, a chunk of rows at a time.
+"""The distance between two sets of hidden states as distributions over the vocabulary, one chunk of rows at a time.
 
-Belongs here: the last projection of student and teacher, so that no `[tokens, vocabulary]` tensor outlives its chunk.
-Does not belong here: hidden states (`model`), what a divergence is (`algorithms.distillation`).
+Belongs here: the output projection of student and teacher, so that no `[tokens, vocabulary]` tensor outlives its chunk.
+Does not belong here: hidden states (`model`), the definition of a divergence (`algorithms.distillation`).
 
-Both are the model's own distributions: neither temperature nor truncation of sampling enters.
+Both are the model's own distributions, without the sampling temperature and truncation.
 
 Legend: `R` targets, `N` hidden size, `V` vocabulary, `K` the teacher's likeliest tokens.
 """
@@ -20,12 +20,12 @@ from orbit_runtime.algorithms.distillation import divergence, rest_of, split_off
 from orbit_runtime.policy.logprobs import CHUNK_ELEMENTS, Head
 
 MODELS = 2
-"""Whose logits a chunk holds at the same time."""
+"""Number of models whose logits a chunk holds at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a teacher that is somewhere else says of each target: its likeliest tokens."""
+    """The report of an external teacher for each target: its likeliest tokens."""
 
     ids_RK: Tensor
     logprobs_RK: Tensor
@@ -33,15 +33,15 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Which divergence, and over what."""
+    """A divergence and its support."""
 
     beta: float
     top_k: int | None = None
-    """None: over the whole vocabulary."""
+    """None for the whole vocabulary."""
 
 
 def _compared(logits_RV: Tensor, teacher: Tensor | Told, head: Head, measure: Measure) -> tuple[Tensor, Tensor]:
-    """`(values [R], slopes [R, V])` of one chunk. Args: teacher: hidden states, or what was told."""
+    """`(values [R], slopes [R, V])` of one chunk. Args: teacher: its hidden states, or its report."""
     student_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     if isinstance(teacher, Told):
         ids_RK = teacher.ids_RK
@@ -58,7 +58,7 @@ def _compared(logits_RV: Tensor, teacher: Tensor | Told, head: Head, measure: Me
 
 
 class _Distance(torch.autograd.Function):
-    """Saves both sides' hidden states; backward computes each chunk's logits again."""
+    """Saves both sides' hidden states; backward recomputes each chunk's logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden_RN: Tensor, teacher: Tensor | Told, head: Head, measure: Measure, rows: int) -> Tensor:
@@ -104,10 +104,10 @@ def token_distances(
     vocabulary: int,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Tensor:
-    """fp32 `[R]`: the divergence in each place. The head is frozen: gradients flow to `hidden` alone.
+    """fp32 `[R]`: the divergence at each target. The head is frozen: gradients flow to `hidden` only.
 
     Args:
-        teacher: its hidden states `[R, N]` in the same places, behind the same head; or what it told.
+        teacher: its hidden states `[R, N]` at the same targets, for the same head; or its report.
     """
     rows = max(1, chunk_elements // (MODELS * vocabulary))
     return _Distance.apply(hidden_RN, teacher, head, measure, rows)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What a policy asks of the processes that hold the rest of its model, and how they divide the tokens of a pass.
+"""The interface of a policy to the processes that hold the rest of its model, and how they divide a pass's tokens.
 
 Belongs here: the protocol and that division. Does not belong here: which weights a process holds (`shares`),
 collectives (`training.megatron`).
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.packed import PackedBatch
 
 Turn = tuple[int, int]
-"""A process's place among several, and how many they are."""
+"""A process's index among several, and their number."""
 
 
 class Division(Protocol):
-    """Of one process of several that compute a pass together."""
+    """One of several processes that compute a pass together."""
 
     context: Turn
-    """Among the processes that divide a pass's tokens."""
+    """Turn among the processes that divide a pass's tokens."""
 
     def meet_tokens(self, own_TN: Tensor) -> Tensor:
-        """Rows of this process's tokens → of all. Backward adds up what every process contributed to each."""
+        """Rows of this process's tokens → rows of all tokens. Backward sums every process's gradient for each row."""
         ...
 
     def own_targets(self, batch: PackedBatch) -> tuple[Tensor, Tensor] | None:
@@ -34,18 +34,18 @@ class Division(Protocol):
         ...
 
     def join_targets(self, own_XR: Tensor, index_R: Tensor, count: int) -> Tensor:
-        """`[X, count]` from what each process found of its own targets. Backward gives each its own."""
+        """`[X, count]` from each process's values for its own targets. Backward returns each process its own."""
         ...
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
-        """A context in which the pass that is under way now goes on: for a layer that runs again later."""
+        """A context that restores the state of the current pass, for a layer that is recomputed later."""
         ...
 
 
 def own_tokens(num_tokens: int, context: Turn) -> tuple[range, range]:
-    """Two runs, one from each end: a late token sees more keys than an early one, and so all have as much to do.
+    """Two runs, one from each end: a late token sees more keys than an early one, so this balances the work.
 
-    `num_tokens` is a multiple of twice the processes.
+    `num_tokens` is a multiple of twice the number of processes.
 
     Example: `own_tokens(8, (0, 2)) == (range(0, 2), range(6, 8))`.
     """

@@ -1,7 +1,7 @@
 """The routed experts of a layer over packed weights: tokens sorted by expert, one projection of all experts at a time.
 
-Belongs here: the order of projections, what stands between them, the weighted sum.
-Does not belong here: routing (transformers' router, before), dispatch and products (`quant`), adapters, reading.
+Belongs here: the order of projections, the activation between them, the weighted sum.
+Does not belong here: routing (transformers' router), dispatch and products (`quant`), adapters, reading.
 
 Legend: `T` tokens, `C` experts a token goes to, `S = T·C` slots, `N` hidden size, `I` inner size.
 """
@@ -17,19 +17,19 @@ from orbit_runtime.quant.expert_linear import FrozenExpertLinear, build_dispatch
 from orbit_runtime.quant.held_experts import build_held_dispatch
 
 Activation = Callable[[Tensor, Tensor | None], Tensor]
-"""(output of gate, of up) → `[S, I]`; with one projection for both, (its output, None)."""
+"""(output of gate, of up) → `[S, I]`; if one projection computes both, (its output, None)."""
 
 
 class FrozenExperts(nn.Module):
-    """In the place of transformers' `…Experts`: the same call, the same values.
+    """Replaces transformers' `…Experts`: the same call, the same values.
 
-    Saved for backward are packed weights, activations and the dispatch; backward dequantises an expert again.
+    Saved for backward are packed weights, activations and the dispatch; backward dequantises each expert again.
     """
 
     def __init__(
         self, linears: Mapping[str, FrozenExpertLinear], activation: Activation, held: range | None = None
     ) -> None:
-        """`linears`: `gate_proj` and `up_proj`, or `gate_up_proj`, and `down_proj`, of experts `held` (None: all)."""
+        """`linears`: `gate_proj` and `up_proj`, or `gate_up_proj`, and `down_proj`, for experts `held` (None: all)."""
         super().__init__()
         part = getattr(linears["down_proj"], "part", None)
         self.num_experts = part.num_experts if part else linears["down_proj"].num_experts
@@ -39,7 +39,7 @@ class FrozenExperts(nn.Module):
             self.add_module(name, linear)
 
     def forward(self, hidden_TN: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
-        """`[T, N]`, summed in fp32 in the router's order: of the experts that are held."""
+        """`[T, N]`, summed in fp32 in the router's order, over the experts that this process holds."""
         if len(self.held) == self.num_experts:
             dispatch = build_dispatch(expert_TC, self.num_experts)
         else:
@@ -54,7 +54,7 @@ class FrozenExperts(nn.Module):
 
 
 def gated(act: Callable[[Tensor], Tensor], limit: float | None = None) -> Activation:
-    """`act(gate) * up`; with a limit both are cut to it first, the gate from above only (DeepSeek-V4)."""
+    """`act(gate) * up`; with a limit both are clamped first, the gate only from above (DeepSeek-V4)."""
 
     def activation(gate_SI: Tensor, up_SI: Tensor | None) -> Tensor:
         assert up_SI is not None
@@ -66,7 +66,7 @@ def gated(act: Callable[[Tensor], Tensor], limit: float | None = None) -> Activa
 
 
 def interleaved(alpha: float, limit: float) -> Activation:
-    """gpt-oss: rows of gate and up alternate; `(up + 1) * gate * sigmoid(alpha * gate)` after cutting both."""
+    """gpt-oss: rows of gate and up alternate; `(up + 1) * gate * sigmoid(alpha * gate)` after clamping both."""
 
     def activation(gate_up_SI: Tensor, _: Tensor | None) -> Tensor:
         gate_SI = gate_up_SI[..., ::2].clamp(max=limit)

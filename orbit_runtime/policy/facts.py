@@ -1,6 +1,6 @@
-"""What a run has to know of the model that it trains, without holding it: plain values, which travel between processes.
+"""What a run needs to know of its model without holding it: plain values, which are sent between processes.
 
-Belongs here: reading them from a policy. Does not belong here: what a checkpoint alone says (`model_info`).
+Belongs here: reading them from a policy. Does not belong here: facts that follow from the checkpoint (`model_info`).
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoutedFacts:
-    """Of a model whose tokens can be sent to given experts."""
+    """Facts of a model whose tokens can be sent to given experts."""
 
     num_layers: int
-    """Of the model, those without routed experts included."""
+    """Number of all layers, including those without routed experts."""
     layers: tuple[int, ...]
-    """With routed experts."""
+    """Layers with routed experts."""
     experts_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """The same for every process that holds the same layers of a model; `join_facts` has those of all."""
+    """Equal for all processes that hold the same layers of a model; `join_facts` combines those of all layers."""
 
     vocabulary: int
     precision: str
     compute_dtype: str
     """`float32` or `bfloat16`."""
     adapter: AdapterConfig
-    """With its targets, where the manifest left them to the model."""
+    """With its targets, even if the manifest left them to the model."""
     layers: tuple[str, ...]
     """Names of the adapted modules."""
     modules: frozenset[str]
-    """Names of all."""
+    """Names of all modules."""
     report: InjectReport
     expert_formats: tuple[str, ...]
-    """What the adapted routed experts are packed as."""
+    """Packed formats of the adapted routed experts."""
     group_size: int | None
-    """Columns of the packed base that share a scale; None: it has no groups."""
+    """Columns of the packed base that share a scale; None if it has no groups."""
     routed: RoutedFacts | None
-    """None: no routed experts, or routers that no other choice can be given to."""
+    """None without routed experts, or if the routers cannot be given another choice."""
 
 
 def describe(policy: Policy) -> PolicyFacts:
@@ -74,10 +74,10 @@ def describe(policy: Policy) -> PolicyFacts:
 
 
 def join_facts(stages: Sequence[PolicyFacts]) -> PolicyFacts:
-    """Of a whole model, from processes that hold one run of its layers after the other.
+    """Facts of a whole model, from processes that hold consecutive runs of its layers.
 
     Raises:
-        ManifestError: a target of the adapter is in none of them.
+        ManifestError: none of them has a target of the adapter.
     """
     first, report = stages[0], join_reports([each.report for each in stages])
     if len(stages) == 1:

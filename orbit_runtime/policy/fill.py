@@ -1,7 +1,7 @@
-"""A model's modules without storage → frozen modules over the checkpoint's own tensors.
+"""Turns a model's modules without storage into frozen modules over the checkpoint's own tensors.
 
 Belongs here: matching tensors to linears, experts, embedding, norms and routers.
-Does not belong here: what a family's modules are called and how its experts are laid out (`families`), formats.
+Does not belong here: a family's module names and the layout of its experts (`families`), formats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from orbit_runtime.quant.formats import FORMATS, Codec, Weight
 from orbit_runtime.quant.linear import FrozenLinear
 
 EMBEDDINGS = re.compile(r"\b(embed_in|embed_tokens|word_embeddings|wte|tok_embeddings)\.weight$")
-"""What the families of transformers call the layer that has the output layer's shape and is not one."""
+"""Names in transformers' families of the layer that has the output layer's shape but is not the output layer."""
 MISMATCH = "config.json and the weights are of two models: copy or download the model again"
 
 
@@ -40,12 +40,12 @@ def fill(
     activation_precision: ActivationPrecision = "WeightOnly",
     share: Share = UNDIVIDED,
 ) -> None:
-    """A weight is cut to this process's share as soon as it is read: what is held besides is one whole weight.
+    """Cuts each weight to this process's share as soon as it is read, so only one whole weight is held in addition.
 
-    Raises `ModelError` for what is missing, broken, of another shape, or belongs to no module.
+    Raises `ModelError` for a tensor that is missing, broken, of another shape, or belongs to no module.
 
-    `ManifestError` where no weight has the format that activations are to be rounded to, `UnsupportedError` where that
-    would be a routed expert's.
+    `ManifestError` if no weight has the format that activations are to be rounded to, `UnsupportedError` if a routed
+    expert's inputs would be rounded.
     """
     _fill_experts(model, reader, quant, family, share)
     _check_experts(model, activation_precision, reader)
@@ -64,14 +64,14 @@ def fill(
 
 
 def _extra_layers(model: nn.Module, family: Family) -> Iterator[str]:
-    """Layers behind the last one, which only speculative decoding uses (MTP): transformers leaves them out as well."""
+    """Layers after the last one, used only for speculative decoding (MTP): transformers leaves them out as well."""
     last = int(model.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
     for layer in range(last, last + int(getattr(model.config, "num_nextn_predict_layers", 0) or 0)):
         yield re.escape(family.checkpoint_name(f"model.layers.{layer}."))
 
 
 def _fill_experts(model: nn.Module, reader: CheckpointReader, quant: QuantFormat, family: Family, share: Share) -> None:
-    """transformers' experts, all of a layer in one parameter, become `FrozenExperts` over packed tensors."""
+    """transformers' experts, one parameter per layer, become `FrozenExperts` over packed tensors."""
     for name, module in list(model.named_modules()):
         if not type(module).__name__.endswith("Experts") or not share.holds(name):
             continue
@@ -119,7 +119,7 @@ def _read_projection(
 
 
 def _read_stack(reader: CheckpointReader, quant: QuantFormat, sources: list[str]) -> ExpertStack:
-    """One expert at a time into tensors for all: what is held besides the stack is a single expert."""
+    """Copies one expert at a time into tensors for all, so only one expert is held in addition to the stack."""
     layout = layout_of(quant, sources[0], reader)
     tensors: dict[str, torch.Tensor] = {}
     for index, source in enumerate(sources):
@@ -161,7 +161,7 @@ def _fill_linears(
     activation_precision: ActivationPrecision,
     share: Share,
 ) -> int:
-    """Every `nn.Linear` becomes a `FrozenLinear` over the checkpoint's own tensors; how many round their inputs."""
+    """Turns every `nn.Linear` into a `FrozenLinear` over the checkpoint's tensors; returns how many round x."""
     tied, num_rounded = _tied_head(model, reader, family), 0
     for name, module in list(model.named_modules()):
         special = family.special_linears.get(type(module).__name__)
@@ -200,7 +200,7 @@ def _fill_linears(
 
 
 def layout_of(quant: QuantFormat, name: str, reader: CheckpointReader) -> str:
-    """The layout of the module's tensors: what the config says, where the file bears it out."""
+    """The layout of the module's tensors, as configured and confirmed by the file."""
     layout = quant.layout_of(name)
     if quant.by_tensor and not reader.has(FORMATS[layout].tensor_names(name)[-1]):
         return "BF16"
@@ -208,7 +208,7 @@ def layout_of(quant: QuantFormat, name: str, reader: CheckpointReader) -> str:
 
 
 def read_weight(reader: CheckpointReader, codec: Codec, source: str) -> Weight:
-    """The module's packed weight; what is wrong with a tensor is said with its file."""
+    """The module's packed weight; errors in a tensor name its file."""
     names = codec.tensor_names(source)
     tensors = {name: reader.read(name) for name in names}
     try:
@@ -234,7 +234,7 @@ def _fill_embedding(model: nn.Module, reader: CheckpointReader, family: Family, 
 
 
 def _tied_head(model: nn.Module, reader: CheckpointReader, family: Family) -> str | None:
-    """Name of the embedding that doubles as the output head, or `None` where the head has a tensor of its own."""
+    """Name of the embedding that doubles as the output head, or `None` if the head has a tensor of its own."""
     own = reader.has(family.checkpoint_name("lm_head") + ".weight")
     if own or not getattr(model.config, "tie_word_embeddings", False):
         return None
@@ -243,7 +243,7 @@ def _tied_head(model: nn.Module, reader: CheckpointReader, family: Family) -> st
 
 
 def _no_head(head: nn.Linear, reader: CheckpointReader, wanted: str) -> ModelError:
-    """The files may be whole, and their output layer called otherwise, such as GPT-NeoX's `embed_out`."""
+    """The files may be complete but name their output layer differently, such as GPT-NeoX's `embed_out`."""
     shape = (head.out_features, head.in_features)
     named = [
         name
@@ -266,7 +266,7 @@ def _no_head(head: nn.Linear, reader: CheckpointReader, wanted: str) -> ModelErr
 def _fill_rest(
     model: nn.Module, reader: CheckpointReader, family: Family, compute_dtype: torch.dtype, share: Share
 ) -> None:
-    """Norms and whatever else is a parameter: small, so kept in the compute dtype; routers in fp32."""
+    """Norms and all other parameters: small, so kept in the compute dtype; routers in fp32."""
     routers = [name for name, module in model.named_modules() if type(module).__name__.endswith("Router")]
     kept = (*(f"{name}." for name in routers), *family.kept_fp32)
     for name, empty in _unfilled(model):

@@ -1,7 +1,8 @@
-"""Linears that read one input, multiplied as one where their weights allow, each under its own adapter.
+"""Linears that read the same input, multiplied as one if their weights allow it, each under its own adapter.
 
 Belongs here: sharing one packed weight among neighbours, and the adapters over it, without gradient.
-Does not belong here: one layer's dispatch and the maths (`adapters`), which layers read one input (`direct`).
+Does not belong here: one layer's dispatch and maths (`adapters`), which layers read the same input (`direct`).
+
 Shapes: x `[T, K]`, result `[T, N]` with N the sum of the members' outputs, in their order.
 """
 
@@ -39,7 +40,7 @@ class LinearGroup:
 
     @property
     def dense_size(self) -> int:
-        """Elements of the weight that is multiplied at a time."""
+        """Elements of the weight that is dequantised at a time."""
         return self._base.out_features * self._base.in_features if self._base is not None else 0
 
     def __call__(self, x_TK: Tensor, dense: Tensor) -> Tensor:

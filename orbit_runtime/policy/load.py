@@ -1,9 +1,9 @@
-"""From a Hugging Face folder to a `Policy`: structure from transformers, weights tensor by tensor as they lie on disk.
+"""From a Hugging Face folder to a `Policy`: structure from transformers, weights tensor by tensor as stored on disk.
 
 Belongs here: the order of loading, the modules without storage, injecting the adapter.
 Does not belong here: matching tensors to modules (`fill`), families, formats (`quant`), the maths of adapters.
 
-Peak host memory while loading is the packed base plus the tensor at hand: the model is built without storage, and every
+Peak host memory while loading is the packed base plus the current tensor: the model is built without storage, and every
 quantised weight keeps its packed bytes.
 """
 
@@ -58,18 +58,18 @@ def load_policy(
     """Loads the base and injects the adapter.
 
     Args:
-        precision: the manifest's word, checked against the checkpoint; `Auto` takes what the checkpoint is.
-        activation_precision: what the inputs of linears with weights in that format are rounded to.
-        seed: of the adapter's initial values.
-        compute_dtype: of activations; a BF16 weight widened to fp32 keeps its value.
-        share: what this process holds of a model that is divided among several.
-        announce: told the adapter's size before it is allocated.
+        precision: the manifest's value, checked against the checkpoint; `Auto` accepts the checkpoint's own.
+        activation_precision: format to which the inputs of linears with weights in that format are rounded.
+        seed: seed of the adapter's initial values.
+        compute_dtype: dtype of activations; a BF16 weight widened to fp32 keeps its value.
+        share: the part of a divided model that this process holds.
+        announce: called with the adapter's size before it is allocated.
 
     Raises:
         ModelError: something is missing, broken, or unknown in the folder.
         ManifestError: `precision` differs from the checkpoint's, nothing in it has the activations' format, or a target
             matches nothing.
-        UnsupportedError: the architecture does what Orbit does not.
+        UnsupportedError: the architecture requires something that Orbit does not support.
     """
     device = torch.device(device)
     raw = read_config(folder)
@@ -141,7 +141,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_targets(adapter: AdapterConfig, raw: dict[str, Any]) -> AdapterConfig:
-    """Without targets, the family's usual ones; described without its vision tower, which has none."""
+    """Fills in missing targets with the usual ones of the family's language model, without a vision tower."""
     if adapter.targets:
         return adapter
     text = raw.get("text_config")
@@ -161,7 +161,7 @@ def _check_targets(adapter: AdapterConfig, family: Family) -> None:
 
 
 def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Module:
-    """The model's modules with parameters that have no storage; buffers are real, they are computed, not loaded."""
+    """The model's modules, with parameters that have no storage; buffers are real, since they are computed."""
     try:
         language = family.language_config(raw)
         if language is raw:
@@ -169,7 +169,7 @@ def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Mod
         else:
             fields = {key: value for key, value in language.items() if key != "model_type"}
             config = AutoConfig.for_model(language["model_type"], **fields)
-        # We read packed weights ourselves; with this set, transformers would replace modules by its own.
+        # We read packed weights ourselves; with this set, transformers would replace modules with its own.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with init_empty_weights(include_buffers=False):

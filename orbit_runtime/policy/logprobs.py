@@ -1,7 +1,7 @@
-"""Log-probs of given tokens and entropies, a chunk of rows at a time.
+"""Log-probs of given tokens and entropies, one chunk of rows at a time.
 
-Belongs here: the last projection and the log-softmax, so that no `[tokens, vocabulary]` fp32 tensor outlives its chunk.
-Does not belong here: hidden states (`model`), how settings change logits or what a loss is (`algorithms`).
+Belongs here: the output projection and the log-softmax, so that no `[tokens, vocabulary]` fp32 tensor outlives its
+chunk. Does not belong here: hidden states (`model`), how settings change logits, losses (`algorithms`).
 
 Legend: `R` targets, `N` hidden size, `V` vocabulary.
 """
@@ -26,7 +26,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _bias(logits_RV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """fp32 logits with their bias."""
+    """fp32 logits with the bias added."""
     logits = logits_RV.float()
     if not sampling.logit_bias:
         return logits
@@ -39,7 +39,7 @@ def _bias(logits_RV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _cut(biased_RV: torch.Tensor, targets_R: torch.Tensor, sampling: Sampling, seen_RV: Any) -> torch.Tensor:
-    """fp32 logits of the distribution that tokens are drawn from: penalty, temperature, truncation."""
+    """fp32 logits of the distribution from which tokens are drawn: penalty, temperature, truncation."""
     logits = biased_RV if seen_RV is None else penalise(biased_RV, seen_RV, sampling.repetition_penalty)
     if sampling.temperature != 1.0:
         logits = logits / sampling.temperature
@@ -53,9 +53,9 @@ def _cut(biased_RV: torch.Tensor, targets_R: torch.Tensor, sampling: Sampling, s
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Saves hidden states and targets; backward computes each chunk's logits again.
+    """Saves hidden states and targets; backward recomputes each chunk's logits.
 
-    A head's weights are given where they train, so that they get a gradient; `head` multiplies by these.
+    If the head is trained, its weights are passed so that they get a gradient; `head` multiplies by the same weights.
     """
 
     @staticmethod
@@ -116,8 +116,8 @@ def token_scores(
     vocabulary: int,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(logprobs [R] fp32, top [R] int64)`: those of `targets`, with the bits of `token_logprobs`, and the most
-    probable token in each one's place. The model's own distribution; carries no gradients."""
+    """`(logprobs [R] fp32, top [R] int64)`: the log-probs of `targets`, bit-identical to `token_logprobs`, and the most
+    probable token at each target. Under the model's own distribution; without gradients."""
     rows = max(1, chunk_elements // vocabulary)
     logprobs, top = [], []
     with torch.no_grad():
@@ -130,7 +130,7 @@ def token_scores(
 
 
 def _joined(chunks: list[torch.Tensor], hidden_RN: torch.Tensor) -> torch.Tensor:
-    """None of them where a process of a divided pass has no targets."""
+    """Empty if a process of a divided pass has no targets."""
     return torch.cat(chunks) if chunks else hidden_RN.new_empty(0, dtype=torch.float32)
 
 
@@ -147,12 +147,12 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 `(logprobs [R], entropies [R])` of `targets` under the distribution that `sampling` draws from.
 
-    Gradients flow to `hidden` through the log-probs; entropies carry none. What truncation cuts off counts as constant,
-    and never is a target.
+    Gradients flow to `hidden` through the log-probs; entropies carry none. Tokens removed by truncation count as
+    constant, and are never targets.
 
     Args:
-        weights: of the head, where it trains; a frozen one has none here.
-        seen: the tokens before each target; needed where `sampling` penalises repetition.
+        weights: weights of the head, if it is trained; empty for a frozen one.
+        seen: the tokens before each target; required if `sampling` penalises repetition.
     """
     assert seen is not None or sampling.repetition_penalty == 1.0
     rows = max(1, chunk_elements // vocabulary)

@@ -1,4 +1,4 @@
-"""`Policy`: one frozen base, its injected adapters, and the two questions training asks of it.
+"""`Policy`: one frozen base, its injected adapters, and the two operations that training needs.
 
 Belongs here: forward passes over packed batches, log-probs with an adapter on or off, digests of the base.
 Does not belong here: reading checkpoints (`load`), decoding (`rollout`).
@@ -36,8 +36,8 @@ from orbit_runtime.types import Sampling
 class Policy:
     """A causal LM whose linears are frozen and, where targeted, adapted.
 
-    The trainer and the torch engine hold the same `Policy`, hence one base; which adapter a pass applies is chosen by
-    `injected.selection`.
+    The trainer and the torch engine hold the same `Policy`, hence one base; `injected.selection` chooses which adapter
+    a pass applies.
     """
 
     model: nn.Module
@@ -47,23 +47,23 @@ class Policy:
     compute_dtype: torch.dtype
     vocabulary: int
     precision: str
-    """What the checkpoint's quantised layers are: a name in `quant.FORMATS`."""
+    """Format of the checkpoint's quantised layers: a name in `quant.FORMATS`."""
     kernel: Kernel = "SDPA"
     direct: DirectDecoder | None = None
-    """The engine's own way through the base, where its form is known; None: the model's modules."""
+    """The engine's own implementation of the base, if its form is known; None to use the model's modules."""
     packs: bool = True
-    """Sequences may share a row; False: each stands in its own (`whole_rows`)."""
+    """Whether sequences may share a row; if False, each has its own (`whole_rows`)."""
     whole: Trained | None = None
-    """Where every weight trains: their masters. None: `injected` has what trains."""
+    """The masters, if every weight is trained; None if `injected` has the trained parameters."""
     routing: Routing | None = None
-    """Of its routed experts; None: it has none, or none that could be told where to send a token."""
+    """Routing of its routed experts; None if it has none, or none that can be given another choice."""
     division: Division | None = None
-    """Of the processes that hold it together; None: this one holds all of it."""
+    """The processes that hold the model together; None if this one holds all of it."""
 
     def sampled_hidden(
         self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan | WholeRows
     ) -> torch.Tensor:
-        """Last hidden states `[T, N]` of tokens of an engine's pass, one query each; not for gradients."""
+        """Last hidden states `[T, N]` for the tokens of an engine's pass, one query each; not for gradients."""
         if isinstance(plan, WholeRows):
             return newest_hidden(self._decode_rows, plan, self.injected.selection)
         if not self.packs:
@@ -112,8 +112,8 @@ class Policy:
         """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter, as `sampling` draws.
 
         Args:
-            seen: of the same branches; needed where `sampling` penalises repetition.
-            routed_TLC: experts that the tokens are sent to (`lay_out_experts`); None: where the routers choose.
+            seen: of the same branches; required if `sampling` penalises repetition.
+            routed_TLC: experts that the tokens are sent to (`lay_out_experts`); None if the routers choose.
         """
         hidden_RN = self.target_hidden(batch, routed_TLC)
         return self.logprobs_of(hidden_RN, batch, sampling=sampling, seen=seen)
@@ -138,24 +138,24 @@ class Policy:
         return self._joined(batch, found)
 
     def scores(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(logprobs [R] fp32, most probable tokens [R] int64)` in the places of the batch's targets; no gradients."""
+        """`(logprobs [R] fp32, most probable tokens [R] int64)` at the batch's targets; no gradients."""
         own = batch.own_targets
         targets_R = batch.target_ids_R if own is None else batch.target_ids_R[own[0]]
         logprobs_R, top_R = token_scores(self.target_hidden(batch), targets_R, self.head, vocabulary=self.vocabulary)
-        # Whole numbers up to 2^24 are themselves in fp32.
+        # Integers up to 2^24 are exact in fp32.
         logprobs_R, number_R = self._joined(batch, (logprobs_R, top_R.float()))
         return logprobs_R, number_R.long()
 
     def target_hidden(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
-        """Last hidden states `[R, N]` in the places that predict the batch's targets, with gradient to the adapter; of
-        a divided pass those of this process's targets."""
+        """Last hidden states `[R, N]` at the positions that predict the batch's targets, with gradient to the adapter;
+        in a divided pass, for this process's targets only."""
         source_R = batch.target_source_R if batch.own_targets is None else batch.own_targets[1]
         return gather_rows(self.through(batch, routed_TLC), source_R)
 
     def _joined(
         self, batch: PackedBatch, found: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of all targets, from what this process found of its own."""
+        """Values for all targets, from what this process computed for its own."""
         if batch.own_targets is None or self.division is None:
             return found
         first_R, second_R = self.division.join_targets(
@@ -164,8 +164,8 @@ class Policy:
         return first_R, second_R
 
     def through(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
-        """What the batch's tokens are behind the last layer of this process: `[T, N]`, its own tokens of a divided
-        pass."""
+        """Hidden states `[T, N]` of the batch's tokens after this process's last layer; in a divided pass, of its own
+        tokens only."""
         plan = self.plan(batch)
         if not self.packs:
             return self._packed_hidden(plan)
@@ -173,19 +173,19 @@ class Policy:
             return self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
 
     def recompute(self, recompute: Recompute) -> None:
-        """What passes that record gradients keep of each layer from now on. Results do not change.
+        """Sets what passes that record gradients keep of each layer from now on. Results do not change.
 
         Raises:
-            UnsupportedError: the model's layers cannot be computed again.
+            UnsupportedError: the model's layers cannot be recomputed.
         """
         states = (self.injected.selection, self.routing, self.division)
         recompute_layers(self.model, recompute, [state for state in states if state is not None])
 
     @contextmanager
     def traced(self) -> Iterator[list[Applied]]:
-        """Within it, every adapted layer notes the tensors it multiplied by."""
+        """Within this context, every adapted layer records the tensors that it multiplied by."""
         selection = self.injected.selection
-        # Of this thread's passes alone.
+        # Records only this thread's passes.
         with selection.turn:
             selection.trace, before = [], selection.trace
             try:
@@ -194,10 +194,10 @@ class Policy:
                 selection.trace = before
 
     def base_digest(self) -> str:
-        """`tree:…` over every frozen tensor's name, dtype, shape and bytes, adapters left out; see `digests`.
+        """`tree:…` over every frozen tensor's name, dtype, shape and bytes, without adapters; see `digests`.
 
-        What was only widened to the compute dtype counts as BF16, so that the digest does not depend on the device.
-        Packed bytes leave a GPU once, a piece at a time, and are hashed beside it.
+        Values that were only widened to the compute dtype count as BF16, so the digest does not depend on the device.
+        Packed bytes leave a GPU once, one piece at a time, and are hashed concurrently.
         """
         hasher, counts = PieceHasher(), {}
         for name, tensor in sorted(self._base_tensors().items()):
@@ -222,7 +222,7 @@ class Policy:
 
 
 def _was_widened(values: torch.Tensor) -> bool:
-    """Whether these flat values are BF16's, in fp32."""
+    """Whether these one-dimensional fp32 values are widened BF16 values."""
     if values.dtype is not torch.float32:
         return False
     return all(torch.equal(part.bfloat16().float(), part) for part in values.split(PIECE_BYTES // 4))

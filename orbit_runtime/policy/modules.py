@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class FrozenEmbedding(nn.Module):
-    """A look-up in the checkpoint's BF16 table `[V, N]`; rows are widened to the compute dtype after the look-up."""
+    """A look-up in the checkpoint's BF16 table `[V, N]`; rows are widened to the compute dtype afterwards."""
 
     def __init__(self, weight: torch.Tensor, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -35,15 +35,15 @@ class FusedRMSNorm(nn.Module):
 
 
 def run_in_fp32(router: nn.Module) -> None:
-    """A router's first argument is widened for it; its parameters are fp32 already, and so are its results."""
+    """Widens a router's first argument to fp32; its parameters are fp32 already, and so are its results."""
     router.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
 
 
 def fuse_norms(model: nn.Module) -> int:
     """Replaces RMS norms of the Llama form by the fused kernel; returns how many.
 
-    Only modules that give the same fp32 numbers on a probe are replaced, so a norm with another formula under a similar
-    name (Gemma adds 1 to the weight) stays as it is.
+    Only modules with the same fp32 result on a probe are replaced, so a norm with another formula under a similar name
+    (Gemma adds 1 to the weight) is left unchanged.
     """
     replaced = 0
     for name, module in list(model.named_modules()):

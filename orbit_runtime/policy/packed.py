@@ -1,14 +1,14 @@
-"""Whole sequences packed into one row of tokens, each shared prompt computed once.
+"""Whole sequences packed into one row of tokens, with each shared prompt computed once.
 
 Belongs here: the layout of a micro-batch and the attention plan over it.
 Does not belong here: which samples form a micro-batch (`data.packing`), losses.
 
-Sixteen answers to one prompt need its keys and values once: the prompt's tokens stand once in the row, each answer's
-tokens follow, and an answer's queries see the prompt and their own past, nothing else. The result is the same function
-as sixteen separate sequences; only the order of sums in a gradient differs.
+Sixteen completions of one prompt need its keys and values only once: the row has the prompt's tokens once, followed by
+the tokens of each completion, whose queries see the prompt and their own past and nothing else. The result is the same
+function as for sixteen separate sequences; only the order of sums in a gradient differs.
 
-Legend: `T` packed tokens, `R` targets (tokens whose log-prob is asked), `B` rows of one attention call, `L` layers with
-routed experts, `C` experts that a token goes to.
+Legend: `T` packed tokens, `R` targets (tokens whose log-prob is requested), `B` rows of one attention call, `L` layers
+with routed experts, `C` experts that a token goes to.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from orbit_runtime.policy.division import Turn, own_tokens
 from orbit_runtime.policy.routing import OWN_CHOICE
 
 BUCKET_RATIO = 1.5
-"""Rows of one attention call differ in length by at most this factor, so padding wastes at most a third of it."""
+"""Rows of one attention call differ in length at most by this factor, so padding wastes at most a third of it."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One sequence as prefix + continuation; equal `prefix_id` means an equal, shared prefix."""
+    """One sequence as prefix + continuation; an equal `prefix_id` means an equal, shared prefix."""
 
     prefix_id: int
     prefix_T: Sequence[int]
     continuation_T: Sequence[int]
-    """Its log-probs are asked for; the last token is a target only, never an input."""
+    """Its log-probs are requested; the last token is only a target, never an input."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Bucket:
     """Packed index of each query; padding repeats the row's first query."""
     key_BS: torch.Tensor
     position_BQ: torch.Tensor
-    """Of the query in its sequence; keys stand at theirs. Padding repeats the last one."""
+    """Position of the query in its sequence; padding repeats the last one."""
     before_B: torch.Tensor
-    """Tokens of the row itself that stand before its first query."""
+    """Number of the row's own tokens before its first query."""
     length_B: torch.Tensor
-    """Tokens of the row itself that its last query sees."""
+    """Number of the row's own tokens that its last query sees."""
     prefix_length_B: torch.Tensor
     starts_later: bool
-    """False: every query sees the keys up to its own place."""
+    """False if every query sees exactly the keys up to its own position."""
 
     def visible(self, window: int | None) -> torch.Tensor:
         """bool `[B, 1, Q, S]`: which keys each query sees. As large as the scores of one head."""
@@ -76,8 +76,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Token row, positions and targets of a micro-batch. Where its tokens are divided among processes, the row is this
-    process's tokens, and so are queries; keys and targets are told by their places among all tokens.
+    """Token row, positions and targets of a micro-batch. If processes divide its tokens, the row and its queries are
+    this process's tokens; keys and targets are given by their index among all tokens.
 
     Example: branches (prefix [5,6], continuations [7,8] and [9]) pack to tokens `[5,6,7]`, positions `[0,1,2]`,
     targets `[7,8,9]` read from packed positions `[1,2,1]`.
@@ -91,15 +91,15 @@ class PackedBatch:
     rows: tuple[Row, ...]
     buckets: tuple[Bucket, ...]
     unsort_T: torch.Tensor
-    """Where each packed token stands among all buckets' queries, padding counted."""
+    """Index of each packed token among all buckets' queries, padding included."""
     longest: int
     places_T: torch.Tensor | None = None
-    """Of this process's tokens among all, padding included; None: it has all."""
+    """Indices of this process's tokens among all tokens, padding included; None if it has all."""
     num_tokens: int = 0
-    """All processes' together, padding included."""
+    """Tokens of all processes together, padding included."""
     own_targets: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Those whose log-prob this process computes, in order, and where the hidden state of each stands among its own;
-    None: it computes all."""
+    """The targets whose log-probs this process computes, in order, and the index of each one's hidden state among its
+    own tokens; None if it computes all."""
 
 
 @dataclass(frozen=True)
@@ -107,21 +107,21 @@ class Row:
     """A run of packed tokens that sees a prefix, which is another run, and its own past."""
 
     first: int
-    """Its first query, among this process's tokens."""
+    """Index of its first query among this process's tokens."""
     length: int
     prefix_first: int
     prefix_length: int
     before: int
-    """Its tokens before the first query, which are another process's."""
+    """Number of its tokens before the first query; they belong to another process."""
     own_first: int
-    """Where it begins among all tokens."""
+    """Index of its first token among all tokens."""
 
 
 def build_packed(branches: Sequence[Branch], device: torch.device, context: Turn = (0, 1)) -> PackedBatch:
-    """Lays branches out in order. Prefixes must not be empty, continuations neither.
+    """Lays branches out in order. Prefixes and continuations must not be empty.
 
     Args:
-        context: this process's place among those that divide the tokens, and how many they are.
+        context: this process's index among those that divide the tokens, and their number.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -180,7 +180,7 @@ def build_packed(branches: Sequence[Branch], device: torch.device, context: Turn
 
 
 def _cut_rows(rows: Sequence[Row], runs: Sequence[range]) -> list[Row]:
-    """What these runs of all tokens hold of each row."""
+    """The parts of each row that lie in these runs of all tokens."""
     cut = []
     for row in rows:
         start = 0
@@ -196,12 +196,12 @@ def _cut_rows(rows: Sequence[Row], runs: Sequence[range]) -> list[Row]:
 def lay_out_experts(
     branches: Sequence[Branch], routed: Sequence[np.ndarray | None], batch: PackedBatch
 ) -> torch.Tensor | None:
-    """int16 `[T, L, C]`, laid out as the tokens of the branches' batch are, on its device; None: none is known.
+    """int16 `[T, L, C]` on the batch's device, in the order of the batch's tokens; None if no branch is known.
 
-    A shared prefix is sent where the first of its branches that knows it was sent.
+    A shared prefix uses the experts of its first branch that has any.
 
     Args:
-        routed: of each branch `[inputs, L, C]`, the prefix's first; None: not known.
+        routed: experts of each branch, `[inputs, L, C]`, starting with the prefix; None if unknown.
     """
     known = next((each for each in routed if each is not None), None)
     if known is None:
@@ -240,7 +240,7 @@ def _unsort(groups: list[list[Row]], num_tokens: int) -> list[int]:
 
 
 def _buckets(rows: list[Row]) -> list[list[Row]]:
-    """Rows sorted by what they cost, cut where the next is longer than the first by more than the ratio."""
+    """Rows sorted by cost, split where the next row exceeds the first by more than the ratio."""
     groups: list[list[Row]] = []
     ordered = sorted(rows, key=lambda row: (_seen(row) > 0, row.length, _seen(row), row.first))
     for row in ordered:
@@ -259,7 +259,7 @@ def _buckets(rows: list[Row]) -> list[list[Row]]:
 
 
 def _seen(row: Row) -> int:
-    """Keys that all of its queries see."""
+    """Number of keys that all of its queries see."""
     return row.prefix_length + row.before
 
 
@@ -281,11 +281,11 @@ def _build_bucket(rows: list[Row], device: torch.device) -> Bucket:
 
 
 def gather_rows(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`source[index]`, whose backward adds the cells that read one row in the order in which they stand.
+    """`source[index]`, whose backward sums the rows with the same index in their order.
 
-    No one operation does so on both kinds of device (docs/decisions/0087). The backward of indexing adds atomically on
-    a CPU, and after a sort on a GPU. That of an embedding gives each thread rows of its own on a CPU, where it is the
-    fastest as well, and has a race on a GPU (pytorch/pytorch#187687).
+    No single operation does so on both kinds of device (docs/decisions/0087). The backward of indexing adds atomically
+    on a CPU, and after a sort on a GPU. That of an embedding gives each thread its own rows on a CPU, where it is also
+    the fastest, and has a race on a GPU (pytorch/pytorch#187687).
     """
     return source_TN[index] if source_TN.is_cuda else F.embedding(index, source_TN)
 
@@ -303,7 +303,7 @@ class PackedPlan:
         capture: bool = False,
         meet: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Args: meet: rows of this process's tokens → of all tokens; None: it has all."""
+        """Args: meet: rows of this process's tokens → rows of all tokens; None if it has all."""
         self.batch = batch
         self._meet = meet
         self.kernel: Kernel = kernel
@@ -351,7 +351,7 @@ class PackedPlan:
         return gather_rows(torch.cat(pieces), self.batch.unsort_T)
 
     def _visible_of(self, number: int, bucket: Bucket, look: Look) -> Visible:
-        """Made once for all layers with the same window; none for what the fused kernel knows by itself."""
+        """The mask, built once for all layers with the same window; not needed if the fused kernel can derive it."""
         if self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.sinks_H is None:
             return "causal"
         place = (number, look.window)

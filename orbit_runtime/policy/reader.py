@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint folder, by name, each read when it is asked for.
+"""The tensors of a checkpoint folder, by name, each read on request.
 
-Belongs here: reading, and what was never asked for. Does not belong here: which module a tensor belongs to (`fill`).
+Belongs here: reading, and tracking what was never read. Does not belong here: the module of a tensor (`fill`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
-"""Of no use here: what the model computes itself, and static scales of caches and, weight-only, of activations."""
+"""Not used here: values that the model computes itself, and static scales of caches and, weight-only, of
+activations."""
 
 
 class CheckpointReader:
-    """Reads tensors of a folder by name, and knows which were never asked for."""
+    """Reads tensors of a folder by name, and tracks which were never requested."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder = folder
@@ -40,7 +41,7 @@ class CheckpointReader:
         return name in self.tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """On the device, in the file's dtype."""
+        """Returns it on the device, in the file's dtype."""
         if name not in self.tensors:
             raise ModelError(
                 f"the checkpoint holds no tensor {name}", where=str(self.folder), fix="download the model again"
@@ -52,7 +53,7 @@ class CheckpointReader:
         return self._open[1].get_tensor(name).to(self._device)
 
     def check_all_used(self, left_out: Sequence[str] = ()) -> None:
-        """`left_out`: expressions for names, matched from the start, of what is not of the language model."""
+        """`left_out`: regular expressions for names outside the language model, matched from the start."""
         known = re.compile("|".join(left_out)) if left_out else None
         left = sorted(
             name

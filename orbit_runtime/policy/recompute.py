@@ -1,22 +1,22 @@
-"""Gradient checkpointing of decoder layers: what the backward pass needs is computed again instead of kept.
+"""Gradient checkpointing of decoder layers: intermediate values are recomputed in the backward pass instead of kept.
 
-What each keeps between the passes, in numbers for each token and layer:
+What each mode keeps between the passes, in numbers per token and layer:
 
     None        all that autograd saves
-    Selective   the layer's input, and what products with packed weights gave: `hidden * streams + sum of N` over its
-                linears `[N, K]`, of routed experts those of gate and up, for each that the token goes to
+    Selective   the layer's input, and the results of products with packed weights: `hidden * streams + sum of N` over
+                its linears `[N, K]`; of routed experts gate and up, for each expert that the token goes to
     PerLayer    the layer's input, `hidden * streams`
 
-`Selective` computes the rest again: norms, rotary embedding, attention, activations, dropout, adapters' products, the
+`Selective` recomputes the rest: norms, rotary embedding, attention, activations, dropout, adapter products, the
 experts' down projection; it is selective activation recomputation (Korthikanti et al., arXiv 2205.05198, section 5) for
-a frozen base. `PerLayer` dequantises packed weights a second time, inside the layer. While a layer is computed again it
+a frozen base. `PerLayer` dequantises packed weights a second time, inside the layer. While a layer is recomputed, it
 holds what `None` holds for that one layer.
 
-Gradients are those of `None`, bit for bit where the same operations on the same numbers give the same bits: the second
-pass applies what the first applied (adapter, dropout's stream, given experts).
+Gradients are those of `None`, bit for bit as far as the same operations on the same numbers give the same bits: the
+second pass applies what the first applied (adapter, dropout stream, given experts).
 
-Belongs here: which passes run twice and what the second is told. Does not belong here: keeping products (`quant.kept`),
-bytes (`planner.activations`).
+Belongs here: which passes run twice, and the state passed to the second. Does not belong here: keeping products
+(`quant.kept`), byte counts (`planner.activations`).
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ Recompute = Literal["None", "Selective", "PerLayer"]
 
 
 class PassState(Protocol):
-    """What a pass goes by besides its tensors."""
+    """State that a pass depends on besides its tensors."""
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
-        """A context in which the pass that is under way now goes on."""
+        """A context that restores the state of the current pass."""
         ...
 
 
 def recompute_layers(model: nn.Module, recompute: Recompute, states: Sequence[PassState]) -> None:
-    """From now on the model's decoder layers are computed again wherever a pass records gradients.
+    """From now on the model's decoder layers are recomputed in every pass that records gradients.
 
-    Through transformers' own door: a layer that is "training" hands its call to a function. Its modules are not
-    training, so that nothing else changes.
+    Uses transformers' own hook: a layer that is "training" passes its call to a function. Its submodules are not
+    training, so nothing else changes.
 
     Raises:
-        UnsupportedError: the model's layers have no such door.
+        UnsupportedError: the model's layers have no such hook.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers and recompute != "None":
@@ -83,7 +83,7 @@ def _run(
 def _contexts(
     again: list[Callable[[], AbstractContextManager[None]]], kept: Kept | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Of the first pass and of the second."""
+    """Contexts of the first and the second pass."""
     return _entered([kept.keeping] if kept else []), _entered([*again, *([kept.taking] if kept else [])])
 
 

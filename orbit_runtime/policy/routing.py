@@ -1,10 +1,10 @@
-"""Which experts tokens go to: noted while an engine samples, and given to a trainer that computes the same tokens.
+"""Which experts tokens go to: recorded while an engine samples, and given to a trainer that computes the same tokens.
 
-A router that sees slightly other hidden states chooses other experts for some tokens, and what follows differs by far
-more than rounding. With the engine's choice given, the trainer weighs those experts by its own router's scores, so that
+A router that sees slightly different hidden states chooses other experts for some tokens, and the result differs by far
+more than rounding. Given the engine's choice, the trainer weighs those experts by its own router's scores, so that
 gradients still flow through the scores: router replay, R3 in arXiv 2510.11370, equations 4 and 5.
 
-Belongs here: the routers of one model. Does not belong here: keeping choices (`data.routing`), laying them out over a
+Belongs here: the routers of one model. Does not belong here: storing choices (`data.routing`), laying them out over a
 batch (`packed`).
 
 Legend: `T` tokens, `L` layers with routed experts, `C` experts that a token goes to, `E` experts.
@@ -25,7 +25,7 @@ from orbit_runtime.errors import InternalError
 GateWeights = Callable[[Any, Tensor, Tensor], Tensor]
 """(router, its logits `[T, E]`, experts `[T, C]`) → their weights `[T, C]`, as the router weighs its own choice."""
 OWN_CHOICE = -1
-"""In the place of an expert: nobody said where this token went."""
+"""Placeholder for an expert: the choice for this token is not known."""
 
 
 class Routing:
@@ -34,7 +34,7 @@ class Routing:
     def __init__(self, routers: dict[str, nn.Module], weigh: GateWeights) -> None:
         """Args: routers: by name; transformers' own, which return logits, weights and experts."""
         self.layers = tuple(int(name.split(".layers.")[1].split(".")[0]) for name in routers)
-        """Of all layers of the model, those with routed experts."""
+        """Indices of the layers with routed experts."""
         first = next(iter(routers.values()))
         self.experts_per_token = int(first.top_k)  # type: ignore[arg-type]
         self._weigh = weigh
@@ -42,15 +42,15 @@ class Routing:
         self._noted: dict[int, Tensor] | None = None
         self._preferred: dict[int, Tensor] | None = None
         self.meet: Callable[[Tensor], Tensor] = _same
-        """Rows of this process's tokens → of all tokens that its routers see."""
+        """Rows of this process's tokens → rows of all tokens that its routers see."""
         self.own: Callable[[Tensor], Tensor] = _same
-        """The other way."""
+        """The inverse of `meet`."""
         for place, router in enumerate(routers.values()):
             router.register_forward_hook(self._hook(place))
 
     @contextmanager
     def given(self, chosen_TLC: Tensor | None) -> Iterator[None]:
-        """Within it, passes over T tokens go to these experts, and where `OWN_CHOICE` stands to the routers' own."""
+        """Within this context, passes over T tokens use these experts, and the routers' own choice for `OWN_CHOICE`."""
         before, self._given_TLC = self._given_TLC, chosen_TLC
         try:
             yield
@@ -59,7 +59,7 @@ class Routing:
 
     @contextmanager
     def noted(self) -> Iterator[Callable[[], Tensor]]:
-        """What it gives tells the experts that the newest pass used, int16 `[T, L, C]` on the device."""
+        """Yields a function that returns the experts used by the newest pass, int16 `[T, L, C]` on the device."""
         before, self._noted = self._noted, {}
         try:
             yield partial(self._stacked, self._noted)
@@ -68,7 +68,7 @@ class Routing:
 
     @contextmanager
     def preferred(self) -> Iterator[Callable[[], Tensor]]:
-        """As `noted`, of the experts that the routers would have chosen where others were given."""
+        """Like `noted`, for the experts that the routers would have chosen where others were given."""
         before, self._preferred = self._preferred, {}
         try:
             yield partial(self._stacked, self._preferred)
@@ -76,7 +76,7 @@ class Routing:
             self._preferred = before
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
-        """A context that gives the experts that are given now, and notes none: for a layer's second pass."""
+        """A context that restores the currently given experts and records none, for a layer's second pass."""
         return partial(self._again, self._given_TLC)
 
     @contextmanager
@@ -116,7 +116,7 @@ def _same(rows: Tensor) -> Tensor:
 
 
 def build_routing(model: nn.Module, weigh: GateWeights | None) -> Routing | None:
-    """None: the model has no routed experts, or routers whose weights are not known."""
+    """None if the model has no routed experts, or its routers' weighting is unknown."""
     routers = {}
     for name, module in model.named_modules():
         router = getattr(module, "gate", None) or getattr(module, "router", None)
@@ -126,7 +126,8 @@ def build_routing(model: nn.Module, weigh: GateWeights | None) -> Routing | None
 
 
 def softmax_then_chosen(router: Any, logits_TE: Tensor, chosen_TC: Tensor) -> Tensor:
-    """Qwen3-MoE: softmax in fp32 over all experts, the chosen ones' shares made to sum to 1 where it says so."""
+    """Qwen3-MoE: softmax in fp32 over all experts; the chosen ones' shares are normalised to sum to 1 if so
+    configured."""
     weights_TC = torch.softmax(logits_TE, -1, dtype=torch.float32).gather(-1, chosen_TC)
     if router.norm_topk_prob:
         weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
@@ -134,7 +135,7 @@ def softmax_then_chosen(router: Any, logits_TE: Tensor, chosen_TC: Tensor) -> Te
 
 
 def sigmoid_of_chosen(router: Any, logits_TE: Tensor, chosen_TC: Tensor) -> Tensor:
-    """DeepSeek-V3 and GLM-4.5: sigmoid scores without the correction bias, which takes part in the choice alone."""
+    """DeepSeek-V3 and GLM-4.5: sigmoid scores without the correction bias, which only affects the choice."""
     weights_TC = logits_TE.sigmoid().gather(-1, chosen_TC)
     if router.norm_topk_prob:
         weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + 1e-20)

@@ -1,6 +1,6 @@
-"""Which tokens stand before each target of a packed batch, for the penalty on repetition.
+"""Which tokens precede each target of a packed batch, for the repetition penalty.
 
-Belongs here: their positions by sequence, and masks of a chunk of targets. Does not belong here: what the penalty does
+Belongs here: their positions by sequence, and masks for a chunk of targets. Does not belong here: the penalty itself
 (`algorithms.distribution`), an engine's rows (`rollout.logits`).
 
 Legend: `R` targets, `V` vocabulary, `B` branches, `S` distinct tokens of all branches together.
@@ -21,32 +21,32 @@ _NEVER = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class Seen:
-    """Which tokens stand before each target of a packed batch: the prompt's, and those the answer has by then.
+    """Which tokens precede each target of a packed batch: those of the prompt, and those of the completion so far.
 
-    A sequence is told by where each of its distinct tokens first stands, so that a chunk of targets has its mask by one
-    comparison, however long the sequences are.
+    A sequence is represented by the first position of each of its distinct tokens, so the mask for a chunk of targets
+    takes one comparison, however long the sequences are.
     """
 
     branch_R: torch.Tensor
     position_R: torch.Tensor
-    """int32: where the target stands in its sequence."""
+    """int32: the target's position in its sequence."""
     token_S: torch.Tensor
     branch_S: torch.Tensor
     first_S: torch.Tensor
-    """int32: where the token first stands in its branch's sequence."""
+    """int32: the token's first position in its branch's sequence."""
     starts: tuple[int, ...]
-    """Of each branch in S, and the end."""
+    """Start of each branch in S, and the end."""
     branches: tuple[int, ...]
-    """By target, on the host."""
+    """Branch of each target, on the host."""
 
     def of_targets(self, index_R: torch.Tensor) -> Seen:
-        """Of some of the targets, in their order."""
+        """The same for a subset of the targets, in the order of `index_R`."""
         kept = index_R.tolist()
         branches = tuple(self.branches[number] for number in kept)
         return replace(self, branch_R=self.branch_R[index_R], position_R=self.position_R[index_R], branches=branches)
 
     def mask(self, part: slice, vocabulary: int) -> torch.Tensor:
-        """bool `[rows, V]` for some neighbouring targets."""
+        """bool `[rows, V]` for a run of consecutive targets."""
         begin, end = self.branches[part][0], self.branches[part][-1] + 1
         own = slice(self.starts[begin], self.starts[end])
         device = self.token_S.device
@@ -56,7 +56,7 @@ class Seen:
 
 
 def build_seen(branches: Sequence[Branch], device: torch.device) -> Seen:
-    """Of the targets of `build_packed(branches)`, in its order."""
+    """For the targets of `build_packed(branches)`, in their order."""
     tokens, firsts, owners, starts, targets, positions = [], [], [], [0], [], []
     for number, branch in enumerate(branches):
         prefix, whole = len(branch.prefix_T), np.array([*branch.prefix_T, *branch.continuation_T], np.int64)

@@ -1,9 +1,10 @@
 """Which part of a model a process holds: columns and rows of its linears, some of its experts, some of its layers.
 
 Matrices are divided as in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): projections that read the hidden
-state by rows (heads, inner columns), those that write it by columns, so that between them nothing is exchanged.
+state by rows (heads, inner columns), those that write it by columns, so that nothing is exchanged between them.
 
-Belongs here: what is cut and where. Does not belong here: what processes tell each other (`training.megatron`).
+Belongs here: which parts are cut, and where. Does not belong here: communication between processes
+(`training.megatron`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from orbit_runtime.quant.slicing import slice_weight
 READ_HIDDEN = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
 WRITE_HIDDEN = {"o_proj", "down_proj"}
 HELD_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
-"""Small, and what they give is needed by every head."""
+"""Small, and every head needs their result."""
 PER_HEAD = {"sinks"}
-"""Parameters with an entry per head."""
+"""Parameters with one entry per head."""
 
 
 BEFORE_LAYERS = "embed_tokens"
@@ -38,16 +39,16 @@ class Share:
     """Example: the second of two processes that divide matrices and experts: `Share(tensor=(1, 2), expert=(1, 2))`."""
 
     tensor: tuple[int, int] = (0, 1)
-    """Place among the processes that divide matrices, and how many they are."""
+    """Index among the processes that divide matrices, and their number."""
     expert: tuple[int, int] = (0, 1)
-    """Likewise of routed experts."""
+    """The same for routed experts."""
     stage: tuple[int, int] = (0, 1)
-    """Likewise of runs of layers. The first holds the embedding, the last the norm and the output layer behind them."""
+    """The same for runs of layers. The first holds the embedding, the last the final norm and the output layer."""
     layers: range | None = None
-    """Decoder layers, once their number is known (`of_layers`); None: all."""
+    """Decoder layers, once their number is known (`of_layers`); None for all."""
 
     def of_layers(self, count: int) -> Share:
-        """Of a model with so many.
+        """The share for a model with `count` layers.
 
         Raises:
             UnsupportedError: there are more stages than layers.
@@ -55,7 +56,7 @@ class Share:
         return self if self.stage[1] == 1 else replace(self, layers=stage_layers(count, *self.stage))
 
     def holds(self, name: str) -> bool:
-        """Whether the module or parameter is of this process's layers, of an end that it holds, or of neither."""
+        """Whether the module or parameter is in this process's layers, in an end that it holds, or in neither."""
         place = name.partition(".layers.")[2].partition(".")[0]
         if place.isdigit():
             return self.layers is None or int(place) in self.layers
@@ -73,10 +74,11 @@ class Share:
         return self.stage[0] == self.stage[1] - 1
 
     def part_of(self, name: str, shape: tuple[int, int]) -> Part:
-        """Of a linear that is no routed expert's.
+        """The part of a linear outside the routed experts.
 
         Raises:
-            UnsupportedError: it is of no form that Orbit divides, or the processes do not divide it.
+            UnsupportedError: Orbit does not divide this kind of linear, or its size is not divisible among the
+            processes.
         """
         if not (".self_attn." in name or ".mlp." in name):
             return Part(shape=shape, group="none")
@@ -100,7 +102,7 @@ class Share:
         return slice(held.start, held.stop)
 
     def experts_of(self, name: str, count: int) -> range:
-        """Those of a layer that this process holds."""
+        """The experts of a layer that this process holds."""
         return _divide(name, "experts", count, self.expert, "expert")
 
     def cut_per_head(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -121,11 +123,11 @@ def _divide(name: str, axis: str, size: int, share: tuple[int, int], field: str)
 
 
 UNDIVIDED = Share()
-"""All of the model."""
+"""The whole model."""
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module that another process computes: what it is given is what comes out."""
+    """Replaces a module that another process computes: returns its input."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -136,7 +138,7 @@ class Elsewhere(nn.Module):
 
 
 def drop_modules(model: nn.Module, share: Share) -> None:
-    """What other processes hold leaves the model; layers keep their numbers."""
+    """Removes what other processes hold from the model; layers keep their numbers."""
     decoder = getattr(model, str(model.base_model_prefix))
     for index in range(len(decoder.layers)):
         if share.layers is not None and index not in share.layers:
@@ -148,14 +150,14 @@ def drop_modules(model: nn.Module, share: Share) -> None:
 
 
 def cut_weight(weight: Weight, part: Part) -> Weight:
-    """The part as memory of its own, so that the rest is freed."""
+    """The part as a copy of its own, so that the rest is freed."""
     if part.rows == WHOLE and part.columns == WHOLE:
         return weight
     return slice_weight(weight, part.rows, part.columns, owned=True)
 
 
 def cut_bias(bias: torch.Tensor | None, part: Part, share: Share) -> torch.Tensor | None:
-    """Of a linear that is divided by columns, one process adds the bias to the sum."""
+    """If a linear is divided by columns, only one process adds the bias to the sum."""
     if bias is None or (part.columns != WHOLE and share.tensor[0] != 0):
         return None
     return bias[part.rows].clone()

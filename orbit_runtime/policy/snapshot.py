@@ -1,7 +1,7 @@
-"""What a side computes on the way to its log-probs, and what it holds: taken where two sides disagree.
+"""What a side computes on the way to its log-probs, and the tensors it holds; taken when two sides disagree.
 
 Belongs here: the snapshot, and taking the trainer's. Does not belong here: the engine's (`sglang_plugin.taps`),
-comparing two of them (`parity.locate`).
+comparing two snapshots (`parity.locate`).
 
 Both sides use the names of the Hugging Face checkpoint. Legend: `T` tokens.
 """
@@ -34,41 +34,41 @@ TAPPED = (
     "embed_tokens", "input_layernorm", "q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
     "o_proj", "post_attention_layernorm", "gate", "router", "gate_proj", "up_proj", "down_proj", "norm",
 )  # fmt: skip
-"""Last parts of the modules whose results are points of a snapshot; `mlp` is one where it routes to experts."""
+"""Last parts of the names of modules whose results are points of a snapshot; `mlp` is one if it routes to experts."""
 ROTARY = "rotary angles"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one process holds of a tensor: all of it, or a range along one axis."""
+    """The part of a tensor that one process holds: all of it, or a range along one axis."""
 
     digest: str
-    """Of its values as BF16 where that is exact, else as fp32."""
+    """Digest of its values, as BF16 if that is exact, otherwise as fp32."""
     shape: tuple[int, ...]
     axis: int = 0
     start: int = 0
-    """Along `axis`, in the whole tensor."""
+    """Start along `axis` in the whole tensor."""
     rank: int = 0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One sequence under one adapter, as one side sees it."""
+    """One sequence under one adapter, as seen by one side."""
 
     points: Mapping[str, Tensor]
     """fp32 `[T, …]` by name, in the order in which they were reached."""
     tensors: Mapping[str, tuple[Part, ...]]
-    """Every base and adapter tensor; of several processes what each holds, copies included."""
+    """Every base and adapter tensor; with several processes, the parts of each, copies included."""
     constants: Mapping[str, Tensor]
     """fp32: epsilons of norms, every layer's `rotary angles` `[T, D]` (cosines, then sines)."""
     values: Callable[[Sequence[str]], Mapping[str, tuple[Tensor, ...]]] = field(repr=False)
-    """fp32, the parts of some of the tensors in the same order; asked for only where two sides differ."""
+    """Returns the parts of the named tensors, in fp32 and in that order; called only if the two sides differ."""
     absent: tuple[str, ...] = ()
-    """Modules that this side computes inside of others, so that their results are no points of its own."""
+    """Modules that this side computes inside others, so that their results are not points."""
     routed_TLC: np.ndarray | None = None
-    """int16, the experts that tokens were sent to; None: not noted."""
+    """int16, the experts that tokens were sent to; None if not recorded."""
     preferred_TLC: np.ndarray | None = None
-    """int16, those that this side's routers choose, where it was given `routed_TLC`."""
+    """int16, the experts that this side's routers would choose, if it was given `routed_TLC`."""
 
 
 def take_snapshot(
@@ -80,13 +80,13 @@ def take_snapshot(
     copies: int = 1,
     routed_TLC: np.ndarray | None = None,
 ) -> Snapshot:
-    """The trainer's view of the sequence's first T - 1 tokens: the last one is nobody's input.
+    """The trainer's view of the sequence's first T - 1 tokens: the last one is never an input.
 
     Args:
-        adapter: the slot that the pass applies; None: the bare base.
+        adapter: the slot that the pass applies; None for the bare base.
         files: the published adapter, whose tensors an engine must hold.
-        copies: as many equal rows in one batch: another shape of the same work, for a floor; points only.
-        routed_TLC: experts that tokens are sent to, as an engine sent them; None: where the routers choose.
+        copies: number of equal rows in one batch, which gives another shape of the same work, for a floor; points only.
+        routed_TLC: experts that tokens are sent to, as chosen by an engine; None if the routers choose.
     """
     rows = len(token_ids_T) - 1
     points, preferred = record(policy, token_ids_T, adapter, copies=copies, routed_TLC=routed_TLC)
@@ -114,7 +114,7 @@ def record(
     branches = [Branch(number, first, rest) for number in range(copies)]
     batch = policy.pack(branches)
     is_divided = batch.places_T is not None
-    # A process that has some of the tokens records all of those: whoever joins them knows which are asked for.
+    # A process with some of the tokens records all of its own: the joining process knows which are wanted.
     rows = len(batch.token_ids_T) if is_divided else len(rest)
     decoder = str(policy.model.base_model_prefix)
     segments = adapter if copies == 1 or is_divided else [(adapter, 0, copies * rows)]
@@ -132,7 +132,7 @@ def record(
 
 @contextmanager
 def _routed(policy: Policy, given_TLC: Tensor | None) -> Iterator[Callable[[], Tensor] | None]:
-    """Within it tokens go where they are sent; what it gives tells where the routers would have sent them."""
+    """Within this context tokens use the given experts; yields a function that returns the routers' own choice."""
     if policy.routing is None or given_TLC is None:
         yield None
         return
@@ -141,7 +141,7 @@ def _routed(policy: Policy, given_TLC: Tensor | None) -> Iterator[Callable[[], T
 
 
 def group_size_of(policy: Policy) -> int | None:
-    """Columns of the packed base that share a scale, by the first packed layer; None: it has no such groups."""
+    """Columns of the packed base that share a scale, by the first packed layer; None if it has no such groups."""
     packed = (module.packed for module in policy.model.modules() if isinstance(module, FrozenLinear))
     sizes = (getattr(weight, "block_size", None) for weight in packed)
     return next((size for size in sizes if isinstance(size, int)), None)
@@ -149,11 +149,11 @@ def group_size_of(policy: Policy) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _TappedPlan:
-    """A plan whose queries and keys are points as well."""
+    """A plan whose queries and keys are recorded as points."""
 
     plan: PackedPlan
     latent: frozenset[int]
-    """Layers whose engines attend to latents: they have queries and keys of another kind."""
+    """Layers whose engines attend to latents, and therefore have different queries and keys."""
     points: dict[str, Tensor]
     rows: int
     decoder: str
@@ -209,7 +209,7 @@ def is_point(last: str, is_final_norm: bool, has_experts: bool) -> bool:
 
 
 def _entered(name: str, points: dict[str, Tensor], rows: int) -> Callable[..., None]:
-    """What attention hands to its output projection."""
+    """Records the input of attention's output projection."""
     parent = name.rpartition(".")[0]
 
     def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -227,8 +227,8 @@ def _recorder(name: str, points: dict[str, Tensor], rows: int) -> Callable[..., 
 
 
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Every weight and bias of the base under its checkpoint's name; packed ones are dequantised when they are asked
-    for, of routed experts one expert at a time, and of those that are held."""
+    """Every weight and bias of the base by checkpoint name. Packed ones are dequantised on request; of routed experts,
+    one at a time and only those held by this process."""
     tied = getattr(model.config, "tie_word_embeddings", False)
     for name, module in model.named_modules():
         plain = name.removesuffix(".base")
@@ -239,7 +239,7 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]
             yield from _expert_tensors(plain, module, model.get_submodule(experts).held.start)  # type: ignore[union-attr,operator]
             continue
         if tied and plain == "lm_head":
-            # One matrix under two names; the other side may know it under the first alone.
+            # One matrix with two names; the other side may have it only under the first.
             if not isinstance(model.get_input_embeddings(), Elsewhere):
                 continue
             plain = f"{model.base_model_prefix}.{BEFORE_LAYERS}"
@@ -279,7 +279,7 @@ def part_of(tensor: Tensor, axis: int = 0, start: int = 0, rank: int = 0) -> Par
 
 
 def constants(policy: Policy, rows: int) -> dict[str, Tensor]:
-    """Args: rows: of the rotary angles."""
+    """Args: rows: number of positions of the rotary angles."""
     decoder = str(policy.model.base_model_prefix)
     found: dict[str, Tensor] = {}
     for name, module in policy.model.named_modules():

@@ -1,10 +1,10 @@
-"""A model whose own weights train: fp32 masters of all of them, and the BF16 rounding that passes multiply by.
+"""A model whose own weights are trained: fp32 masters of all of them, and the BF16 rounding that passes multiply by.
 
-    master     fp32, what the optimizer changes
-    applied    the master rounded to BF16, in the dtype that passes compute in: what a checkpoint of it would hold
+    master     fp32, updated by the optimiser
+    applied    the master rounded to BF16, in the compute dtype of passes: what a checkpoint of it would hold
     gradient   fp32, of the applied weights, passed straight through the rounding
 
-Bytes of a parameter on a GPU: 2 applied, 4 master, 8 of AdamW's moments, 4 gradient; on the CPU 4 applied.
+Bytes per parameter on a GPU: 2 applied, 4 master, 8 for AdamW's moments, 4 gradient; on the CPU 4 applied.
 
 Belongs here: loading such a model, its masters, the names of its tensors in files. Does not belong here: optimisers,
 writing files (`training.whole_trainer`), models with a frozen base (`load`).
@@ -38,12 +38,12 @@ FIELD = "spec.adapter.type"
 
 
 class WholeMasters:
-    """The masters of every weight. What `adapters.masters.Masters` is to an adapter."""
+    """The masters of every weight: the counterpart of `adapters.masters.Masters` for a whole model."""
 
     config = CONFIG
 
     def __init__(self, applied: Mapping[str, nn.Parameter]) -> None:
-        """Args: applied: by name in the checkpoint's files, with the values that training begins with."""
+        """Args: applied: by name in the checkpoint's files, with the values at the start of training."""
         self.applied = dict(sorted(applied.items()))
         self.parameters = {name: nn.Parameter(weight.detach().float().clone()) for name, weight in self.applied.items()}
         for name, weight in self.applied.items():
@@ -54,18 +54,18 @@ class WholeMasters:
         return 0.0
 
     def after_update(self) -> None:
-        """From now on passes multiply by the masters as they are, rounded."""
+        """From now on passes multiply by the rounded current masters."""
         with torch.no_grad():
             for name, weight in self.applied.items():
                 weight.copy_(self.parameters[name].bfloat16())
 
     def published(self) -> dict[str, Tensor]:
-        """The masters, under their names in files; they are rounded when they are written."""
+        """The masters, under their names in files; they are rounded when written."""
         return {name: master.detach() for name, master in self.parameters.items()}
 
 
 def _hand_over(master: nn.Parameter, applied: Tensor) -> None:
-    """Of a pass: gradients of several are added in fp32, whatever passes compute in."""
+    """Moves a pass's gradient to the master; several are summed in fp32, whatever the compute dtype."""
     assert applied.grad is not None
     gradient, applied.grad = applied.grad.float(), None
     if master.grad is None:
@@ -83,14 +83,15 @@ def load_whole(
     kernel: Kernel = "SDPA",
     announce: Callable[[InjectReport], None] | None = None,
 ) -> Policy:
-    """Loads a model, every weight of which trains.
+    """Loads a model of which every weight is trained.
 
-    Args: as of `load.load_policy`.
+    Args: as for `load.load_policy`.
 
     Raises:
         ModelError: something is missing, broken, or unknown in the folder.
         ManifestError: `precision` differs from the checkpoint's.
-        UnsupportedError: its weights are packed, or experts, or the architecture does what Orbit does not.
+        UnsupportedError: it has packed weights or experts, or the architecture requires something that Orbit does not
+            support.
     """
     device = torch.device(device)
     raw = read_config(folder)
@@ -137,7 +138,7 @@ def load_whole(
 
 
 def _fill(model: nn.Module, reader: CheckpointReader, compute_dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """Gives every module its weights; a head that is tied to the embedding is the embedding's weight."""
+    """Gives every module its weights; a head tied to the embedding uses the embedding's weight."""
     embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
@@ -166,7 +167,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
 
 
 def _tie(embedding: nn.Module, head: nn.Module, reader: CheckpointReader) -> None:
-    """Raises ModelError where the checkpoint holds another head beside the tied one."""
+    """Raises ModelError if the checkpoint holds another head beside the tied one."""
     if reader.has("lm_head.weight") and not torch.equal(
         reader.read("lm_head.weight").to(embedding.weight), embedding.weight
     ):  # type: ignore[arg-type]
@@ -179,7 +180,7 @@ def _tie(embedding: nn.Module, head: nn.Module, reader: CheckpointReader) -> Non
 
 
 def _report(masters: WholeMasters) -> InjectReport:
-    """By the last name of what holds the weight."""
+    """Rows by the last name of the module that holds the weight."""
     by_name: dict[str, list[Tensor]] = {}
     for name, master in masters.parameters.items():
         by_name.setdefault(name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2], []).append(master)

@@ -1,10 +1,10 @@
-"""Passes of models whose sequences cannot be packed: every sequence in a row of its own, from its first token on.
+"""Passes of models whose sequences cannot be packed: every sequence has its own row, from its first token on.
 
-A shared prompt is computed again with each answer, and a decode step computes the whole row again: right, and slow.
+A shared prompt is recomputed with each completion, and a decode step recomputes the whole row: correct, but slow.
 
-Belongs here: laying the rows out, which adapter a row is under. Does not belong here: sampling (`rollout`).
+Belongs here: laying the rows out, and the adapter of each row. Does not belong here: sampling (`rollout`).
 
-Legend: `B` rows, `S` positions, `Q` positions that are asked for, `T` packed tokens, `N` hidden size.
+Legend: `B` rows, `S` positions, `Q` requested positions, `T` packed tokens, `N` hidden size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from orbit_runtime.adapters.layer import Selection
 from orbit_runtime.policy.packed import PackedBatch, gather_rows
 
 Decoder = Callable[[Tensor], Tensor]
-"""Token ids `[B, S]` → hidden states `[B, S, N]`; padding stands at the end, where no real position sees it."""
+"""Token ids `[B, S]` → hidden states `[B, S, N]`; padding is at the end, where no real position sees it."""
 
 
 @dataclass(frozen=True, eq=False)
 class WholeRows:
-    """A decode step's rows as they are so far; the newest token of each is asked for."""
+    """The rows of a decode step so far; the newest token of each is requested."""
 
     token_BS: Tensor
     newest_B: Tensor
-    """Its position."""
+    """Position of each row's newest token."""
 
 
 def packed_hidden(decoder: Decoder, batch: PackedBatch, selection: Selection) -> Tensor:
-    """`[T, N]` of a packed batch: its buckets already say which tokens every row sees, in their order."""
+    """`[T, N]` of a packed batch: its buckets already list the tokens that every row sees, in order."""
     pieces = []
     for bucket in batch.buckets:
         hidden_BSN = _by_slot(decoder, batch.token_ids_T[bucket.key_BS], bucket.query_BQ[:, 0], selection)
@@ -49,7 +49,7 @@ def newest_hidden(decoder: Decoder, rows: WholeRows, selection: Selection) -> Te
 
 
 def _by_slot(decoder: Decoder, token_BS: Tensor, place_B: Tensor, selection: Selection) -> Tensor:
-    """All rows of one adapter at a time. `place_B`: the index of each row's first token as segments count them."""
+    """Processes all rows of one adapter at a time. `place_B`: each row's first token, as segments count."""
     active = selection.active
     if active is None or isinstance(active, str):
         return decoder(token_BS)

@@ -1,7 +1,7 @@
 """Activations rounded as a W8A8 or W4A4 engine rounds them, so that the trainer multiplies by the same numbers.
 
-`spec.model.activationPrecision` turns it on, for the linears of that format. The gradient passes straight through: it
-is that of the unrounded input (Bengio et al. 2013, arXiv 1308.3432), by the weight's dequantised values.
+`spec.model.activationPrecision` enables it for the linears of that format. The gradient passes straight through: it
+is that of the unrounded input (Bengio et al. 2013, arXiv 1308.3432), using the weight's dequantised values.
 
 | activations | weights | scale of x |
 |---|---|---|
@@ -9,10 +9,10 @@ is that of the unrounded input (Bengio et al. 2013, arXiv 1308.3432), by the wei
 | `FP8` | blocks of 128 | per token and 128 columns: `amax / 448` |
 | `NVFP4` | NVFP4 | E4M3 per 16 columns, relative to the checkpoint's global scale, or, without one, to the token's |
 
-Order of operations: compressed-tensors', by which codes are equal to its own, bit for bit: `q = round(clamp(x / s))`.
+Order of operations: that of compressed-tensors, so codes are bit-identical to its own: `q = round(clamp(x / s))`.
 An engine that multiplies by a reciprocal instead rounds a few values near a tie to the neighbouring code.
 
-Belongs here: rounding x. Does not belong here: weights, products, which linears are concerned (`policy.load`).
+Belongs here: rounding x. Does not belong here: weights, products, the choice of affected linears (`policy.load`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ActivationPrecision = Literal["WeightOnly", "FP8", "NVFP4"]
 BLOCK = 128
 GROUP = 16
 E4M3_EPSILON = 0.125
-"""compressed-tensors' scale of a group of 16 that is all zeros or too small for E4M3."""
+"""compressed-tensors' scale for a group of 16 that is all zeros or too small for E4M3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a linear's input is rounded; one for all tokens, or with a static scale, which is a tensor of the layer."""
+    """How a linear's input is rounded: the same for all tokens, or with a static scale, a tensor of the layer."""
 
     kind: Literal["FP8Token", "FP8Block", "FP8Static", "NVFP4Token", "NVFP4Divide", "NVFP4Multiply"]
 
@@ -45,9 +45,9 @@ class Rounding:
         return self.kind in ("FP8Static", "NVFP4Divide", "NVFP4Multiply")
 
     def __call__(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Values in x's dtype and the fp32 factor of each token that the product is still to be multiplied by.
+        """Values in x's dtype, and the fp32 factor per token by which the product must still be multiplied.
 
-        Kept apart because codes are exact in BF16, and codes times an fp32 scale are not.
+        The two are kept separate because codes are exact in BF16, and codes times an fp32 scale are not.
         """
         if self.kind == "FP8Block":
             return _fp8_blocks(x), None
@@ -61,7 +61,7 @@ class Rounding:
 
 
 class Product(Protocol):
-    """As in `linear`."""
+    """The same interface as in `linear`."""
 
     def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor: ...
 
@@ -70,7 +70,7 @@ class Product(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundedProduct:
-    """Another product, over a rounded input. A static scale is the last of the packed tensors."""
+    """Wraps another product and rounds its input. A static scale is the last of the packed tensors."""
 
     inner: Product
     rounding: Rounding
@@ -93,7 +93,7 @@ def scaled(y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def build_rounding(precision: ActivationPrecision, layout: str, has_scale: bool) -> Rounding | None:
-    """The rounding before a linear of this layout (a key of `formats.FORMATS`); None where its x stays as it is."""
+    """The rounding before a linear of this layout (a key of `formats.FORMATS`); None if its x is not rounded."""
     if precision == "FP8" and layout.startswith("FP8"):
         if layout.startswith("FP8Block"):
             return Rounding("FP8Block")
@@ -106,7 +106,7 @@ def build_rounding(precision: ActivationPrecision, layout: str, has_scale: bool)
 
 
 def scale_name(precision: ActivationPrecision, layout: str) -> str:
-    """What files call the static scale of a linear's input, relative to the module."""
+    """Name in files of the static scale of a linear's input, relative to the module."""
     return "input_global_scale" if (precision, layout) == ("NVFP4", "NVFP4") else "input_scale"
 
 
@@ -115,7 +115,7 @@ def _e4m3(x: Tensor) -> Tensor:
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """A token of zeros: any scale does."""
+    """For a token of zeros any scale is valid."""
     return torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
 
 

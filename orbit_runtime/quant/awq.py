@@ -1,7 +1,7 @@
-"""AWQ INT4 (`version: gemm`), read only: `qweight`, `qzeros`, `scales`. The bits are laid out anew; nothing is rounded.
+"""AWQ INT4 (`version: gemm`), read only: `qweight`, `qzeros`, `scales`. The bits are rearranged; nothing is rounded.
 
-`qweight` int32 `[K, N/8]` and `qzeros` int32 `[K/g, N/8]` pack eight *rows* of the weight to a word, interleaved:
-nibble `ORDER[i]` holds row 8j+i. Codes and zero points are unsigned 0..15; `scales` F16 `[K/g, N]`. Oracle of the
+`qweight` int32 `[K, N/8]` and `qzeros` int32 `[K/g, N/8]` pack eight *rows* of the weight per word, interleaved:
+nibble `ORDER[i]` holds row 8j+i. Codes and zero points are unsigned 0..15; `scales` F16 `[K/g, N]`. Oracle for the
 layout: compressed-tensors' `AutoAWQConverter`, bit for bit.
 
 Belongs here: reading that layout. Does not belong here: the arithmetic (`int4_asymmetric`), `gemv` and other versions.
@@ -27,7 +27,7 @@ def tensor_names(prefix: str) -> tuple[str, ...]:
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4AsymmetricWeight:
-    """The weight of module `name`, after checking that its tensors fit together."""
+    """The weight of module `name`, after checking that its tensors are consistent."""
     names = tensor_names(name)
     qweight, qzeros, scales = take(tensors, names)
     check_matrix(qweight, (torch.int32,), None, names[0])

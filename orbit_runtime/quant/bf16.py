@@ -33,12 +33,12 @@ class BF16Weight:
 
 
 def tensor_names(prefix: str) -> tuple[str, ...]:
-    """Checkpoint names of the tensors of the module `prefix`."""
+    """Checkpoint names of the module's tensors."""
     return (f"{prefix}.weight",)
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> BF16Weight:
-    """The weight of module `name` from its checkpoint tensors, as they are."""
+    """The weight of module `name` from its checkpoint tensors, unchanged."""
     (key,) = tensor_names(name)
     if key not in tensors:
         raise ModelError("the tensor is missing from the checkpoint", where=key)
@@ -53,7 +53,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> BF16Weight:
 
 
 def quantize(w: Tensor) -> BF16Weight:
-    """Round to nearest even."""
+    """Rounds to nearest even."""
     return BF16Weight(w.to(torch.bfloat16).contiguous())
 
 
@@ -70,7 +70,7 @@ def dequantize(weight: BF16Weight, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 
 def buffers(weight: BF16Weight) -> dict[str, Tensor]:
-    """The packed tensors under their checkpoint names, relative to the module, in the order `dense_rows` takes them."""
+    """The packed tensors by checkpoint name, relative to the module, in the order that `dense_rows` takes."""
     return {"weight": weight.qdata}
 
 
@@ -83,5 +83,5 @@ def num_bytes(weight: BF16Weight) -> int:
 
 
 def stack(weights: Sequence[BF16Weight]) -> BF16Weight:
-    """Rows of several weights under each other."""
+    """The rows of several weights, concatenated."""
     return BF16Weight(torch.cat([weight.qdata for weight in weights]))

@@ -1,6 +1,6 @@
-"""What every codec asks of checkpoint tensors before it trusts them: present, of the right kind, with usable scales.
+"""What every codec requires of checkpoint tensors before it uses them: present, of the right kind, with usable scales.
 
-Belongs here: the questions and their one wording. Does not belong here: what any one format expects.
+Belongs here: the checks and their messages. Does not belong here: requirements of a single format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
 
 
 def check_matrix(tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None, where: str) -> None:
-    """A matrix of one of `dtypes`, and of `shape` where that is known."""
+    """Checks for a matrix of one of `dtypes`, and of `shape` if that is known."""
     fits = tensor.dtype in dtypes and tensor.ndim == 2 and 0 not in tensor.shape
     if fits and (shape is None or list(tensor.shape) == list(shape)):
         return
@@ -36,7 +36,7 @@ def check_matrix(tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[
 
 
 def read_shape(shape: Tensor, where: str) -> tuple[int, int]:
-    """Rows and columns, as files of packed weights write them down."""
+    """Rows and columns, as recorded in files of packed weights."""
     if shape.numel() != 2 or shape.is_floating_point() or bool((shape <= 0).any()):
         raise ModelError(f"expected rows and columns, found {shape.tolist()}", where=where, fix=DAMAGED)
     rows, columns = shape.view(-1).tolist()
@@ -51,9 +51,9 @@ def check_groups(columns: int, group: int, where: str) -> None:
 
 
 def check_scale(scale: Tensor, where: str) -> None:
-    """Every scale must be a finite number other than 0: any other makes a group vanish or spreads NaN.
+    """Every scale must be finite and not 0: any other value erases a group or spreads NaN.
 
-    Negative scales are unusual and sound: some quantisers choose the sign that uses the code -8.
+    Negative scales are unusual but valid: some quantisers choose the sign that uses the code -8.
     """
     values = scale.float()
     bad = ~((values != 0) & values.isfinite())

@@ -1,4 +1,4 @@
-"""E2M1, the 4-bit float under NVFP4 and MXFP4: its sixteen values, two codes to a byte, even column in the low nibble.
+"""E2M1, the 4-bit float of NVFP4 and MXFP4: its sixteen values, two codes per byte, even column in the low nibble.
 
 Belongs here: codes to values and values to codes. Does not belong here: scales (`nvfp4`, `mxfp4`).
 """
@@ -16,7 +16,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints of neighbouring magnitudes."""
 TIES_UP = (False, True, False, True, False, True, False)
-"""A value on a midpoint goes to the even code, as compressed-tensors and ModelOpt round."""
+"""A value on a midpoint rounds to the even code, as in compressed-tensors and ModelOpt."""
 
 
 @functools.cache

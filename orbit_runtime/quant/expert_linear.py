@@ -1,7 +1,7 @@
-"""One projection of all routed experts as a module, and the order in which tokens meet their experts.
+"""One projection of all routed experts as a module, and the order of tokens among experts.
 
 Belongs here: dispatching tokens to experts, the frozen grouped layer with its biases.
-Does not belong here: the product itself (`grouped`), routing, what stands between the projections, adapters.
+Does not belong here: the product itself (`grouped`), routing, the activation between projections, adapters.
 
 Legend: `T` tokens, `C` experts a token goes to, `S = T·C` slots (a token at an expert), `E` experts, weights `[N, K]`.
 """
@@ -22,7 +22,7 @@ from orbit_runtime.quant.grouped import grouped_linear
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of tokens in the order of slots. Backward sums a token's slots in a fixed order; a scatter would not."""
+    """Rows of tokens in slot order. Backward sums a token's slots in a fixed order; a scatter would not."""
 
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, token_S: Tensor, slot_of_TC: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Saves the slots in their own dtype; autograd would keep them widened, and once for each place."""
+    """Saves the slots in their own dtype; autograd would keep them widened, once for each of a token's experts."""
 
     @staticmethod
     def forward(ctx: Any, y_SN: Tensor, weight_TC: Tensor, slot_of_TC: Tensor, order_S: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class _Combine(torch.autograd.Function):
             dy_TCN = (grad_TN.unsqueeze(1) * weight_TC.float().unsqueeze(-1)).to(y_SN.dtype)
             dy_SN = dy_TCN.flatten(0, 1).index_select(0, order_S)
             if len(dy_SN) < len(y_SN):
-                # Rows behind the slots stand for what is computed elsewhere, and want no gradient.
+                # Rows after the slots stand for values computed in other processes, and need no gradient.
                 dy_SN = nn.functional.pad(dy_SN, (0, 0, 0, len(y_SN) - len(dy_SN)))
         if ctx.needs_input_grad[1]:
             dweight_TC = torch.einsum("tcn,tn->tc", _by_token(y_SN, slot_of_TC), grad_TN).to(weight_TC.dtype)
@@ -66,16 +66,16 @@ def _by_token(y_SN: Tensor, slot_of_TC: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Dispatch:
-    """Slots sorted by expert; of one expert in the order of tokens. Made for one layer of one pass."""
+    """Slots sorted by expert, and by token within an expert. Built for one layer of one pass."""
 
     token_S: Tensor
     expert_S: Tensor
     slot_of_TC: Tensor
-    """Where the slots of a token stand."""
+    """Indices of each token's slots."""
     order_S: Tensor
-    """Where a slot stands among `slot_of_TC`, counted row by row."""
+    """Index of each slot in `slot_of_TC`, flattened row by row."""
     offsets_E: Tensor
-    """int32; end of every expert's slots."""
+    """int32; end of each expert's slots."""
     _gathered: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor:
@@ -87,13 +87,13 @@ class Dispatch:
         return self._gathered[1]
 
     def combine(self, y_SN: Tensor, weight_TC: Tensor) -> Tensor:
-        """fp32 `[T, N]`: every token's experts, weighted, in the order in which the router named them."""
+        """fp32 `[T, N]`: the weighted sum of each token's experts, in the order in which the router listed them."""
         result: Tensor = _Combine.apply(y_SN, weight_TC, self.slot_of_TC, self.order_S)
         return result
 
 
 def build_dispatch(expert_TC: Tensor, num_experts: int) -> Dispatch:
-    """`expert_TC`: the experts that each token goes to. The host waits for nothing."""
+    """`expert_TC`: the experts that each token goes to. Without synchronising with the host."""
     flat = expert_TC.reshape(-1)
     expert_S, order_S = flat.sort(stable=True)
     slot_of = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
@@ -106,7 +106,7 @@ def build_dispatch(expert_TC: Tensor, num_experts: int) -> Dispatch:
 class FrozenExpertLinear(nn.Module):
     """`y[s] = x[s] @ W[expert of s].T + bias[expert of s]`, the packed tensors as buffers under their checkpoint names.
 
-    Computes in `x.dtype`; `.to(dtype)` leaves packed tensors alone, as in `FrozenLinear`.
+    Computes in `x.dtype`; `.to(dtype)` does not change packed tensors, as in `FrozenLinear`.
     """
 
     def __init__(self, stack: ExpertStack, bias_EN: Tensor | None = None, *, reads_tokens: bool) -> None:
@@ -115,7 +115,7 @@ class FrozenExpertLinear(nn.Module):
         self.num_experts = stack.num_experts
         self.out_features, self.in_features = stack.shape
         self.reads_tokens = reads_tokens
-        """Its input has a row per token (gate, up), not per slot (down)."""
+        """Whether its input has one row per token (gate, up) rather than one per slot (down)."""
         self._packed_names = tuple(stack.tensors)
         for name, tensor in stack.tensors.items():
             self.register_buffer(name, tensor)

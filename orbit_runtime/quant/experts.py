@@ -1,9 +1,9 @@
 """The weights of one projection of all experts of a layer, each packed tensor stacked along a leading expert axis.
 
-Belongs here: stacking, and one expert as a weight that shares the memory.
+Belongs here: stacking, and access to one expert as a weight that shares the memory.
 Does not belong here: multiplying (`grouped`), routing, which experts a rank holds.
 
-Legend: `E` experts, weight of each `[N, K]`.
+Legend: `E` experts, each with a weight `[N, K]`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ExpertStack:
         return rows, columns
 
     def expert(self, index: int) -> Weight:
-        """Shares the memory."""
+        """One expert's weight; shares the memory."""
         parts = {name: tensor[index] for name, tensor in self.tensors.items()}
         weight: Weight = FORMATS[self.format].from_buffers(parts)
         return weight
@@ -56,7 +56,7 @@ def stack_experts(weights: Sequence[Weight]) -> ExpertStack:
 
 
 def split_gpt_oss(weight: mxfp4.MXFP4Weight) -> ExpertStack:
-    """gpt-oss keeps all experts of a layer in one tensor: the same memory with its expert axis back."""
+    """Restores the expert axis of gpt-oss's tensors, which hold all experts of a layer; shares the memory."""
     rows = weight.shape[0] // weight.num_experts
     buffers = mxfp4.buffers(weight)
     return ExpertStack(weight.layout, {key: tensor.view(-1, rows, tensor.shape[1]) for key, tensor in buffers.items()})

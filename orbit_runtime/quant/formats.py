@@ -31,29 +31,29 @@ class Codec:
     """The functions of one layout; each is documented where it is defined."""
 
     precision: str
-    """The manifest's word for it: `BF16`, `INT4`, `FP8`, `NVFP4` or `MXFP4`."""
+    """The manifest's name for it: `BF16`, `INT4`, `FP8`, `NVFP4` or `MXFP4`."""
     weight_type: type
     tensor_names: Callable[[str], tuple[str, ...]]
     from_checkpoint: Callable[[Mapping[str, Tensor], str], Any]
     buffers: Callable[[Any], dict[str, Tensor]]
     from_buffers: Callable[[Mapping[str, Tensor]], Any]
     views: Callable[..., tuple[Tensor, ...]]
-    """`(*packed tensors)` → the same memory as `dense_rows` reads it, rows first."""
+    """`(*packed tensors)` → views of the same memory in the form that `dense_rows` reads, rows first."""
     dense_rows: Callable[..., Tensor]
     """`(*views of any run of rows, dtype)` → dense `[rows, K]`."""
     dequantize: Callable[..., Tensor]
     num_bytes: Callable[[Any], int]
     tiles: Callable[[Any], dict[str, tuple[int, int] | None]]
-    """Rows and columns that one element of each packed tensor covers; 0 columns: all of them; None: the whole weight.
+    """Rows and columns covered by one element of each packed tensor; 0 columns: all of them; None: the whole weight.
 
-    For cutting.
+    Used for cutting.
     """
     quantize: Callable[..., Any] | None
-    """`(w, …)` → a weight; None where Orbit only reads the layout. A group size where the format leaves it open."""
+    """`(w, …)` → a weight; None if Orbit only reads the layout. Takes a group size if the format leaves it open."""
     to_checkpoint: Callable[[Any], dict[str, Tensor]] | None
-    """What a file holds for a weight, relative to its module; None where Orbit only reads the layout."""
+    """A weight's tensors in a file, relative to its module; None if Orbit only reads the layout."""
     stack: Callable[[Sequence[Any]], Any] | None
-    """Weights over the same columns → one weight, rows under rows; None from it, or in its place: not possible."""
+    """Weights over the same columns → one weight with concatenated rows; returns None, or is None, if not possible."""
 
 
 def _codec(precision: str, module: Any, weight_type: type) -> Codec:
@@ -117,7 +117,7 @@ FORMATS: dict[str, Codec] = {
     "MXFP4V4": _named(_MXFP4, mxfp4, "MXFP4V4"),
     "MXFP4GptOss": _named(_MXFP4, mxfp4, "MXFP4GptOss", quantize=None, to_checkpoint=None),
 }
-"""Layout → codec. Weights read from GPTQ and AWQ files are `INT4Asymmetric` from then on."""
+"""Layout → codec. Weights read from GPTQ and AWQ files become `INT4Asymmetric`."""
 
 
 def format_of(weight: Weight) -> str:

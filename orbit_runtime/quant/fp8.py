@@ -2,9 +2,9 @@
 
 Oracle: compressed-tensors' `decompress`, rounded to BF16, bit for bit: `bf16(float32(q) * float32(scale))`, one fp32
 product and one rounding; wider dtypes widen that BF16 value. ModelOpt's own `dequantize` to BF16 rounds the F32 scale
-to BF16 first; engines that serve its files multiply by the F32 scale, so for its files, too, the F32 product is right.
+to BF16 first, but engines that serve its files multiply by the F32 scale, so the F32 product is right for them too.
 
-Belongs here: the format. Does not belong here: 128 x 128 blocks (`fp8_block`), activation scales, which no weight has.
+Belongs here: the format. Does not belong here: 128 x 128 blocks (`fp8_block`), activation scales (not in a weight).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tensor_names(prefix: str) -> tuple[str, str]:
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> FP8Weight:
-    """The weight of module `name` from its checkpoint tensors, as they are, after checking that they fit together."""
+    """The weight of module `name` from its checkpoint tensors, unchanged, after checking that they are consistent."""
     names = tensor_names(name)
     qdata, scale = take(tensors, names)
     check_matrix(qdata, (torch.float8_e4m3fn,), None, names[0])
@@ -67,7 +67,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> FP8Weight:
 
 
 def quantize(w: Tensor, *, per_tensor: bool = False) -> FP8Weight:
-    """`scale = amax / 448` per row (or tensor) in fp32, `q = e4m3(w / scale)`; rows of zeros get the scale 1."""
+    """`scale = amax / 448` per row (or tensor) in fp32, `q = e4m3(w / scale)`; rows of zeros get scale 1."""
     w = w.float()
     amax = w.abs().amax().view(1, 1) if per_tensor else w.abs().amax(1, keepdim=True)
     scale = torch.where(amax == 0, 1.0, (amax / MAX).clamp(min=torch.finfo(torch.float32).tiny))
@@ -91,7 +91,7 @@ def dequantize(weight: FP8Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor
 
 
 def buffers(weight: FP8Weight) -> dict[str, Tensor]:
-    """The packed tensors under their checkpoint names, relative to the module, in the order `views` takes them."""
+    """The packed tensors by checkpoint name, relative to the module, in the order that `views` takes."""
     return {"weight": weight.qdata, "weight_scale": weight.scale}
 
 
@@ -104,10 +104,10 @@ def num_bytes(weight: FP8Weight) -> int:
 
 
 def tiles(weight: FP8Weight) -> dict[str, tuple[int, int] | None]:
-    """Rows and columns of the weight that one element of each packed tensor covers; 0: all columns; None: all."""
+    """Rows and columns covered by one element of each packed tensor; 0: all columns; None: the whole weight."""
     return {"weight": (1, 1), "weight_scale": None if weight.per_tensor else (1, 0)}
 
 
 def to_checkpoint(weight: FP8Weight) -> dict[str, Tensor]:
-    """What a file holds for this weight, relative to the module."""
+    """The tensors of this weight in a file, relative to the module."""
     return buffers(weight)

@@ -1,9 +1,9 @@
 """FP8 in blocks of 128 x 128: DeepSeek-V3, Qwen3-FP8, DeepSeek-V4's dense layers, compressed-tensors' `FP8_BLOCK`.
 
-Oracle: transformers' `Fp8Dequantize`, bit for bit; where a last block is partial, which that one refuses, the oracle is
-compressed-tensors' `FP8BlockDequantizer`. Order of operations: `bf16(float32(q) * float32(scale))`, one fp32 product
-(rounded once) and one rounding to BF16; wider dtypes widen that BF16 value. Multiplying in BF16, as some code does,
-rounds an F32 scale first and is another weight. Despite its name, `weight_scale_inv` multiplies.
+Oracle: transformers' `Fp8Dequantize`, bit for bit; for a partial last block, which it refuses, compressed-tensors'
+`FP8BlockDequantizer`. Order of operations: `bf16(float32(q) * float32(scale))`, one fp32 product (rounded once) and one
+rounding to BF16; wider dtypes widen that BF16 value. Multiplying in BF16, as some code does, rounds an F32 scale first
+and gives a different weight. Despite its name, `weight_scale_inv` multiplies.
 
 Belongs here: this format under its three sets of names.
 Does not belong here: one scale per row or tensor (`fp8`), other block shapes, the layer that multiplies.
@@ -23,7 +23,7 @@ BLOCK = 128
 MAX = 448.0
 """Largest E4M3 value."""
 SCALE_NAMES = {"FP8Block": "weight_scale_inv", "FP8BlockCT": "weight_scale", "FP8BlockV4": "scale"}
-"""Layout → what its files call the scale: Hugging Face's fp8, compressed-tensors, DeepSeek-V4."""
+"""Layout → name of the scale in its files: Hugging Face's fp8, compressed-tensors, DeepSeek-V4."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
@@ -53,7 +53,7 @@ def tensor_names(prefix: str, layout: str = "FP8Block") -> tuple[str, str]:
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str, layout: str = "FP8Block") -> FP8BlockWeight:
-    """The weight of module `name` from its checkpoint tensors, as they are, after checking that they fit together."""
+    """The weight of module `name` from its checkpoint tensors, unchanged, after checking that they are consistent."""
     names = tensor_names(name, layout)
     qdata, scale = take(tensors, names)
     check_matrix(qdata, (torch.float8_e4m3fn,), None, names[0])
@@ -64,7 +64,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str, layout: str = "FP8
 
 
 def quantize(w: Tensor, layout: str = "FP8Block") -> FP8BlockWeight:
-    """`scale = amax / 448` per block in fp32, `q = e4m3(w / scale)`; a block of zeros gets the scale 1."""
+    """`scale = amax / 448` per block in fp32, `q = e4m3(w / scale)`; a block of zeros gets scale 1."""
     rows, columns = w.shape
     padded = torch.nn.functional.pad(w.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -76,7 +76,7 @@ def quantize(w: Tensor, layout: str = "FP8Block") -> FP8BlockWeight:
 
 
 def views(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, the block row of each row, and the whole scale repeated (without memory) for each row."""
+    """Codes, the block row of each row, and the whole scale expanded (without memory) to each row."""
     rows = qdata.shape[0]
     block_rows = torch.arange(rows, dtype=torch.int32, device=qdata.device) // BLOCK
     return qdata, block_rows, scale.unsqueeze(0).expand(rows, *scale.shape)
@@ -100,7 +100,7 @@ def dequantize(weight: FP8BlockWeight, dtype: torch.dtype = torch.bfloat16) -> T
 
 
 def buffers(weight: FP8BlockWeight) -> dict[str, Tensor]:
-    """The packed tensors under their checkpoint names, relative to the module, in the order `views` takes them."""
+    """The packed tensors by checkpoint name, relative to the module, in the order that `views` takes."""
     return {"weight": weight.qdata, SCALE_NAMES[weight.layout]: weight.scale}
 
 
@@ -114,10 +114,10 @@ def num_bytes(weight: FP8BlockWeight) -> int:
 
 
 def tiles(weight: FP8BlockWeight) -> dict[str, tuple[int, int] | None]:
-    """Rows and columns of the weight that one element of each packed tensor covers."""
+    """Rows and columns covered by one element of each packed tensor."""
     return {"weight": (1, 1), SCALE_NAMES[weight.layout]: (BLOCK, BLOCK)}
 
 
 def to_checkpoint(weight: FP8BlockWeight) -> dict[str, Tensor]:
-    """What a file holds for this weight, relative to the module."""
+    """The tensors of this weight in a file, relative to the module."""
     return buffers(weight)

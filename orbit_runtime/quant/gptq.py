@@ -1,12 +1,12 @@
-"""GPTQ INT4, read only: `qweight`, `qzeros`, `scales`, `g_idx`. The bits are laid out anew; no value is rounded again.
+"""GPTQ INT4, read only: `qweight`, `qzeros`, `scales`, `g_idx`. The bits are rearranged; no value is rounded again.
 
 `qweight` int32 `[K/8, N]` holds column 8j+i of a row in bits 4i..4i+3; `qzeros` int32 `[K/g, N/8]` holds the zero point
 minus one (`checkpoint_format: gptq`) or the zero point itself (`gptq_v2`); `scales` F16 `[K/g, N]`. Codes are unsigned
 0..15. Oracle: GPTQModel's `dequantize_weight` with its scales in F32, rounded to BF16, bit for bit.
 
 Version 1: GPTQModel writes it by subtracting 0x11111111 from whole words, so a zero point of 0 borrows from its
-neighbour; adding the same number to the word gives all eight back. Adding one to each would not. No symmetric file
-holds a zero point of 0.
+neighbour. Adding the same number to the word restores all eight; adding one to each nibble would not. A symmetric
+file has no zero point of 0.
 
 Belongs here: reading that layout. Does not belong here: the arithmetic (`int4_asymmetric`), other widths, `desc_act`.
 """
@@ -31,7 +31,7 @@ def tensor_names(prefix: str) -> tuple[str, ...]:
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str, *, zero_offset: int = 1) -> INT4AsymmetricWeight:
-    """The weight of module `name`; `zero_offset` is what the file's zero points lack, 1 or 0."""
+    """The weight of module `name`; `zero_offset` is what must be added to the file's zero points, 1 or 0."""
     names = tensor_names(name)
     qweight, qzeros, scales, g_idx = take(tensors, names)
     check_matrix(qweight, (torch.int32,), None, names[0])

@@ -1,9 +1,9 @@
-"""One projection of all experts over tokens that are sorted by expert: the gradient reaches the input, nothing else.
+"""One projection of all experts over tokens sorted by expert: only the input gets a gradient.
 
-Belongs here: the grouped product in torch, forward and backward: one expert dense at a time, and only those that got
+Belongs here: the grouped product in torch, forward and backward: one dense expert at a time, and only those with
 tokens, or BF16 experts all at once. Does not belong here: routing and sorting, adapters, formats.
 
-Legend: `T` tokens, `E` experts, weight of each `[N, K]`.
+Legend: `T` tokens, `E` experts, each with a weight `[N, K]`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from orbit_runtime.quant.linear import backward_by_rows, forward_by_rows
 
 
 class GroupedProduct(Protocol):
-    """A way to multiply each token by its expert's packed tensors. Outside of autograd."""
+    """An implementation of the product of each token with its expert's packed tensors. Outside of autograd."""
 
     def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
-        """`[T, N]`; 0 for tokens of nobody."""
+        """`[T, N]`; 0 for tokens without an expert."""
 
     def input_gradient(self, dy_TN: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
         """`[T, K]`."""
@@ -39,7 +39,7 @@ class GroupedProduct(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchGroupedProduct:
-    """One expert after the other through its codec. `packed`: a stack's tensors, or all experts' one after another."""
+    """One expert after another, using its codec. `packed`: a stack's tensors, or those of all experts, concatenated."""
 
     layout: str
     rows: int
@@ -62,7 +62,7 @@ class TorchGroupedProduct:
 
 @dataclass(frozen=True, slots=True)
 class StackedGroupedProduct:
-    """BF16 experts as they are, in one product of torch's; `packed` is `[E, N, K]`. Nothing is read by the host."""
+    """BF16 experts unchanged, in a single torch product; `packed` is `[E, N, K]`. The host reads nothing."""
 
     def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
         return grouped_dense(x_TK, packed[0].transpose(1, 2), offsets_E)
@@ -83,12 +83,12 @@ def grouped_linear(
     """`y[t] = x[t] @ W[expert of t].T`, in x's dtype, `[T, N]`.
 
     Args:
-        weights: of one layout and shape. A sequence is taken as it is; only a stack can go through a fused kernel.
-        offsets_E: int32 or int64; the tokens of expert e are `offsets[e-1]` (0 for the first) up to `offsets[e]`, as
-            `torch.nn.functional.grouped_mm` has it. Tokens after the last offset give 0 and get no gradient.
-        dense_bytes: most dequantised bytes at a time; None: `linear.DENSE_BYTES_LIMIT` of the device.
-        rounding: of x, as an engine's kernel rounds it; one without a static scale.
-        keeps: where a layer's second pass takes products from its first, this one too (`kept`).
+        weights: of one layout and shape. A sequence is used as is; only a stack can use a fused kernel.
+        offsets_E: int32 or int64; the tokens of expert e are `offsets[e-1]` (0 for the first) to `offsets[e]`, as in
+            `torch.nn.functional.grouped_mm`. Tokens after the last offset give 0 and get no gradient.
+        dense_bytes: maximum dequantised bytes at a time; None for the device's `linear.DENSE_BYTES_LIMIT`.
+        rounding: rounding of x as in an engine's kernel; one without a static scale.
+        keeps: if a layer's second pass reuses products of its first, whether this is one of them (`kept`).
     """
     assert x_TK.ndim == 2, x_TK.shape
     assert offsets_E.ndim == 1, offsets_E.shape
@@ -117,7 +117,7 @@ class _RoundedGroupedProduct:
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Saves the packed tensors and the offsets: neither x nor a dense weight outlives the call."""
+    """Saves only the packed tensors and the offsets: neither x nor a dense weight outlives the call."""
 
     @staticmethod
     def forward(
@@ -138,7 +138,7 @@ class _GroupedMatmul(torch.autograd.Function):
 def _product(
     x_TK: Tensor, weights: ExpertStack | Sequence[Weight], dense_bytes: int | None
 ) -> tuple[GroupedProduct, tuple[Tensor, ...]]:
-    """The way that `choice` says, and the packed tensors as it reads them."""
+    """The implementation selected by `choice`, and the packed tensors in the form that it reads."""
     layout, tensors = _flat(weights)
     if isinstance(weights, ExpertStack):
         (rows, columns), stacked = weights.shape, True
@@ -146,7 +146,7 @@ def _product(
         (rows, columns), stacked = weights[0].shape, False
     if stacked and layout == "BF16" and x_TK.dtype is torch.bfloat16 and is_aligned(rows, columns):
         return StackedGroupedProduct(), tensors
-    # What decides is how many tokens share an expert's weight.
+    # The decision depends on the number of tokens that share an expert's weight.
     per_expert = len(x_TK) // max(1, tensors[0].shape[0]) if stacked else 0
     path = select_path(layout, x_TK.device, x_TK.dtype, per_expert, grouped=True)
     operands = build_operands(layout, tensors, stacked=True) if stacked and path != "Torch" else None
@@ -162,7 +162,7 @@ def _product(
 def _experts(
     offsets_E: Tensor, num_tokens: int, name: str, tensors: Sequence[Tensor]
 ) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
-    """First token, end and packed views of every expert that has tokens."""
+    """First token, end and packed views of every expert with tokens."""
     start = 0
     for index, stop in enumerate(offsets_E.tolist()):
         assert start <= stop <= num_tokens, (start, stop, num_tokens)
@@ -172,7 +172,8 @@ def _experts(
 
 
 def _flat(weights: ExpertStack | Sequence[Weight]) -> tuple[str, tuple[Tensor, ...]]:
-    """The layout, and all packed tensors: stacked ones have one axis more than a single weight's (`_buffers`)."""
+    """The layout, and all packed tensors: stacked ones have one axis more than those of a single weight
+    (`_buffers`)."""
     if isinstance(weights, ExpertStack):
         return weights.format, tuple(weights.tensors.values())
     formats = {format_of(weight) for weight in weights}
@@ -182,7 +183,7 @@ def _flat(weights: ExpertStack | Sequence[Weight]) -> tuple[str, tuple[Tensor, .
 
 
 def _buffers(name: str, tensors: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
-    """The packed tensors of one expert; the codes of every layout are a matrix, so three axes are a stack."""
+    """The packed tensors of one expert; the codes of every layout are a matrix, so three axes mean a stack."""
     if tensors[0].ndim == 3:
         return tuple(tensor[index] for tensor in tensors)
     count = _num_tensors(name)

@@ -1,7 +1,7 @@
-"""Dispatch to the experts that this process holds: what other experts add to a token comes from other processes.
+"""Dispatch to the experts that this process holds; the contributions of other experts come from other processes.
 
-Belongs here: slots of held experts. Does not belong here: all experts in one process (`expert_linear`), what
-processes tell each other.
+Belongs here: slots of held experts. Does not belong here: all experts in one process (`expert_linear`), communication
+between processes.
 
 Legend: `T` tokens, `C` experts a token goes to, `S` slots of held experts.
 """
@@ -15,7 +15,7 @@ from orbit_runtime.quant.expert_linear import Dispatch, build_dispatch
 
 
 class HeldDispatch(Dispatch):
-    """A slot of an expert that is elsewhere points behind the last row; what it reads there is 0."""
+    """A slot of an expert in another process points one row past the last; it reads 0 there."""
 
     def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor:
         if keep and self._gathered is not None and self._gathered[0] is x_TK:
@@ -30,7 +30,7 @@ class HeldDispatch(Dispatch):
 
 
 class _GatherHeld(torch.autograd.Function):
-    """`expert_linear._Gather` for some of the slots."""
+    """`expert_linear._Gather` for a subset of the slots."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x_TK: Tensor, token_S: Tensor, slot_of_TC: Tensor) -> Tensor:
@@ -49,10 +49,10 @@ def _with_zero_row(rows: Tensor) -> Tensor:
 
 
 def build_held_dispatch(expert_TC: Tensor, held: range) -> HeldDispatch:
-    """Args: expert_TC: numbers of all experts of the layer, of which `held` are here."""
+    """Args: expert_TC: indices among all experts of the layer, of which this process has `held`."""
     is_held = (expert_TC >= held.start) & (expert_TC < held.stop)
     whole = build_dispatch(torch.where(is_held, expert_TC - held.start, len(held)), len(held) + 1)
-    # How many there are decides the sizes of what follows: the one number here that the host reads.
+    # The number of slots determines the following sizes: the only value that the host reads here.
     slots = int(whole.offsets_E[-2])
     return HeldDispatch(
         whole.token_S[:slots],

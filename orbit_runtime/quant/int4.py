@@ -39,12 +39,12 @@ class INT4Weight:
 
 
 def tensor_names(prefix: str) -> tuple[str, ...]:
-    """Checkpoint names of the tensors of the module `prefix`."""
+    """Checkpoint names of the module's tensors."""
     return (f"{prefix}.weight_packed", f"{prefix}.weight_scale", f"{prefix}.weight_shape")
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4Weight:
-    """The weight of module `name` from its checkpoint tensors, as they are, after checking that they fit together."""
+    """The weight of module `name` from its checkpoint tensors, unchanged, after checking that they are consistent."""
     names = tensor_names(name)
     packed_key, scale_key, shape_key = names
     qdata, scale, shape = take(tensors, names)
@@ -68,7 +68,7 @@ def pack(codes: Tensor) -> Tensor:
     rows, columns = codes.shape
     stored = (codes.to(torch.int32) + ZERO_CODE).view(rows, columns // CODES_PER_WORD, CODES_PER_WORD)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
-    # The nibbles do not overlap, so the (wrapping) sum of the shifted codes is their bitwise or.
+    # The nibbles do not overlap, so the (wrapping) sum of the shifted codes equals their bitwise or.
     return (stored << shifts).sum(-1, dtype=torch.int32)
 
 
@@ -79,10 +79,10 @@ def unpack(qdata: Tensor) -> Tensor:
 
 
 def quantize(w: Tensor, group: int) -> INT4Weight:
-    """Quantise by compressed-tensors' rule: `scale = amax / 7.5` per group, `q = round(clamp(w / scale, -8, 7))`.
+    """Quantises by compressed-tensors' rule: `scale = amax / 7.5` per group, `q = round(clamp(w / scale, -8, 7))`.
 
-    Arithmetic is BF16, as compressed-tensors' is for a BF16 model; a group of zeros gets BF16's epsilon for a scale.
-    For making checkpoints only: a frozen base is never quantised again.
+    Computes in BF16, as compressed-tensors does for a BF16 model; the scale of a group of zeros is BF16's epsilon.
+    Only for making checkpoints: a frozen base is never quantised again.
     """
     rows, columns = w.shape
     assert columns % group == 0, (columns, group)
@@ -102,12 +102,13 @@ def _four_codes(device: torch.device) -> Tensor:
 
 
 def views(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The packed tensors as `dense_rows` reads them, sharing their memory: uint16 `[N, K/4]`, scales `[N, K/g, 1]`."""
+    """The packed tensors in the form that `dense_rows` reads, sharing memory: uint16 `[N, K/4]`, scales `[N, K/g,
+    1]`."""
     return qdata.view(torch.uint16), scale.unsqueeze(-1)
 
 
 def dense_rows(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense `[rows, K]` from the `views` of any run of rows. Few operations: each costs while decoding."""
+    """Dense `[rows, K]` from the `views` of any run of rows. Uses few operations, because each costs while decoding."""
     rows, groups, _ = scale.shape
     codes = _four_codes(qdata.device).index_select(0, qdata.to(torch.int32).view(-1)).view(torch.bfloat16)
     w = codes.view(rows, groups, -1).mul_(scale).view(rows, -1)
@@ -115,12 +116,12 @@ def dense_rows(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize(weight: INT4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Dense `[N, K]`. Where that is too large to hold, go by rows as `FrozenLinear` does."""
+    """Dense `[N, K]`. If that is too large to hold, process it by rows as `FrozenLinear` does."""
     return dense_rows(*views(weight.qdata, weight.scale), dtype)
 
 
 def buffers(weight: INT4Weight) -> dict[str, Tensor]:
-    """The packed tensors under their checkpoint names, relative to the module, in the order `dense_rows` takes them."""
+    """The packed tensors by checkpoint name, relative to the module, in the order that `dense_rows` takes."""
     return {"weight_packed": weight.qdata, "weight_scale": weight.scale}
 
 
@@ -135,7 +136,7 @@ def num_bytes(weight: INT4Weight) -> int:
 
 
 def stack(weights: Sequence[INT4Weight]) -> INT4Weight | None:
-    """Rows of several weights under each other; None where their groups differ."""
+    """The rows of several weights, concatenated; None if their groups differ."""
     first = weights[0]
     if any(weight.block_size != first.block_size for weight in weights):
         return None

@@ -1,4 +1,4 @@
-"""INT4 with a zero point per group: compressed-tensors `pack-quantized`, asymmetric, and what GPTQ and AWQ become.
+"""INT4 with a zero point per group: compressed-tensors `pack-quantized`, asymmetric; GPTQ and AWQ convert to it.
 
 Oracle: compressed-tensors' `decompress`, bit for bit. Order of operations: `bf16(float32(q - z) * float32(scale))`. The
 difference has 5 bits and a scale at most 11, so the product is exact in fp32 and BF16 rounds once. F16 scales (GPTQ,
@@ -51,7 +51,7 @@ def tensor_names(prefix: str) -> tuple[str, ...]:
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4AsymmetricWeight:
-    """The weight of module `name` from its checkpoint tensors, as they are, after checking that they fit together."""
+    """The weight of module `name` from its checkpoint tensors, unchanged, after checking that they are consistent."""
     names = tensor_names(name)
     qdata, scale, zero_point, shape = take(tensors, names)
     rows, columns = read_shape(shape, names[3])
@@ -78,7 +78,7 @@ def quantize(w: Tensor, group: int) -> INT4AsymmetricWeight:
     grouped = w.to(torch.bfloat16).view(rows, columns // group, group)
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     scale = (high - low) / 15.0
-    # Without a spread there is no -8 - 0/0: the zero point then keeps the smallest code.
+    # Without a spread, -8 - 0/0 is undefined: the zero point is then the smallest code.
     zero = torch.clamp(torch.where(scale == 0, -8, -8 - low / scale), -8, 7).round().to(torch.int8)
     scale = torch.where(scale == 0, torch.finfo(torch.bfloat16).eps, scale)
     scaled = grouped / scale.unsqueeze(-1) + zero.unsqueeze(-1).to(torch.bfloat16)
@@ -87,7 +87,7 @@ def quantize(w: Tensor, group: int) -> INT4AsymmetricWeight:
 
 
 def pack_zero_points(zero: Tensor) -> Tensor:
-    """int8 zero points -8..7 `[N, G]` → int32 `[ceil(N/8), G]`; the bits of rows that do not exist are 0."""
+    """int8 zero points -8..7 `[N, G]` → int32 `[ceil(N/8), G]`; bits of rows past the end are 0."""
     padding = -zero.shape[0] % CODES_PER_WORD
     padded = torch.nn.functional.pad(zero.t(), (0, padding), value=-int4.ZERO_CODE)
     return int4.pack(padded).t().contiguous()
@@ -99,7 +99,7 @@ def unpack_zero_points(zero_point: Tensor, rows: int) -> Tensor:
 
 
 def views(qdata: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, ...]:
-    """Words, scales, the number of each row, and all zero points repeated (without memory) for each row."""
+    """Words, scales, the index of each row, and all zero points expanded (without memory) to each row."""
     rows = qdata.shape[0]
     numbers = torch.arange(rows, dtype=torch.int32, device=qdata.device)
     return qdata, scale, numbers, zero_point.unsqueeze(0).expand(rows, *zero_point.shape)
@@ -121,7 +121,7 @@ def dequantize(weight: INT4AsymmetricWeight, dtype: torch.dtype = torch.bfloat16
 
 
 def buffers(weight: INT4AsymmetricWeight) -> dict[str, Tensor]:
-    """The packed tensors under their checkpoint names, relative to the module, in the order `views` takes them."""
+    """The packed tensors by checkpoint name, relative to the module, in the order that `views` takes."""
     return {"weight_packed": weight.qdata, "weight_scale": weight.scale, "weight_zero_point": weight.zero_point}
 
 
@@ -134,7 +134,7 @@ def num_bytes(weight: INT4AsymmetricWeight) -> int:
 
 
 def tiles(weight: INT4AsymmetricWeight) -> dict[str, tuple[int, int] | None]:
-    """Rows and columns of the weight that one element of each packed tensor covers."""
+    """Rows and columns covered by one element of each packed tensor."""
     group = weight.block_size
     return {
         "weight_packed": (1, CODES_PER_WORD),
@@ -144,12 +144,12 @@ def tiles(weight: INT4AsymmetricWeight) -> dict[str, tuple[int, int] | None]:
 
 
 def to_checkpoint(weight: INT4AsymmetricWeight) -> dict[str, Tensor]:
-    """What a file holds for this weight, relative to the module."""
+    """The tensors of this weight in a file, relative to the module."""
     return buffers(weight) | {"weight_shape": torch.tensor(weight.shape)}
 
 
 def _check_trailing(zero_point: Tensor, rows: int, where: str) -> None:
-    """Bits past the last row must be 0: set ones mean that the shape or the tensor is another's."""
+    """Bits past the last row must be 0: otherwise the shape or the tensor belongs to another weight."""
     used = rows % CODES_PER_WORD
     if used and bool(((zero_point[-1] >> (4 * used)) & ((1 << (32 - 4 * used)) - 1)).any()):
         raise ModelError(f"bits are set past the last of {rows} rows", where=where, fix=DAMAGED)

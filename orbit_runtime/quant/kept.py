@@ -1,9 +1,9 @@
 """Results of costly products that a layer's second pass takes from its first.
 
-A layer that is recomputed in the backward pass need not multiply by its packed weights again: what those products gave
-is kept, in the order in which they were asked for, and everything between them is computed anew.
+A layer that is recomputed in the backward pass need not multiply by its packed weights again: the results of those
+products are kept, in the order of the calls, and everything between them is recomputed.
 
-Belongs here: keeping and taking. Does not belong here: what is recomputed when (`policy.recompute`).
+Belongs here: keeping and taking. Does not belong here: what is recomputed, and when (`policy.recompute`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from orbit_runtime.errors import InternalError
 
 @dataclass(eq=False)
 class Kept:
-    """Results of one layer's pass. Freed with whoever holds it: the layer's part of the graph."""
+    """Results of one layer's pass. Freed together with their owner: the layer's part of the graph."""
 
     results: list[tuple[Tensor, int]] = field(default_factory=list)
-    """Each with its version: one that was overwritten since is no result any more."""
+    """Each with its version: a result that was overwritten later is no longer valid."""
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Within it, `kept` stores here what it computes."""
+        """Within this context, `kept` stores its results here."""
         with _using(self, None):
             yield
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Within it, `kept` gives these results, from the first on. May be entered again for another backward pass."""
+        """Within this context, `kept` returns these results, from the first on. Can be entered again."""
         with _using(self, iter(self.results)):
             yield
 
@@ -52,10 +52,10 @@ def _using(kept: Kept, results: Iterator[tuple[Tensor, int]] | None) -> Iterator
 
 
 def kept(compute: Callable[[], Tensor]) -> Tensor:
-    """What `compute` gives or, in a layer's second pass, gave in the first. Call it outside of autograd.
+    """The result of `compute`; in a layer's second pass, its result from the first. Call it outside of autograd.
 
     Raises:
-        InternalError: the second pass asks for more than the first computed, or a result was overwritten.
+        InternalError: the second pass requests more than the first computed, or a result was overwritten.
     """
     now = _now.get()
     if now is None:

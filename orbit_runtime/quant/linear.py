@@ -1,4 +1,4 @@
-"""A linear layer over a frozen, packed weight: the gradient reaches the input and nothing else.
+"""A linear layer over a frozen, packed weight: only the input gets a gradient.
 
 Belongs here: multiplying by packed weights, forward and backward, with bounded temporaries.
 Does not belong here: formats (one file each), adapters, anything trainable.
@@ -23,16 +23,16 @@ from orbit_runtime.quant.kernels.choice import Path, select_path
 from orbit_runtime.quant.kernels.operands import build_operands
 
 DENSE_BYTES_LIMIT = {"cpu": 16 << 20, "cuda": 256 << 20}
-"""Most bytes of dequantised weight, in the compute dtype, that exist at a time: larger matrices go by runs of rows.
+"""Maximum bytes of dequantised weight, in the compute dtype, at a time: larger matrices are processed in runs of rows.
 
-On a CPU a run of this size stays in the cache between being dequantised and multiplied: it is also the faster way.
+On a CPU a run of this size stays in the cache between dequantising and multiplying, so it is also the faster way.
 """
 
 DenseRows = Callable[..., Tensor]
 
 
 class Product(Protocol):
-    """A way to multiply by packed tensors, which are handed in at every call. Outside of autograd."""
+    """An implementation of multiplication by packed tensors, which are passed to every call. Outside of autograd."""
 
     def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor:
         """`x @ W.T + bias`."""
@@ -43,7 +43,7 @@ class Product(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchProduct:
-    """The codec, then a torch matmul, by runs of rows. Packed tensors are the codec's `views`."""
+    """The codec, then a torch matmul, in runs of rows. Packed tensors are the codec's `views`."""
 
     columns: int
     dense_rows: DenseRows
@@ -59,8 +59,8 @@ class TorchProduct:
 class FrozenLinear(nn.Module):
     """`x @ W.T + bias` with W packed. The packed tensors are buffers under their checkpoint names.
 
-    Computes in `x.dtype`. `.to(device)` moves the buffers; `.to(dtype)` leaves them alone, because a packed tensor that
-    changed its dtype would be another weight.
+    Computes in `x.dtype`. `.to(device)` moves the buffers; `.to(dtype)` does not change them, because a packed tensor
+    with another dtype would be another weight.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class FrozenLinear(nn.Module):
         input_scale: Tensor | None = None,
     ) -> None:
         """Args:
-        rounding: of x, as an engine's kernel rounds it. Its static scale, where it has one, is `input_scale`.
+        rounding: rounding of x as in an engine's kernel. Its static scale, if it has one, is `input_scale`.
         """
         super().__init__()
         assert (rounding is not None and rounding.is_static) == (input_scale is not None)
         self.rounding = rounding
         self.dense_bytes = dense_bytes
-        """Most dequantised bytes at a time; None: `DENSE_BYTES_LIMIT` of the device."""
+        """Maximum dequantised bytes at a time; None for the device's `DENSE_BYTES_LIMIT`."""
         self.format = format_of(weight)
         self.out_features, self.in_features = weight.shape
         codec = FORMATS[self.format]
@@ -116,10 +116,11 @@ class FrozenLinear(nn.Module):
         return kept(lambda: product.forward(x, bias, packed))
 
     def product(self, x: Tensor, dense: Tensor) -> Tensor:
-        """`forward` for x `[T, K]` without gradient, on a layer that no longer moves, through a buffer of the caller's.
+        """`forward` for x `[T, K]` without gradient, on a layer that no longer moves, using the caller's buffer.
 
         Args:
-            dense: `[at least N·K]` in x's dtype; overwritten. New memory at every call would cost more than the values.
+            dense: `[at least N·K]` in x's dtype; overwritten. Allocating memory on every call would cost more than the
+                values.
         """
         bias, size = self._buffers["bias"], self.out_features * self.in_features
         if size > len(dense):
@@ -127,7 +128,7 @@ class FrozenLinear(nn.Module):
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         w = dense[:size].view(self.out_features, self.in_features)
-        # Widening the BF16 value is what `dense_rows` does for a wider dtype.
+        # For a wider dtype, `dense_rows` also widens the BF16 value.
         w.copy_(self._dense_rows(*(self._views or self._packed_views()), torch.bfloat16))
         if self.rounding is None:
             return nn.functional.linear(x, w, bias)
@@ -137,7 +138,7 @@ class FrozenLinear(nn.Module):
         return scaled(nn.functional.linear(x, w), factor, bias)
 
     def views(self) -> tuple[Tensor, ...]:
-        """The packed tensors as `dense` takes them."""
+        """The packed tensors in the form that `dense` takes."""
         return self._packed_views()
 
     def dense(self, views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -145,7 +146,7 @@ class FrozenLinear(nn.Module):
         return self._dense_rows(*views, dtype)
 
     def _packed_views(self) -> tuple[Tensor, ...]:
-        """Made anew when a buffer is another tensor than before: making them at every call costs while decoding."""
+        """Rebuilt only when a buffer was replaced by another tensor: building them on every call is slow."""
         buffers = [self._buffers[name] for name in self._packed_names]
         if len(self._seen) != len(buffers) or any(map(operator.is_not, buffers, self._seen)):
             self._views, self._seen = self._codec_views(*buffers), buffers
@@ -153,7 +154,7 @@ class FrozenLinear(nn.Module):
         return self._views
 
     def _chosen_product(self, x: Tensor) -> tuple[Product, tuple[Tensor, ...]]:
-        """The way that `choice` says, and the packed tensors as it reads them."""
+        """The implementation selected by `choice`, and the packed tensors in the form that it reads."""
         views = self._packed_views()
         path = select_path(self.format, x.device, x.dtype, x.numel() // max(x.shape[-1], 1))
         if path != "Torch" and path not in self._kernels:
@@ -161,7 +162,7 @@ class FrozenLinear(nn.Module):
         return self._kernels.get(path) or (self._product, views)
 
     def _kernel_product(self, path: Path) -> tuple[Product, tuple[Tensor, ...]] | None:
-        # Where Triton is not installed, `choice` never gets here.
+        # Without Triton, `choice` never selects a kernel.
         from orbit_runtime.quant.kernels.products import DequantizedProduct, FusedProduct
 
         buffers = [getattr(self, name) for name in self._packed_names]
@@ -185,10 +186,10 @@ class FrozenLinear(nn.Module):
 
 
 def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
-    """One linear whose outputs are those of `linears` side by side, over the same packed bytes.
+    """One linear whose outputs are those of `linears`, concatenated, over the same packed bytes.
 
-    The members' buffers become runs of rows of its own, so nothing stands in memory twice. None where the packed
-    tensors cannot stand under each other: other formats, other columns, or a format with no `stack`.
+    The members' buffers become runs of its rows, so nothing is stored twice. None if the packed tensors cannot be
+    concatenated: other formats, other columns, or a format with no `stack`.
     """
     first = linears[0]
     if len(linears) == 1:
@@ -219,7 +220,7 @@ def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """Saves the packed tensors only: neither x nor a dense weight outlives the call."""
+    """Saves only the packed tensors: neither x nor a dense weight outlives the call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, product: Product, *packed: Tensor) -> Tensor:
@@ -282,7 +283,7 @@ def backward_by_rows(
 
 
 def _is_faster_transposed(flat_x: Tensor) -> bool:
-    """Whether `W @ x.T` beats `x @ W.T`: on a CPU, oneMKL wants the long side first (7 % at 256 rows, 30 % at 64)."""
+    """Whether `W @ x.T` beats `x @ W.T`: on a CPU, oneMKL prefers the long side first (7 % at 256 rows, 30 % at 64)."""
     return not flat_x.is_cuda and 32 <= flat_x.shape[0] <= 256
 
 

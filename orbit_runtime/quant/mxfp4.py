@@ -2,13 +2,13 @@
 
 Three layouts of the same bytes: compressed-tensors (`weight_packed`, `weight_scale`, both uint8), DeepSeek-V4 (`weight`
 int8, `scale` float8_e8m0fnu), gpt-oss (`…_blocks` `[E, R, K/32, 16]` and `…_scales` `[E, R, K/32]`, uint8, all experts
-in one tensor, here its E·R rows one below the other).
+in one tensor, here with its E·R rows concatenated).
 
 Oracle: transformers' `_convert_moe_packed_tensors` (gpt-oss), bit for bit. Order of operations:
-`bf16(code * 2^(s-127))`, which is exact unless it overflows; so every vendor agrees but for s = 255,
-which the standard calls NaN and we refuse.
+`bf16(code * 2^(s-127))`, which is exact unless it overflows, so all vendors agree except for s = 255,
+which the standard defines as NaN and Orbit refuses.
 
-Belongs here: the format. Does not belong here: gpt-oss' order of gate and up, kernels' shuffled scales.
+Belongs here: the format. Does not belong here: gpt-oss's order of gate and up, kernels' shuffled scales.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def tensor_names(prefix: str, layout: str = "MXFP4") -> tuple[str, ...]:
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str, layout: str = "MXFP4") -> MXFP4Weight:
-    """The weight of module `name` from its checkpoint tensors, as they are, after checking that they fit together."""
+    """The weight of module `name` from its checkpoint tensors, unchanged, after checking that they are consistent."""
     names = tensor_names(name, layout)
     qdata, scale = take(tensors, names)
     experts = 1
@@ -84,9 +84,9 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str, layout: str = "MXF
 
 
 def quantize(w: Tensor, layout: str = "MXFP4") -> MXFP4Weight:
-    """compressed-tensors' rule: the block's largest value, rounded to E2M1's precision, gives the exponent.
+    """compressed-tensors' rule: the block's largest value, rounded to E2M1's precision, determines the exponent.
 
-    `s = 2^e / 4`, e of the block's largest value after rounding it; a largest value just under 7·s is cut to 6·s.
+    `s = 2^e / 4`, with e the exponent of the rounded largest value; a largest value just under 7·s is clamped to 6·s.
     """
     assert layout != "MXFP4GptOss", "gpt-oss packs all experts at once"
     rows, columns = w.shape
@@ -131,7 +131,7 @@ def expert(weight: MXFP4Weight, index: int) -> MXFP4Weight:
 
 
 def buffers(weight: MXFP4Weight) -> dict[str, Tensor]:
-    """The packed tensors under their checkpoint names, relative to the module, in the order `views` takes them."""
+    """The packed tensors by checkpoint name, relative to the module, in the order that `views` takes."""
     names = [name.lstrip("._") for name in NAMES[weight.layout]]
     return dict(zip(names, (weight.qdata, weight.scale), strict=True))
 
@@ -148,13 +148,13 @@ def num_bytes(weight: MXFP4Weight) -> int:
 
 
 def tiles(weight: MXFP4Weight) -> dict[str, tuple[int, int] | None]:
-    """Rows and columns of the weight that one element of each packed tensor covers."""
+    """Rows and columns covered by one element of each packed tensor."""
     codes, scales = buffers(weight)
     return {codes: (1, 2), scales: (1, GROUP)}
 
 
 def to_checkpoint(weight: MXFP4Weight) -> dict[str, Tensor]:
-    """What a file holds for this weight, relative to the module."""
+    """The tensors of this weight in a file, relative to the module."""
     return buffers(weight)
 
 

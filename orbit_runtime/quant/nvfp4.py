@@ -1,14 +1,15 @@
 """NVFP4: E2M1 codes, one E4M3 scale per 16 columns of a row, one F32 scale per tensor. Two vendors, inverse globals.
 
-compressed-tensors (`weight_packed`, `weight_scale`, `weight_global_scale`) divides by its global, 448·6/amax. ModelOpt
-(`weight`, `weight_scale`, `weight_scale_2`) multiplies by its own, amax/(448·6). A reciprocal rounds, so neither file
-is read by the other's arithmetic. Oracles, bit for bit: compressed-tensors for its own files, torchao's `NVFP4Tensor`
-for ModelOpt's. ModelOpt itself gives the same bits but for the code -0, of which its table makes +0; E2M1 has a -0.
+compressed-tensors (`weight_packed`, `weight_scale`, `weight_global_scale`) divides by its global scale, 448·6/amax.
+ModelOpt (`weight`, `weight_scale`, `weight_scale_2`) multiplies by its own, amax/(448·6). A reciprocal rounds, so
+neither file can be read with the other's arithmetic. Oracles, bit for bit: compressed-tensors for its own files,
+torchao's `NVFP4Tensor` for ModelOpt's. ModelOpt itself gives the same bits except for the code -0, which its table maps
+to +0; E2M1 has a -0.
 
 Order of operations, both: `s = float32(e4m3) / global` or `float32(e4m3) * scale_2`, rounded to fp32; then
 `bf16(float32(code) * s)`: a product rounded to fp32, then to BF16. Wider dtypes widen that BF16 value.
 
-Belongs here: the format as files hold it. Does not belong here: swizzled scales, which only kernels have; activations.
+Belongs here: the format as stored in files. Does not belong here: swizzled scales, which only kernels use; activations.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def tensor_names(prefix: str, layout: str = "NVFP4") -> tuple[str, ...]:
 
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str, layout: str = "NVFP4") -> NVFP4Weight:
-    """The weight of module `name` from its checkpoint tensors, as they are, after checking that they fit together."""
+    """The weight of module `name` from its checkpoint tensors, unchanged, after checking that they are consistent."""
     names = tensor_names(name, layout)
     qdata, scale, global_scale = take(tensors, names)
     check_matrix(qdata, (torch.uint8,), None, names[0])
@@ -78,10 +79,10 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str, layout: str = "NVF
 
 
 def quantize(w: Tensor, layout: str = "NVFP4", *, amax: Tensor | None = None) -> NVFP4Weight:
-    """The rule both vendors share: block scale `amax16 / 6`, expressed in E4M3 relative to the tensor's largest value.
+    """The rule of both vendors: block scale `amax16 / 6`, expressed in E4M3 relative to the tensor's largest value.
 
-    Projections that an engine fuses (q, k, v; gate, up) must share their global: pass the largest `amax` of them.
-    Blocks of zeros get the scale 1, and scales are kept in [2^-9, 448], as ModelOpt does.
+    Projections that an engine fuses (q, k, v; gate, up) must share their global scale: pass their largest `amax`.
+    Blocks of zeros get scale 1, and scales are clamped to [2^-9, 448], as in ModelOpt.
     """
     rows, columns = w.shape
     assert columns % GROUP == 0, columns
@@ -93,7 +94,7 @@ def quantize(w: Tensor, layout: str = "NVFP4", *, amax: Tensor | None = None) ->
     block_amax = blocks.abs().amax(-1)
     wanted = block_amax / (e2m1.MAX * factor)
     scale = torch.where(block_amax == 0, 1.0, wanted).clamp(E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
-    # Divided by what dequantising multiplies with, not by what was wished for.
+    # Divided by the rounded scale that dequantising multiplies by, not by the exact one.
     effective = _effective(scale, global_scale, layout)
     codes = e2m1.encode((blocks / effective.unsqueeze(-1)).view(rows, columns))
     return NVFP4Weight(e2m1.pack(codes), scale, global_scale.reshape(1 if layout == "NVFP4" else ()), layout)
@@ -119,7 +120,7 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tens
 
 
 def buffers(weight: NVFP4Weight) -> dict[str, Tensor]:
-    """The packed tensors under their checkpoint names, relative to the module, in the order `views` takes them."""
+    """The packed tensors by checkpoint name, relative to the module, in the order that `views` takes."""
     return dict(zip(NAMES[weight.layout], (weight.qdata, weight.scale, weight.global_scale), strict=True))
 
 
@@ -133,12 +134,12 @@ def num_bytes(weight: NVFP4Weight) -> int:
 
 
 def tiles(weight: NVFP4Weight) -> dict[str, tuple[int, int] | None]:
-    """Rows and columns of the weight that one element of each packed tensor covers; None: the whole weight."""
+    """Rows and columns covered by one element of each packed tensor; None: the whole weight."""
     return dict(zip(NAMES[weight.layout], ((1, 2), (1, GROUP), None), strict=True))
 
 
 def to_checkpoint(weight: NVFP4Weight) -> dict[str, Tensor]:
-    """What a file holds for this weight, relative to the module."""
+    """The tensors of this weight in a file, relative to the module."""
     return buffers(weight)
 
 

@@ -1,7 +1,7 @@
-"""A rectangle of a packed weight, cut where groups end, for tensor and expert parallelism: no value is computed.
+"""A rectangle of a packed weight, cut at group boundaries, for tensor and expert parallelism: no value is computed.
 
-Belongs here: cutting, and the error where a cut would go through a group.
-Does not belong here: who holds which rectangle.
+Belongs here: cutting, and the error if a cut would divide a group.
+Does not belong here: which process holds which rectangle.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 
 
 def cut_multiples(weight: Weight) -> tuple[int, int]:
-    """Rows and columns that every cut must be a multiple of."""
+    """The numbers of rows and columns of which every cut must be a multiple."""
     covered = [tile for tile in FORMATS[format_of(weight)].tiles(weight).values() if tile is not None]
     return lcm(*(rows for rows, _ in covered)), lcm(*(columns for _, columns in covered if columns))
 
 
 def slice_weight(weight: Weight, rows: slice, columns: slice = slice(None), *, owned: bool = False) -> Weight:
-    """The rectangle as a weight of the same layout. Rows share memory; columns are copied if they are fewer than all.
+    """The rectangle as a weight of the same layout. Rows share memory; columns are copied if they are not all selected.
 
     Args:
-        owned: all of it is copied, so that the rest can be freed.
+        owned: copies everything, so that the rest can be freed.
 
-    Raises `UnsupportedError` for a cut inside a group; the last group may be partial where the weight ends in it.
+    Raises `UnsupportedError` for a cut inside a group; the last group may be partial if the weight ends in it.
     """
     codec = FORMATS[format_of(weight)]
     starts_stops = []

@@ -1,10 +1,10 @@
-"""What SGLang loads into its own processes: the read-back that proves an adapter live, OFT, and what a CPU needs.
+"""What SGLang loads into its own processes: the read-back that proves an adapter live, OFT, and support for CPUs.
 
 Belongs here: the only code that imports SGLang. Does not belong here: the client of the server (`rollout.sglang_api`).
-Imports of Orbit: the adapters' maths, files and digests, nothing else.
+Of Orbit it imports only the adapters' maths, files and digests.
 
-SGLang finds `activate` as an entry point of `sglang.srt.plugins`; `launch` calls it as well, so that a server that
-Orbit starts has it however it is installed. Without `ORBIT_SGLANG` in the environment it does nothing.
+SGLang finds `activate` as an entry point of `sglang.srt.plugins`; `launch` calls it too, so a server started by Orbit
+has it however it is installed. It does nothing unless `ORBIT_SGLANG` is set in the environment.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import os
 
 VARIABLE = "ORBIT_SGLANG"
-"""Set by Orbit for the servers it starts; only then does the plug-in act."""
+"""Set by Orbit for the servers that it starts; the plug-in is active only then."""
 OFT_VARIABLE = "ORBIT_SGLANG_OFT_BLOCK_SIZE"
-"""Set where the server is to serve OFT: its buffers are allocated before the first adapter is known."""
+"""Set if the server must serve OFT: its buffers are allocated before the first adapter is known."""
 
 EXPERTS_VARIABLE = "ORBIT_SGLANG_EXPERTS"
-"""How the adapters of routed experts are laid out, `None` without such; where it is not set, SGLang is left alone."""
+"""The layout of routed experts' adapters, `None` if they have none; if unset, SGLang is not modified."""
 
 
 def activate() -> None:
-    """Registers the hooks with SGLang; safe to call twice."""
+    """Registers the hooks with SGLang. Safe to call twice."""
     if os.environ.get(VARIABLE):
         from orbit_runtime.sglang_plugin.hooks import register
 

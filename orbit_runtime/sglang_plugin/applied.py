@@ -1,10 +1,10 @@
-"""Which adapter sampled a completion's tokens, told with the tokens themselves.
+"""Reports which adapter sampled a completion's tokens, together with the tokens.
 
-Belongs here: noting what a batch was prepared with, and adding it to what SGLang answers. Does not belong here: what
-stands in the slots (`readback`).
+Belongs here: recording the adapter that a batch was prepared with, and adding it to SGLang's response. Does not belong
+here: the contents of the slots (`readback`).
 
-SGLang's answers name no adapter. A client that only believed its own request would carry the wrong policy version
-where the server applied another slot, or none.
+SGLang's responses name no adapter. A client that relied on its own request alone would record the wrong policy version
+if the server applied another slot, or none.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 KEY = "orbit_adapter"
-"""In `meta_info`: a list, its last entry the adapter's name; empty text: the bare base."""
+"""Key in `meta_info`: a list whose last entry is the adapter's name; empty for the bare base."""
 STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 BASE = ""
 _applied: dict[str, str] = {}
-"""Adapter's name by SGLang's id, of the newest batch with it. As many entries as adapters were ever published."""
+"""Adapter name by SGLang's id, from its newest batch. Has one entry for every adapter ever published."""
 
 
 def hooks() -> list[tuple[str, Any, str]]:
@@ -25,7 +25,7 @@ def hooks() -> list[tuple[str, Any, str]]:
 
 
 def note_batch(manager: Any, adapters: Iterable[str]) -> None:
-    """After SGLang chose the slots of a batch: an id counts as applied where its slot holds it."""
+    """Call after SGLang chose the slots of a batch: an id counts as applied if its slot holds it."""
     if not _applied:
         from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 

@@ -1,9 +1,9 @@
-"""How an adapter's files come into SGLang's process: from their folder, from shared memory, or by broadcast.
+"""How an adapter's files enter SGLang's process: from their folder, from shared memory, or by broadcast.
 
-However they come, they are parsed by the same code, and SGLang takes LoRA's tensors by its own way for
-tensors that are there already.
+The same code parses them in every case, and SGLang takes LoRA's tensors through its own path for tensors that are
+already loaded.
 
-Belongs here: receiving. Does not belong here: sending (`rollout.handover`), what OFT makes of the files (`rotation`).
+Belongs here: receiving. Does not belong here: sending (`rollout.handover`), OFT's use of the files (`rotation`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from orbit_runtime.adapters.ticket import (
 from orbit_runtime.errors import ModelError
 
 _joined: dict[str, Group] = {}
-"""The newest generation by its name; there is one at most."""
+"""The newest generation by name; at most one."""
 
 
 def files_of(folder: Path) -> dict[str, Buffer]:
-    """An OFT adapter's files, from the folder or by its ticket. Raises ModelError or NotArrivedError."""
+    """An OFT adapter's files, from the folder or through its ticket. Raises ModelError or NotArrivedError."""
     ticket = read_ticket(folder)
     if ticket is not None:
         return receive(ticket, folder)
@@ -43,7 +43,7 @@ def files_of(folder: Path) -> dict[str, Buffer]:
 
 
 def load_lora(original: Callable[..., None], adapter: Any) -> None:
-    """Around SGLang's loading from files. What is raised here SGLang answers to the load call."""
+    """Wraps SGLang's loading from files. SGLang returns errors raised here as its response to the load call."""
     folder = Path(adapter.config.path)
     ticket = read_ticket(folder)
     if ticket is None or ROTATIONS_FILE in ticket.files:
@@ -55,17 +55,17 @@ def load_lora(original: Callable[..., None], adapter: Any) -> None:
 def receive(ticket: Ticket, folder: Path) -> dict[str, Buffer]:
     """
     Raises:
-        NotArrivedError: they did not come.
-        ModelError: they are not as long as what was published.
+        NotArrivedError: the files did not arrive.
+        ModelError: their sizes differ from the published ones.
     """
     return with_config(ticket, folder, RECEIVERS[ticket.kind](ticket))
 
 
 def _from_memory(ticket: Ticket) -> dict[str, Buffer]:
-    """A file without a name, through the trainer's open descriptor of it; mapped, so that all processes share it."""
+    """An anonymous file, opened through the trainer's descriptor; mapped, so that all processes share it."""
     path, title, places = (ticket.source[name] for name in ("path", "title", "places"))
     try:
-        # The number may stand for another file by now, even for one on which reading waits.
+        # The number may refer to another file by now, even to one on which reading would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise NotArrivedError(f"the memory that held it was given back: {error}") from None
@@ -82,7 +82,7 @@ def _from_memory(ticket: Ticket) -> dict[str, Buffer]:
 def _from_group(ticket: Ticket) -> dict[str, Buffer]:
     name = ticket.source["generation"]
     group = _joined.get(name) or join(ticket.source)
-    # One that fails is over, so it is kept only after it served.
+    # A failed group cannot be reused, so it is cached only after it served.
     _joined.clear()
     try:
         sent = group.carries(ticket.source["publish"])
@@ -99,7 +99,7 @@ def _from_group(ticket: Ticket) -> dict[str, Buffer]:
 
 
 def _fresh_memory(num_bytes: int) -> mmap.mmap:
-    """In large pages, where the system has them: the kernel clears and maps each when it is first written."""
+    """Uses large pages if the system supports them: the kernel clears and maps each on first write."""
     memory = mmap.mmap(-1, max(1, num_bytes))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):

@@ -1,14 +1,14 @@
-"""What SGLang needs to start from its ordinary wheels where there is no GPU.
+"""What SGLang needs in order to start from its ordinary wheels without a GPU.
 
-Those wheels hold compiled CUDA code. A text model on `--device cpu` calls none of it, but importing SGLang names it, so
-stand-ins are put in its place that raise as soon as anything in them is called.
+Those wheels contain compiled CUDA code. A text model on `--device cpu` calls none of it, but importing SGLang refers to
+it, so it is replaced by stand-ins that raise when anything in them is called.
 
-DeepSeek's latent attention is computed over the latents there, prompts too: SGLang's attention in plain torch reads
+DeepSeek's latent attention is then computed over the latents, for prompts too: SGLang's attention in plain torch reads
 keys and values from the cache, which holds nothing else.
 
-Belongs here: stand-ins for compiled packages, and which of SGLang's ways are taken without them.
+Belongs here: stand-ins for compiled packages, and the code paths of SGLang that are used without them.
 Does not belong here: the start of a server (`launch`).
-Not for machines with a GPU: there the real packages are imported.
+Not for machines with a GPU, where the real packages are imported.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, NoReturn
 
 KERNELS = "sgl_kernel"
 OPTIONAL = ("torchvision", "soundfile", "gguf")
-"""Packages for images, sound and another file format, which SGLang imports for every model."""
+"""Packages for images, audio and another file format, which SGLang imports for every model."""
 PINNED = ("tensor", "empty", "zeros", "ones", "arange", "full", "empty_like", "zeros_like")
 
 
 def install() -> None:
-    """Puts the stand-ins in place; before anything of SGLang is imported, in every process."""
+    """Installs the stand-ins. Call before anything of SGLang is imported, in every process."""
     import torch
 
     if torch.cuda.is_available() or KERNELS in sys.modules:
@@ -42,22 +42,22 @@ def install() -> None:
     for name in PINNED:
         setattr(torch, name, _unpinned(getattr(torch, name)))
     find = torch.get_device_module
-    # A torch that was built for CUDA names CUDA as the device of every machine.
+    # A torch built for CUDA reports CUDA as the device of every machine.
     torch.get_device_module = lambda device=None: torch.cpu if device is None else find(device)
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def hooks() -> Iterator[tuple[str, Callable[..., Any], str]]:
-    """(target, hook, kind) of each."""
+    """(target, hook, kind) of each hook."""
     if KERNELS in sys.modules and isinstance(sys.modules[KERNELS], _Kernels):
         registry = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry"
         yield f"{registry}.get_handler", _attend_to_latents, "AROUND"
-        # The experts of tokens are kept in memory that is pinned for a GPU, whatever the device is.
+        # SGLang keeps tokens' experts in memory pinned for a GPU, whatever the device is.
         yield "sglang.srt.mem_cache.pool_host.common._cuda_host_register", _leave_unpinned, "AROUND"
 
 
 def _leave_unpinned(original: Callable[..., Any], *_: Any, **__: Any) -> None:
-    """A request for memory of torch's own is turned down in the same way (`_unpinned`)."""
+    """Rejects the request; requests for torch's own pinned memory are rejected in the same way (`_unpinned`)."""
 
 
 def _attend_to_latents(original: Callable[..., Any], registry: Any, backend: str) -> Any:
@@ -69,7 +69,7 @@ def _attend_to_latents(original: Callable[..., Any], registry: Any, backend: str
 
 
 class _Kernels(types.ModuleType):
-    """`sgl_kernel` without kernels: every name is a function that says so."""
+    """`sgl_kernel` without kernels: every name is a function that raises an error saying so."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -90,7 +90,7 @@ class _Kernels(types.ModuleType):
 
 
 class _Named(type):
-    """Its classes have every attribute: the attribute's own name, as enumerations of the real packages would."""
+    """Classes with every attribute: its value is the attribute's name, as for enumerations of the real packages."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -135,7 +135,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _remember_absence() -> None:
-    """transformers asks once whether these are installed; asked after the stand-ins are there, it would believe it."""
+    """transformers checks once whether these are installed; if it checked after the stand-ins, it would find them."""
     from transformers.utils import import_utils
 
     for name in (*OPTIONAL, "torchvision_v2"):
@@ -152,7 +152,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Memory is pinned for a GPU; without one the request fails."""
+    """Memory is pinned for a GPU; without one the request would fail."""
 
     @functools.wraps(function)
     def without(*values: Any, **named: Any) -> Any:

@@ -1,19 +1,19 @@
-"""DeepSeek-V4's attention under SGLang's LoRA, which knows DeepSeek-V3's and not this one.
+"""DeepSeek-V4's attention under SGLang's LoRA, which supports DeepSeek-V3's attention but not this one.
 
-V4 has V3's shape there: one replicated product makes the query's latent and the keys, another the heads' queries, a
-third the output. So its projections are shown to SGLang under the names of V3's, and buffers, ranks, slots, loading and
-kernels are SGLang's own. OFT then needs nothing more: its hook stands before the same wrappers.
+V4 has the same structure as V3: one replicated product computes the query's latent and the keys, another the heads'
+queries, a third the output. Its projections are therefore presented to SGLang under V3's names, and buffers, ranks,
+slots, loading and kernels are SGLang's own. OFT needs nothing more: its hook precedes the same wrappers.
 
-    files and trainer    SGLang's module   the target it goes by
+    files and trainer    SGLang's module   target name
     q_a_proj, kv_proj    wqkv_a            fused_qkv_a_proj_with_mqa
     q_b_proj             wq_b              q_b_proj
     o_b_proj             wo_b              o_proj
 
-`wo_a`, by whose weight SGLang multiplies without calling the module, is no target of Orbit's (`o_a_proj`); nor are the
-projections of compressors and indexer, which take the same input and see it unturned.
+`wo_a`, by whose weight SGLang multiplies without calling the module, is not a target of Orbit (`o_a_proj`). Neither are
+the projections of compressors and indexer, which read the same input without rotation.
 
 Belongs here: hooks around SGLang's LoRA for this family's attention. Does not belong here: its experts
-(`experts`, `mxfp4_experts`), what a target is called on a command line (`adapters.names`).
+(`experts`, `mxfp4_experts`), target names on a command line (`adapters.names`).
 GPU: not run on hardware.
 """
 
@@ -28,11 +28,11 @@ LORA = "sglang.srt.lora"
 MODEL_TYPE = "deepseek_v4"
 ATTENTION = "self_attn"
 PROJECTIONS: Mapping[str, str] = {"wqkv_a": "fused_qkv_a_proj_with_mqa", "wq_b": "q_b_proj", "wo_b": "o_proj"}
-"""SGLang's module in the attention → the target it goes by."""
+"""SGLang's module in the attention → its target name."""
 
 
 def hooks() -> Iterator[tuple[str, Callable[..., Any], str]]:
-    """(target, hook, kind) of each. They do nothing to other families."""
+    """(target, hook, kind) of each hook. They do not affect other families."""
     yield f"{LORA}.utils.get_normalized_target_modules", _name_targets, "BEFORE"
     yield f"{LORA}.utils.get_target_module_name", _name_module, "BEFORE"
     yield f"{LORA}.lora.LoRAAdapter._normalize_weights", _name_weights, "BEFORE"
@@ -62,7 +62,7 @@ def hidden_dims(config: Any, target: str) -> tuple[int, int]:
 
 
 def _name_targets(targets: Any, *_: Any, **__: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Of a server or of an adapter's configuration; a string stands for all."""
+    """Target names of a server or of an adapter's configuration; a string means all."""
     if isinstance(targets, str):
         return None
     leaves = [name.rpartition(".")[2] for name in targets]
@@ -78,7 +78,7 @@ def _name_module(name: str, targets: Any) -> tuple[tuple[Any, ...], dict[str, An
 
 
 def _name_weights(adapter: Any) -> None:
-    """An adapter's tensors, before SGLang puts those of fused layers together."""
+    """Renames an adapter's tensors before SGLang combines those of fused layers."""
     for layer in adapter.layers:
         for name in list(layer.weights):
             for leaf, known in SGLANG_TARGETS.items():
@@ -92,7 +92,7 @@ def _around_modules(original: Callable[..., None], manager: Any) -> None:
     if config.model_type != MODEL_TYPE:
         original(manager)
         return
-    # SGLang asks its models for this one, and would guess it from V3's configuration.
+    # SGLang calls this method of its models, and would otherwise derive the sizes from V3's configuration.
     model.get_hidden_dim = lambda target, _: hidden_dims(config, target)
     original(manager)
     for name, attention in [each for each in model.named_modules() if each[0].endswith(f".{ATTENTION}")]:
@@ -111,6 +111,6 @@ def _wrap(manager: Any, name: str, base: Any) -> None:
     if leaf == "wqkv_a":
         wrapper.first_output_dim = manager.base_hf_config.q_lora_rank
     if leaf == "wq_b":
-        # V4's attention reads it of this one without asking whether it is there.
+        # V4's attention reads this attribute without checking that it exists.
         wrapper.quant_method = base.quant_method
     manager.lora_modules[get_layer_id(name)][name] = wrapper

@@ -1,8 +1,8 @@
-"""Passes that run as Python does, instead of replaying a recorded CUDA graph.
+"""Passes that run as Python code instead of replaying a recorded CUDA graph.
 
-A hook that is placed after a graph was recorded is not in it: replayed, the pass computes and no hook hears of it. So
-a pass that somebody looks at is taken off the graphs. All ranks of a server do it for the same pass, since all find the
-same request. On a CPU there are no graphs; not run on hardware.
+A hook installed after a graph was recorded is not part of it: the replayed pass computes without calling the hook. A
+pass that must be observed therefore does not use graphs. All ranks of a server do this for the same pass, since all
+find the same request. On a CPU there are no graphs; not run on hardware.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 RUNNERS = ("decode_cuda_graph_runner", "prefill_cuda_graph_runner")
-"""Where `ModelRunner` looks for recorded graphs (0.5.23: `_forward_raw`); None: it has none."""
+"""Attributes in which `ModelRunner` keeps recorded graphs (0.5.23: `_forward_raw`); None if it has none."""
 
 
 @contextmanager
 def without_graphs(runner: Any) -> Iterator[None]:
-    """Within it, every pass of this `ModelRunner` is computed by its modules."""
+    """Within this context, every pass of this `ModelRunner` is computed by its modules."""
     held = {name: getattr(runner, name) for name in RUNNERS if hasattr(runner, name)}
     try:
         for name in held:

@@ -1,9 +1,9 @@
 """Adapters on the routed experts of SGLang's fused layers: which layers SGLang wraps, and the experts' pass on a CPU.
 
-LoRA stands in SGLang's own buffers, and on a GPU its own kernels apply it. Those do not run on a CPU: there the pass is
-SGLang's plain one, `moe_forward_native`, with weights in the experts' place whose product is adapted. OFT has one R for
-all experts of a layer: R of gate and up turns tokens before they are sent out, on any device and over any base; R of
-down stands inside of the fused kernel, and is there on a CPU only.
+LoRA is kept in SGLang's own buffers, and on a GPU applied by SGLang's own kernels. Those do not run on a CPU: there the
+pass is SGLang's plain one, `moe_forward_native`, with the experts' weights replaced by objects whose product is
+adapted. OFT has one R for all experts of a layer: R of gate and up rotates tokens before dispatch, on any device and
+over any base; R of down belongs inside the fused kernel, and is available on a CPU only.
 
 Belongs here: hooks around `FusedMoE`. Does not belong here: dense layers (`oft_hooks`), reading slots (`readback`).
 """
@@ -24,14 +24,14 @@ from orbit_runtime.sglang_plugin.rotation import LayerRotation
 FUSED = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 LORA = "sglang.srt.lora"
 LORA_LAYOUTS = ("SharedOuter", "PerExpert")
-"""Layouts that SGLang's buffers hold; what is said here for others is that its LoRA leaves experts alone."""
+"""Layouts that SGLang's buffers support; for others SGLang is told that its LoRA does not apply to experts."""
 
 
 def hooks(layout: str) -> Iterator[tuple[str, Callable[..., Any], str]]:
-    """(target, hook, kind) of each.
+    """(target, hook, kind) of each hook.
 
     Args:
-        layout: of the adapters that this server serves, as `AdapterConfig.expert_layout`.
+        layout: layout of the adapters that this server serves, as in `AdapterConfig.expert_layout`.
     """
     if layout in LORA_LAYOUTS:
         yield f"{LORA}.lora_manager.LoRAManager.init_lora_modules", _show_wrappers, "AFTER"
@@ -46,7 +46,7 @@ def hooks(layout: str) -> Iterator[tuple[str, Callable[..., Any], str]]:
 
 
 def fused_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """(name, module) of a model's layers of routed experts, as SGLang names them: `model.layers.0.mlp.experts`."""
+    """(name, module) of a model's layers of routed experts, by SGLang's names: `model.layers.0.mlp.experts`."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     for name, module in model.named_modules():
@@ -55,7 +55,7 @@ def fused_layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leave_experts(manager: Any) -> None:
-    """SGLang wraps experts as soon as any `gate_proj`, `up_proj` and `down_proj` are targets, a dense layer's too."""
+    """SGLang wraps experts whenever `gate_proj`, `up_proj` and `down_proj` are targets, even those of a dense layer."""
     model, names = manager.base_model, {name for name, _ in fused_layers(manager.base_model)}
     own = getattr(model, "should_apply_lora", None)
     model.should_apply_lora = lambda name: name not in names and (own is None or own(name))
@@ -69,7 +69,7 @@ def _show_wrappers(_: Any, manager: Any) -> None:
 
 
 def _around_wrapper(original: Callable[..., Tensor], wrapper: Any, x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """On a CPU SGLang's own layer goes on, with `_run_on_cpu` inside of it."""
+    """On a CPU, SGLang's own layer continues, with `_run_on_cpu` inside it."""
     if x.device.type != "cpu":
         return original(wrapper, x, *rest, **named)
     return wrapper.base_layer.forward(x, *rest, **named)  # type: ignore[no-any-return]
@@ -78,18 +78,18 @@ def _around_wrapper(original: Callable[..., Tensor], wrapper: Any, x: Tensor, *r
 def _turn_tokens(
     layer: Any, tokens_TK: Tensor, routes: Any, quantised: Any = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """On every way into the kernels; the router stood before, and saw tokens unturned."""
+    """Runs on every path into the kernels; the router ran before, on tokens without rotation."""
     rotation: LayerRotation | None = getattr(layer, "rotation", None)
     if rotation is None:
         return None
     from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
 
-    # gpt-oss fills tokens up to a width that its kernels like.
+    # gpt-oss pads tokens to a width that its kernels prefer.
     width = rotation.in_features
     turned_TK = rotation.turn(tokens_TK[..., :width], captured=get_is_capture_mode())
     if tokens_TK.shape[-1] > width:
         turned_TK = torch.cat([turned_TK, tokens_TK[..., width:]], -1)
-    # DeepSeek's blocks quantise once for routed and shared experts (`quantised`): those bytes are of unturned tokens.
+    # DeepSeek's blocks quantise once for routed and shared experts (`quantised`): those bytes are of unrotated tokens.
     return (layer, turned_TK, routes, None), {}
 
 
@@ -124,13 +124,13 @@ def _adapter(layer: Any) -> LoRAOnExperts | OFTOnExperts | None:
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """Stands where `F.linear` takes a weight: that product, with an expert's adapter."""
+    """Replaces the weight in `F.linear`: computes that product with an expert's adapter."""
 
     weight: Tensor
     turn: Tensor | None = None
-    """R of the input."""
+    """R for the input."""
     updates: tuple[tuple[Tensor, Tensor], ...] = ()
-    """(A, B), the scaling in B, of each part of the weight's rows."""
+    """(A, B) for each part of the weight's rows, with the scaling included in B."""
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, arguments: Any = (), named: Any = None) -> Tensor:
@@ -145,11 +145,11 @@ class AdaptedWeight:
 
 
 Product = Callable[[int, Tensor], AdaptedWeight]
-"""An expert's number and weight, with its adapter."""
+"""(an expert's index, its weight) → the weight with its adapter."""
 
 
 class AdaptedExperts:
-    """A layer of SGLang, as its plain pass reads it, whose weights are adapted by one slot."""
+    """A layer of SGLang, in the form that its plain pass reads, with weights adapted by one slot."""
 
     def __init__(self, layer: Any, products: tuple[Product, Product]) -> None:
         gate_up, down = products
@@ -172,12 +172,12 @@ class _Each:
 
 @dataclass(frozen=True)
 class LoRAOnExperts:
-    """SGLang's buffers of one layer, `[slots, experts or 1, ...]`; the scaling is multiplied into B."""
+    """SGLang's buffers of one layer, `[slots, experts or 1, ...]`; B includes the scaling."""
 
     wrapper: Any
 
     def slots(self, rows: int) -> Tensor:
-        """Of each token; -1 where it has no adapter."""
+        """Slot of each token; -1 if it has no adapter."""
         from sglang.srt.runtime_context import LoRABatchLayout
 
         batch = self.wrapper.lora_backend.get_batch_info(LoRABatchLayout.TP_GLOBAL)
@@ -202,7 +202,7 @@ class LoRAOnExperts:
 
 @dataclass(frozen=True)
 class OFTOnExperts:
-    """R of down; that of gate and up has turned the tokens already."""
+    """R of down; R of gate and up has already been applied to the tokens."""
 
     rotation: LayerRotation
 
@@ -217,7 +217,7 @@ class OFTOnExperts:
 
 
 def expert_buffers(wrapper: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A and B of gate and up, which stand under each other, then A and B of down."""
+    """A and B of gate and up, which are stacked, then A and B of down."""
     return (
         wrapper.gate_up_lora_a_weights,
         wrapper.gate_up_lora_b_weights,

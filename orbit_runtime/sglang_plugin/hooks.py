@@ -1,7 +1,7 @@
-"""Hooks into SGLang: `/server_info` tells what stands in its LoRA slots and what the last batches applied.
+"""Hooks into SGLang: `/server_info` reports the contents of its LoRA slots and what the last batches applied.
 
-Belongs here: where SGLang is hooked for every adapter. Does not belong here: what is read there (`readback`), how
-adapters come (`arrival`), the hooks of OFT (`oft_hooks`) and of routed experts (`experts`).
+Belongs here: the hooks that every adapter needs. Does not belong here: what is read there (`readback`), how adapters
+arrive (`arrival`), the hooks of OFT (`oft_hooks`) and of routed experts (`experts`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orbit_runtime.sglang_plugin import (
 )
 
 KEY = "orbit"
-"""Name of our part of an internal state."""
+"""Key of our part of an internal state."""
 LORA = "sglang.srt.lora"
 _targets: list[str] = []
 
@@ -36,8 +36,8 @@ _targets: list[str] = []
 def register(oft_block_size: int, expert_layout: str) -> None:
     """
     Args:
-        oft_block_size: 0: this server serves no OFT.
-        expert_layout: of the adapters of routed experts; empty: they are left to SGLang.
+        oft_block_size: 0 if this server does not serve OFT.
+        expert_layout: layout of routed experts' adapters; empty to leave them to SGLang.
     """
     if _targets:
         return
@@ -74,7 +74,7 @@ def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
 
 
 def _facts(runner: Any) -> dict[str, Any]:
-    """Of all ranks, which all call it; only rank 0's answer is read."""
+    """Facts of all ranks. Every rank calls it; only rank 0's result is used."""
     adapters, failure = _take(runner, None, (), copied=False)
     every = ranks.gather(_own(adapters, failure, is_alone=ranks.count() == 1))
     return {} if every is None else _describe(adapters, every)
@@ -82,12 +82,12 @@ def _facts(runner: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Copied:
-    """What facts about some adapters are made of, on this rank; they are made when and where its holder likes."""
+    """Copies from which this rank computes facts about some adapters, whenever and wherever the holder likes."""
 
     adapters: list[readback.HeldAdapter]
     failure: str | None
     is_ready: Callable[[], None]
-    """Waits until the copies hold what they are copies of."""
+    """Waits until the copies are complete."""
 
     def own(self) -> dict[str, Any]:
         self.is_ready()
@@ -103,7 +103,7 @@ def _take_copies(runner: Any, names: Collection[str], standing: Collection[str])
 
 
 def _copies_made() -> Callable[[], None]:
-    """A GPU copies later than it is asked to, in the order of this thread's stream: others have to wait for it."""
+    """A GPU copies asynchronously, in the order of this thread's stream: other threads have to wait for it."""
     if not torch.cuda.is_available():
         return lambda: None
     event = torch.cuda.Event()
@@ -114,9 +114,9 @@ def _copies_made() -> Callable[[], None]:
 def _take(
     runner: Any, names: Collection[str] | None, standing: Collection[str], *, copied: bool
 ) -> tuple[list[readback.HeldAdapter], str | None]:
-    """What stands on this rank, or why that cannot be told.
+    """The adapters that this rank holds, or why they cannot be read.
 
-    A failure is told, not raised: it would take the server down, and the proof fails without the facts.
+    A failure is returned, not raised: an exception would take the server down, and the proof fails without the facts.
     """
     manager = runner.lora_manager
     try:
@@ -128,7 +128,7 @@ def _take(
 def _own(adapters: list[readback.HeldAdapter], failure: str | None, *, is_alone: bool) -> dict[str, Any]:
     own: dict[str, Any] = {"unhooked": [], "reports": {}, "error": failure}
     try:
-        # SGLang logs a hook that it cannot place, and goes on without.
+        # SGLang logs a hook that it cannot install, and continues without it.
         own["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
         own["reports"] = readback.report_adapters(adapters, is_alone=is_alone)
     except Exception as error:

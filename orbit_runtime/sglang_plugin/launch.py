@@ -1,8 +1,8 @@
 """`python -m orbit_runtime.sglang_plugin.launch ARGUMENTS`: an SGLang server with Orbit's plug-in.
 
-Belongs here: the order of the first imports. Does not belong here: which arguments (`rollout.sglang_server`).
+Belongs here: the order of the first imports. Does not belong here: the arguments (`rollout.sglang_server`).
 
-SGLang's children are spawned and import this file again, so what stands at its top runs in each of them.
+SGLang's children are spawned and import this file again, so its top-level code runs in each of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from orbit_runtime.workers.sglang_launch import (
 
 
 def _check_version() -> None:
-    """Before the base is loaded, which can take long. Raises UnsupportedError (78): no SGLang, or another version."""
+    """Runs before the base is loaded, which takes long. Raises UnsupportedError (78): no SGLang, or a wrong version."""
     try:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as missing:
@@ -44,7 +44,7 @@ def _check_version() -> None:
 
 
 def _refuse(error: UnsupportedError) -> NoReturn:
-    """With the last line of the log, which `workers.server_process` raises anew."""
+    """Writes the last line of the log, which `workers.server_process` turns into the error again."""
     print(json.dumps(error.to_json()), file=sys.stderr)
     sys.exit(error.exit_code)
 
@@ -55,16 +55,16 @@ except UnsupportedError as refused:
     _refuse(refused)
 os.environ.update({VARIABLE: "1"})
 if "cpu" in sys.argv:
-    # What SGLang compiles for a CPU would take a minute at the first request, and a compiler of C++.
+    # SGLang's compilation for a CPU would take a minute at the first request, and needs a C++ compiler.
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
-    # Several processes would bring up NCCL, which torch's CUDA wheel brings along; where none is found they use gloo.
+    # Several processes would initialise NCCL, which torch's CUDA wheel includes; if none is found they use gloo.
     os.environ.update(SGLANG_NCCL_SO_PATH="/nonexistent/libnccl.so")
     cpu.install()
 activate()
 
 
 def main() -> None:
-    # The parent may have died while this process imported what it needs; then somebody else is the parent by now.
+    # The parent may have died during this process's imports, in which case it has another parent by now.
     parent = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     from sglang.launch_server import run_server
@@ -82,7 +82,7 @@ def main() -> None:
             )
         )
     if token is not None:
-        # In these arguments only, not in those that the system shows of this process.
+        # Only in these arguments, not in those that the system shows for this process.
         # One word: a token may begin with a dash, which would make it a flag.
         own += [f"--api-key={token}"]
         _keep_from_log(token)
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _unknown(arguments: Sequence[str]) -> list[str]:
-    """Flags that this SGLang has no field for; found before a model is opened."""
+    """Flags that this SGLang has no field for; detected before a model is opened."""
     import argparse
 
     from sglang.srt.server_args import ServerArgs
@@ -106,7 +106,7 @@ def _unknown(arguments: Sequence[str]) -> list[str]:
 
 
 def _keep_from_log(token: str) -> None:
-    """SGLang writes all its arguments there."""
+    """SGLang writes all its arguments to the log."""
 
     def hide(record: logging.LogRecord) -> bool:
         message = record.getMessage()
@@ -118,7 +118,7 @@ def _keep_from_log(token: str) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A run that was killed cannot stop its server: the server notices, and ends with all its children."""
+    """A killed run cannot stop its server, so the server detects it and terminates with all its children."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)

@@ -1,11 +1,11 @@
 """LoRA on DeepSeek-V4's FP4 experts: SGLang's Marlin kernels, with its LoRA between their two products.
 
-SGLang runs these experts by several kernels. All but Marlin's are one kernel for both products, with nowhere to add a
-LoRA; Marlin's are two, and SGLang has a pass with LoRA between them for other formats. Three things part this format
-from them: the class that tells how weights are packed, the cut of V4's activation, and the routers' scaling factor,
-which is in its routing weights already.
+SGLang has several kernels for these experts. All except Marlin's compute both products in one kernel, with no place to
+add a LoRA; Marlin's are two, and SGLang has a pass with LoRA between them for other formats. This format differs in
+three things: the class that says how weights are packed, V4's clamped activation, and the routers' scaling factor,
+which is already part of its routing weights.
 
-Belongs here: that wrapper. Does not belong here: OFT, which turns tokens before any kernel (`experts`).
+Belongs here: that wrapper. Does not belong here: OFT, which rotates tokens before any kernel (`experts`).
 Hopper (SM90) and SM120 only, as SGLang's kernels. GPU: not run on hardware.
 """
 
@@ -22,21 +22,21 @@ from orbit_runtime.sglang_plugin.experts import LORA, LORA_LAYOUTS
 
 PACKED_AS = "Mxfp4MarlinMoEMethod"
 TILE = 16
-"""Marlin's weights stand in tiles of so many rows."""
+"""Number of rows per tile of Marlin's weights."""
 AfterProduct = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def hooks(layout: str) -> Iterator[tuple[str, Callable[..., Any], str]]:
-    """(target, hook, kind) of each. Args: layout: of the adapters that this server serves."""
+    """(target, hook, kind) of each hook. Args: layout: layout of the adapters that this server serves."""
     if layout in LORA_LAYOUTS:
         yield f"{LORA}.layers.get_lora_layer", _around_layer, "AROUND"
 
 
 def cut(after_gate_up: AfterProduct | None, limit: float | None) -> AfterProduct | None:
-    """What stands between gate and up and their activation: the LoRA's sum, then V4's cut, in place.
+    """The step between gate and up and their activation: adds the LoRA, then applies V4's clamp, in place.
 
     Args:
-        limit: gate stays below it, up between its negative and it; None: no cut.
+        limit: upper bound of gate, and bound of the absolute value of up; None for no clamp.
     """
     if limit is None:
         return after_gate_up
@@ -52,7 +52,7 @@ def cut(after_gate_up: AfterProduct | None, limit: float | None) -> AfterProduct
 
 
 def check_unpadded(name: str, held: int, asked: int) -> None:
-    """Raises ValueError: B's rows would not stand under gate's and up's."""
+    """Raises ValueError if B's rows would not align with those of gate and up."""
     if held != asked:
         raise ValueError(
             f"Marlin pads the {name} of these experts from {asked} to {held}; a LoRA of theirs has {asked}"
@@ -64,7 +64,7 @@ def _around_layer(original: Callable[..., Any], layer: Any, backend: Any, **name
         return original(layer, backend, **named)
     wrapper, shown = _classes()
     packed = layer.quant_method
-    # SGLang's wrapper takes Marlin's weights from classes of two other formats only.
+    # SGLang's wrapper accepts Marlin's weights only from the classes of two other formats.
     layer.quant_method = shown(packed)
     try:
         made = wrapper(layer, backend, **named)
@@ -78,7 +78,7 @@ def _around_layer(original: Callable[..., Any], layer: Any, backend: Any, **name
 
 @functools.cache
 def _classes() -> tuple[type, type]:
-    """SGLang is there only in its own processes."""
+    """Imports SGLang, which is available only in its own processes."""
     from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
     from sglang.srt.layers.quantization.mxfp4_marlin_moe import build_marlin_moe_quant_info
     from sglang.srt.lora.layers import FusedMoEWithLoRA
@@ -100,7 +100,7 @@ def _classes() -> tuple[type, type]:
             sent = layer.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
             between = build_lora_hooks(sent.hidden_states, lora_info, sent.topk_output.topk_ids)
             between = replace(between, after_gate_up=cut(between.after_gate_up, core.config.swiglu_limit))
-            # The routing weights have it in them for this format (`fuse_routed_scaling_factor_in_topk`).
+            # For this format the routing weights already include it (`fuse_routed_scaling_factor_in_topk`).
             config = replace(core.config, routed_scaling_factor=None)
             computed = core.run_from_dispatch(sent, build_marlin_moe_quant_info(layer), config, hooks=between)
             combined: Tensor = layer.dispatcher.combine(combine_input=computed)

@@ -1,8 +1,8 @@
-"""Hooks that make SGLang serve OFT beside LoRA: an OFT folder becomes a LoRA adapter of rank 0 with R beside it.
+"""Hooks that make SGLang serve OFT beside LoRA: an OFT folder becomes a LoRA adapter of rank 0, with R beside it.
 
-So names, ids, slots, batches, draining and the radix cache's keys are SGLang's own, and nothing of it is copied.
+Names, ids, slots, batches, draining and the radix cache's keys therefore remain SGLang's own, and none of it is copied.
 
-Belongs here: where SGLang is hooked for OFT. Does not belong here: the buffers and what turns (`rotation`).
+Belongs here: where SGLang is hooked for OFT. Does not belong here: the buffers and the rotation (`rotation`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LORA = "sglang.srt.lora"
 LAYERS = ("ColumnParallelLinearWithLoRA", "RowParallelLinearWithLoRA", "ReplicatedLinearWithLoRA")
 """SGLang's wrappers of linear layers that have a `forward` of their own."""
 MARK = "orbit_type"
-"""In the settings of an adapter that SGLang is told is a LoRA."""
+"""Field in the settings of an adapter that is presented to SGLang as a LoRA."""
 
 
 def hooks(block_size: int) -> Iterator[tuple[str, Callable[..., Any], str]]:
-    """(target, hook, kind) of each."""
+    """(target, hook, kind) of each hook."""
     yield f"{LORA}.lora_manager.LoRAManager.init_memory_pool", _adder(block_size), "AFTER"
     yield f"{LORA}.lora_config.LoRAConfig.get_lora_config", _pose_as_lora, "AFTER"
     yield f"{LORA}.lora.LoRAAdapter.initialize_weights", _load, "AROUND"
@@ -50,7 +50,7 @@ def note_batch(manager: Any, forward_batch: Any) -> None:
 
 def _adder(block_size: int) -> Callable[..., None]:
     def add_rotations(_: Any, manager: Any) -> None:
-        """Buffers for every target, once, before SGLang sizes its cache and captures graphs."""
+        """Allocates buffers for every target, once, before SGLang sizes its cache and captures graphs."""
         from sglang.srt.distributed.utils import get_group_rank_size
 
         rotations = Rotations(block_size, manager.max_loras_per_batch, manager.device, manager.dtype)
@@ -64,7 +64,7 @@ def _adder(block_size: int) -> Callable[..., None]:
                 module.rotation = rotations.add_layer(name, base.input_size, local_features=local, rank=place)
         if os.environ.get(EXPERTS_VARIABLE) == "Shared":
             _add_experts(rotations, manager)
-        # Where the other hooks find them: each is called with one of these.
+        # The other hooks find them here: each is called with one of these objects.
         manager.rotations = manager.memory_pool.rotations = rotations
         object.__setattr__(manager.base_model, "rotations", rotations)
 
@@ -92,12 +92,12 @@ def _add_experts(rotations: Rotations, manager: Any) -> None:
 def _pose_as_lora(settings: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
     if settings.get("peft_type") != "OFT":
         return settings
-    # SGLang divides alpha by the rank and wants one that its buffers hold; `_load` makes it 0.
+    # SGLang divides alpha by the rank and requires a rank that its buffers support; `_load` sets it to 0.
     return settings | {"peft_type": "LORA", "r": 1, "lora_alpha": 1, MARK: "OFT"}
 
 
 def _load(original: Callable[..., None], adapter: Any) -> None:
-    """What is raised here SGLang answers to the load call."""
+    """SGLang returns errors raised here as its response to the load call."""
     if adapter.config.hf_config.get(MARK) != "OFT":
         original(adapter)
         return

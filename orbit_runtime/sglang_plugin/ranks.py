@@ -1,9 +1,9 @@
-"""What the processes of one server do together: each drives one GPU, and SGLang answers with what rank 0 found alone.
+"""Collectives of one server's processes: each drives one GPU, but SGLang responds with rank 0's result alone.
 
-`gather` and `agree_on_load` are collectives: all ranks call them, for the same request. SGLang hands every request to
-every rank, and each works through the same ones in the same order.
+All ranks call `gather` and `agree_on_load`, for the same request. SGLang passes every request to every rank, and each
+processes the same ones in the same order.
 
-Belongs here: bringing ranks' answers together, on the host. Does not belong here: what they hold (`readback`).
+Belongs here: combining the ranks' results, on the host. Does not belong here: what they hold (`readback`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def own_rank() -> int:
 
 
 def gather(own: Any) -> list[Any] | None:
-    """What every rank gave, in order; None on all but the first. It travels as a pickle, among SGLang's own."""
+    """The values of all ranks, in order; None on all but the first. Sent as a pickle through SGLang's own group."""
     group = _group()
     if group.world_size == 1:
         return [own]
@@ -32,9 +32,10 @@ def gather(own: Any) -> list[Any] | None:
 
 
 def agree_on_load(result: Any, manager: Any, reference: Any, *_: Any, **__: Any) -> Any:
-    """After a load on this rank: one that failed anywhere has failed, and stands nowhere.
+    """Call after a load on this rank: a load that failed on any rank has failed, and is undone on the others.
 
-    SGLang's answer is rank 0's. A rank without an adapter that the others have would end the server at the first batch.
+    SGLang responds with rank 0's result. A rank without an adapter that the others have would end the server at the
+    first batch.
     """
     group = _group()
     if group.world_size == 1:

@@ -1,12 +1,12 @@
-"""Reading slots back from the buffers that layers multiply by, as the files that were published.
+"""Reads slots back from the buffers that layers multiply by, in the form of the published files.
 
 Belongs here: the layout of SGLang's LoRA memory pool. Does not belong here: hooks (`hooks`), the buffers of OFT
-(`rotation`), putting ranks together (`shards`), comparing (`parity`).
+(`rotation`), joining ranks (`shards`), comparing (`parity`).
 
-SGLang fuses q, k, v into one layer and gate, up into another. Their A matrices stand under each other, `[3r, K]` and
-`[2r, K]`; their B matrices stand under each other as the layer's rows do. The scaling `alpha / r` is no tensor: it is
-read from the batch that the last pass was prepared with. SGLang multiplies it into B of routed experts, too: divided by
-the right one, that must be the published B. OFT's R stands in buffers of our own, whole on every rank.
+SGLang fuses q, k, v into one layer and gate, up into another. Their A matrices are stacked, `[3r, K]` and `[2r, K]`;
+their B matrices are stacked like the layer's rows. The scaling `alpha / r` is not a tensor: it is read from the batch
+that the last pass was prepared with. For routed experts SGLang also multiplies it into B: divided by the correct
+scaling, that must be the published B. OFT's R is kept in buffers of our own, whole on every rank.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
 from orbit_runtime.sglang_plugin.weights import Held
 
 VERSION = 4
-"""Of the facts below; a client that knows another one refuses."""
+"""Version of the facts below; a client that expects another one refuses them."""
 EXPLAIN_FILE = "explain"
-"""Put beside an adapter's files by a client that wants the difference between them and the slot in words."""
+"""Put beside an adapter's files by a client that requests a description of how they differ from the slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Passed:
 
     slot: int
     scalings: Tensor
-    """Of all slots; a copy, because SGLang reuses the original for the next batch."""
+    """Scalings of all slots; a copy, because SGLang reuses the original for the next batch."""
 
 
 Slab = tuple[str, Any, tuple[Tensor, ...]]
@@ -53,44 +53,44 @@ Slab = tuple[str, Any, tuple[Tensor, ...]]
 
 @dataclass(frozen=True, eq=False)
 class HeldAdapter:
-    """What one adapter's digests are made of, as this rank held it at one moment."""
+    """The source of one adapter's digests, as this rank held it at one moment."""
 
     name: str
     folder: Path
-    """Where it was loaded from."""
+    """The folder it was loaded from."""
     adapter: Any
-    """SGLang's. Of it, what does not change once it is loaded."""
+    """SGLang's adapter; only attributes that do not change after loading are used."""
     slot: int | None
-    """None: it is in no slot."""
+    """None if it is in no slot."""
     passed: int | None
-    """The slot that the newest batch with it used; None: it was in none yet, or nobody asks."""
+    """The slot that the newest batch with it used; None if there was none yet, or it was not requested."""
     scaling: float | None
-    """Of that batch; OFT has none."""
+    """Scaling of that batch; OFT has none."""
     mark: str
-    """Of the slot: what has no tensor of its own, and is not as it should be."""
+    """Mark of the slot: a deviation that no tensor shows."""
     is_shared_outer: bool
-    """So routed experts are laid out."""
+    """Whether routed experts use this layout."""
     slabs: Mapping[int, Sequence[Slab]]
-    """By slot."""
+    """Slabs by slot."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankReport:
-    """Of `HeldAdapter`, what another rank needs."""
+    """The part of `HeldAdapter` that other ranks need."""
 
     slot: int | None
     passed: int | None
     scaling: float | None
     mark: str
     pieces: Mapping[int, Sequence[Piece]]
-    """By slot."""
+    """Pieces by slot."""
 
 
 _passed: dict[str, Passed] = {}
 
 
 def note_batch(manager: Any, adapters: Iterable[str]) -> None:
-    """Called after SGLang chose the slots of a batch: the layers of the coming pass read these."""
+    """Call after SGLang chose the slots of a batch, which the layers of the coming pass read."""
     batch = manager.lora_backend.batch_info
     named = sorted(set(adapters))
     if batch is None or not named:
@@ -103,12 +103,12 @@ def note_batch(manager: Any, adapters: Iterable[str]) -> None:
 def take_adapters(
     manager: Any, names: Collection[str] | None = None, standing: Collection[str] = (), *, copied: bool = True
 ) -> list[HeldAdapter]:
-    """What stands in the slots of this rank; all that decoding has to wait for.
+    """The adapters in the slots of this rank; the only part that decoding has to wait for.
 
     Args:
-        names: of the adapters that are asked for; None: all.
-        standing: of more adapters, whose newest batch nobody asks for.
-        copied: so that digesting it may take its time, while the slots change.
+        names: the requested adapters; None for all.
+        standing: further adapters, whose newest batch is not requested.
+        copied: copies the buffers, so that they can be digested while the slots change.
     """
     for key in _passed.keys() - manager.lora_refs.keys():
         del _passed[key]
@@ -133,10 +133,10 @@ def take_adapters(
 
 
 def report_adapters(adapters: Iterable[HeldAdapter], *, is_alone: bool) -> dict[str, RankReport]:
-    """By adapter name.
+    """Reports by adapter name.
 
     Args:
-        is_alone: there is no other rank, so that nothing of it is sent.
+        is_alone: there is no other rank, so nothing is sent.
     """
     reports = {}
     for each in adapters:
@@ -149,23 +149,23 @@ def report_adapters(adapters: Iterable[HeldAdapter], *, is_alone: bool) -> dict[
 
 
 def describe(adapters: Iterable[HeldAdapter], ranks: Sequence[Mapping[str, RankReport]]) -> dict[str, dict[str, Any]]:
-    """By adapter name: where it was loaded from, digest of its slots, digest of what the newest pass applied.
+    """By adapter name: the folder it was loaded from, digest of its slots, digest of what the newest pass applied.
 
-    Digests are None while the adapter is in no slot, or in no batch yet. Another adapter in the slot that a batch used
-    shows, because both digests are computed from the buffers' bytes; so does a rank that holds something else.
+    A digest is None if the adapter is in no slot, or in no batch yet. Another adapter in the slot that a batch used is
+    detected, because both digests are computed from the buffers' bytes; so is a rank that holds something else.
 
     Args:
-        adapters: of rank 0.
-        ranks: what every rank reports, in order.
+        adapters: those of rank 0.
+        ranks: the reports of every rank, in order.
     """
     described = {}
     for each in adapters:
         reports = [rank.get(each.name) for rank in ranks]
         standing = _joined(reports, [rank and rank.slot for rank in reports])
-        # As a rule the newest batch used the slot where it stands.
+        # Normally the newest batch used the adapter's current slot.
         is_same = all(rank is None or rank.passed == rank.slot for rank in reports)
         applied = standing if is_same else _joined(reports, [rank and rank.passed for rank in reports])
-        # One pass over what is held serves both digests, as a rule.
+        # Normally one pass over the buffers serves both digests.
         pieces = tensorfile.tensor_pieces(standing)
         used = pieces if applied is standing else tensorfile.tensor_pieces(applied)
         explained = each.slot is not None and (each.folder / EXPLAIN_FILE).exists()
@@ -182,7 +182,7 @@ def describe(adapters: Iterable[HeldAdapter], ranks: Sequence[Mapping[str, RankR
 
 
 def slot_tensors(manager: Any, name: str) -> Iterator[Held]:
-    """What this rank holds of the adapter called `name`, `<module>.<kind>`, from the buffers that layers read."""
+    """This rank's parts of the adapter called `name`, as `<module>.<kind>`, from the buffers that layers read."""
     is_alone = count() == 1
     for each in take_adapters(manager, (name,), copied=True):
         if each.slot is not None:
@@ -198,7 +198,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _difference(folder: Path, held: Mapping[str, bytes], reports: Sequence[RankReport | None]) -> str:
-    """Of one rank after the other, where there are several."""
+    """The differences of each rank in turn, if there are several."""
     published = {name: (folder / name).read_bytes() for name in held}
     if len(reports) == 1:
         return explain_difference(published, held)
@@ -215,7 +215,7 @@ def _difference(folder: Path, held: Mapping[str, bytes], reports: Sequence[RankR
 
 
 def _joined(reports: Sequence[RankReport | None], slots: Sequence[int | None]) -> Mapping[str, Tensor]:
-    """What all ranks hold in these slots, one each; None: in none."""
+    """The contents of these slots, one per rank, joined over all ranks; None for a rank where it is in no slot."""
     pieces = [
         () if each is None or slot is None else each.pieces.get(slot, ())
         for each, slot in zip(reports, slots, strict=True)
@@ -226,9 +226,9 @@ def _joined(reports: Sequence[RankReport | None], slots: Sequence[int | None]) -
 def _slot_digest(
     adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Tensor], pieces: Mapping[str, Pieces]
 ) -> str:
-    """Of what the slots of all ranks hold: the published one where that is what was published.
+    """Digest of what the slots of all ranks hold: the published digest if that is what was published.
 
-    What has no tensor of its own and must show, is said in the tensors' names.
+    Deviations that no tensor shows are added to the tensors' names.
     """
     suffix, published = _suffix(reports), _published(adapter.adapter)
     frame = "{}" + suffix if published is not None else f"{PEFT_PREFIX}{{}}.weight{suffix}"
@@ -252,7 +252,7 @@ def _settings(adapter: HeldAdapter) -> bytes:
 def _slot_files(
     adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Tensor]
 ) -> dict[str, bytes]:
-    """The published files, rebuilt, for telling how they differ."""
+    """The published files, rebuilt in order to describe how they differ."""
     published, settings, suffix = _published(adapter.adapter), _settings(adapter), _suffix(reports)
     if published is not None:
         return {
@@ -280,13 +280,13 @@ def _mark(manager: Any, adapter: Any, slot: int) -> str:
 
 
 def _published(adapter: Any) -> Published | None:
-    """What it brought besides SGLang's tensors; None: it is a LoRA."""
+    """What it has besides SGLang's tensors; None for LoRA."""
     found: Published | None = getattr(adapter, "published", None)
     return found
 
 
 def _slabs(manager: Any, adapter: Any, slot: int) -> Iterator[Slab]:
-    """Of every layer, what the layer itself multiplies by; for OFT nothing where passes turn nothing by this slot."""
+    """For every layer, the buffers that it multiplies by; for OFT nothing if passes rotate nothing with this slot."""
     rotations: Rotations | None = getattr(manager, "rotations", None)
     if rotations is not None and _published(adapter) is not None:
         if rotations.holds[slot]:
@@ -305,7 +305,7 @@ def _copies(slabs: Iterable[Slab]) -> list[Slab]:
 
 
 def _pieces(adapter: HeldAdapter, slabs: Iterable[Slab], *, is_alone: bool) -> Iterator[Piece]:
-    """Of every layer, under its names in files."""
+    """Pieces of every layer, by their names in files."""
     config = adapter.adapter.config
     for name, layer, buffers in slabs:
         if len(buffers) == 1:
@@ -321,16 +321,16 @@ def _pieces(adapter: HeldAdapter, slabs: Iterable[Slab], *, is_alone: bool) -> I
 def _split_experts(
     name: str, buffers: Sequence[Tensor], rank: int, scaling: float, is_shared_outer: bool, place: int | None
 ) -> Iterator[Piece]:
-    """SGLang leaves room for its largest rank between gate and up.
+    """SGLang reserves room for its largest rank between gate and up.
 
     Args:
-        place: which part of the experts' inner width is ours; None: all of it.
+        place: index of this rank's part of the experts' inner width; None for all of it.
     """
     up_A, up_B, down_A, down_B = buffers
     (gate_A, up_A), (gate_B, up_B) = up_A.chunk(2, 1), up_B.chunk(2, 1)
     for part, A, B in (("gate_proj", gate_A, gate_B), ("up_proj", up_A, up_B), ("down_proj", down_A, down_B)):
         A_ErK, B_ENr = A[:, :rank], B[..., :rank] / scaling
-        # Stacked, the experts' axis stands before the others.
+        # When stacked, the experts' axis precedes the others.
         first = 1 if is_shared_outer else 0
         cut_A, cut_B = (first + 1, None) if part == "down_proj" else (None, first)
         if place is None:
@@ -345,7 +345,7 @@ def _split_experts(
 
 
 def _piece(name: str, data: Tensor, axis: int | None, place: int | None, copies: int = 1) -> Piece:
-    """Args: copies: neighbours that hold the same part."""
+    """Args: copies: number of neighbouring ranks that hold the same part."""
     place = place or 0
     if axis is None:
         return Piece(name, data, is_copy=place > 0)
@@ -363,7 +363,7 @@ def _split(name: str, module: Any, a: Tensor, b: Tensor, rank: int, *, is_alone:
     place, cut_A, cut_B = (0, None, None) if is_alone else _cut(module)
     row = 0
     for index, (part, height) in enumerate(zip(names, _heights(module, b, len(names)), strict=True)):
-        # Where there are fewer heads of keys than ranks, neighbours share one.
+        # With fewer key/value heads than ranks, neighbours share one.
         copies = module.base_layer.num_kv_head_replicas if cut_B is not None and len(names) == 3 and index else 1
         yield _piece(f"{part}.lora_A", a[index * rank : (index + 1) * rank], cut_A, place)
         yield _piece(f"{part}.lora_B", b[row : row + height, :rank], cut_B, place, copies)
@@ -371,7 +371,7 @@ def _split(name: str, module: Any, a: Tensor, b: Tensor, rank: int, *, is_alone:
 
 
 def _cut(module: Any) -> tuple[int, int | None, int | None]:
-    """Which part of this layer is ours, and the axes along which its A and B are cut; None: they are whole."""
+    """The index of this rank's part of the layer, and the axes along which its A and B are divided; None: whole."""
     from sglang.srt.distributed.utils import get_group_rank_size
     from sglang.srt.lora.layers import ReplicatedLinearWithLoRA, RowParallelLinearWithLoRA
 

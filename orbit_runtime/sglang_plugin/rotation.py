@@ -1,9 +1,9 @@
-"""OFT in SGLang: every slot's R in static buffers, and the input of a target layer turned row by row.
+"""OFT in SGLang: every slot's R in static buffers, and the input of a target layer rotated row by row.
 
-An OFT adapter takes one of SGLang's LoRA slots with rank 0 and brings R for the slot of the same number. A layer that
-SGLang fused has one input, hence one R: q, k, v must share theirs, and gate, up too, as Orbit writes them.
+An OFT adapter uses one of SGLang's LoRA slots with rank 0, and provides R for the slot of the same number. A layer that
+SGLang fused has one input, hence one R: q, k, v must share theirs, and gate, up too, as in Orbit's files.
 
-Belongs here: buffers, which rows they turn, published files. Does not belong here: SGLang (`hooks`), digests
+Belongs here: buffers, the rows to rotate, published files. Does not belong here: SGLang (`hooks`), digests
 (`readback`), OFT's arithmetic (`adapters.oft`).
 Shapes: R `[n, b, b]` with n blocks of b features, a layer's buffer `[slots, n, b, b]`, x `[..., K]`.
 """
@@ -30,29 +30,29 @@ FUSED = {
     "wq_b": ("q_b_proj",),
     "wo_b": ("o_b_proj",),
 }
-"""SGLang's layers that stand for several of the checkpoint's or are called otherwise; the last three of DeepSeek-V4."""
+"""SGLang's layers that combine several of the checkpoint's or have other names; the last three of DeepSeek-V4."""
 MAX_ROWS = 2**20
-"""Tokens of one pass; the map from row to slot must not move once a CUDA graph reads it."""
+"""Maximum tokens of one pass; the map from row to slot must not move once a CUDA graph reads it."""
 UNTURNED = -1
 
 
 def parts(module: str) -> tuple[str, ...]:
-    """The checkpoint's names of what one of SGLang's layers holds."""
+    """The checkpoint's names for the contents of one of SGLang's layers."""
     parent, _, last = module.rpartition(".")
     return tuple(f"{parent}.{part}" for part in FUSED.get(last, (last,)))
 
 
 class Rows:
-    """Which slot turns which rows of the pass that comes next; one for all layers."""
+    """Which slot rotates which rows of the next pass; shared by all layers."""
 
     def __init__(self, device: torch.device, max_rows: int = MAX_ROWS) -> None:
         self.slots_T = torch.full((max_rows,), UNTURNED, dtype=torch.int32, device=device)
         self.runs: tuple[tuple[int, int, int], ...] = ()
-        """(slot, first row, end row) of the rows that are turned, neighbours of one slot joined."""
+        """(slot, first row, end row) of the rows that are rotated; adjacent runs of one slot are joined."""
         self._filled = 0
 
     def prepare(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Of each sequence of the pass: its slot or `UNTURNED`, and its rows. Written in place, for CUDA graphs."""
+        """For each sequence of the pass: its slot or `UNTURNED`, and its rows. Written in place, for CUDA graphs."""
         runs: list[tuple[int, int, int]] = []
         end = 0
         for slot, length in zip(slots, lengths, strict=True):
@@ -65,7 +65,7 @@ class Rows:
         if end > len(self.slots_T):
             raise InternalError(f"a pass of {end} tokens; the plug-in is made for {len(self.slots_T)}")
         self.runs = tuple(runs)
-        # Rows that pad the pass up to a captured size must not keep what an earlier pass wrote.
+        # Rows that pad the pass to a captured size must not keep values from an earlier pass.
         here = torch.full((max(end, self._filled),), UNTURNED, dtype=torch.int32)
         for slot, start, stop in runs:
             here[start:stop] = slot
@@ -76,7 +76,7 @@ class Rows:
 
 
 class LayerRotation:
-    """R of one layer in every slot, and the turning of its input."""
+    """R of one layer in every slot, and the rotation of its input."""
 
     def __init__(
         self, names: tuple[str, ...], in_features: int, block_size: int, num_slots: int, rows: Rows, *, rank: int,
@@ -85,8 +85,8 @@ class LayerRotation:
         """
         Args:
             names: in files; each has this R.
-            rank: where the layer's input is cut over ranks, which part is ours. R itself is whole on every rank.
-            is_of_experts: of all of a layer's, which share R: files have an axis of length 1 in front.
+            rank: index of this rank's part if the layer's input is divided over ranks. R itself is whole on every rank.
+            is_of_experts: shared by all experts of a layer: in files R then has a leading axis of length 1.
         """
         shape = (num_slots, in_features // block_size, block_size, block_size)
         self.buffer = torch.zeros(shape, dtype=dtype, device=rows.slots_T.device)
@@ -98,19 +98,19 @@ class LayerRotation:
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Of R in files."""
+        """Shape of R in files."""
         return (*self._front, *self.buffer.shape[1:])
 
     def named(self, R: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What stands in a slot, as files name it."""
+        """The contents of a slot, by file name."""
         for name in self.names:
             yield f"{name}.oft_R", R.view(self.file_shape)
 
     def turn(self, x: Tensor, *, captured: bool) -> Tensor:
-        """x with the rows of OFT adapters turned, the others untouched.
+        """x with the rows of OFT adapters rotated, the others unchanged.
 
         Args:
-            captured: a CUDA graph records this pass: only operations on static memory, whatever the batch holds now.
+            captured: a CUDA graph records this pass: uses only operations on static memory, whatever the batch holds.
         """
         if not captured and not self.rows.runs:
             return x
@@ -134,7 +134,7 @@ class LayerRotation:
         return turned
 
     def part(self, slot: int, width: int) -> Tensor:
-        """Whole, or of the features that a cut input has on this rank."""
+        """R, whole or for the features that a divided input has on this rank."""
         R = self.buffer[slot]
         if width == self.in_features:
             return R
@@ -147,20 +147,20 @@ class Published:
     """An OFT adapter's files, on the CPU."""
 
     parameters: Mapping[str, Tensor]
-    """As the file names them: kept to be read back, never multiplied."""
+    """By file name: kept for reading back, never multiplied."""
     rotations: Mapping[str, Tensor]
     """By SGLang's name of the layer."""
 
 
 class Rotations:
-    """All layers of a model."""
+    """The rotations of all layers of a model."""
 
     def __init__(self, block_size: int, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self.block_size = block_size
         self.rows = Rows(device)
         self.layers: dict[str, LayerRotation] = {}
         self.holds = [False] * num_slots
-        """By slot: an OFT adapter stands in it."""
+        """By slot: whether it holds an OFT adapter."""
         self._dtype = dtype
 
     def add_layer(
@@ -169,7 +169,7 @@ class Rotations:
     ) -> LayerRotation:  # fmt: skip
         """
         Args:
-            names: of a layer of routed experts, in files.
+            names: file names, for a layer of routed experts.
         """
         local_features = in_features if local_features is None else local_features
         if local_features % self.block_size:
@@ -195,11 +195,11 @@ class Rotations:
                 layer.buffer[slot].zero_()
 
     def prepare(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Before a pass: the slot and the rows of each of its sequences, OFT or not."""
+        """Call before a pass with the slot and number of rows of each of its sequences, OFT or not."""
         self.rows.prepare([slot if self.holds[slot] else UNTURNED for slot in slots], lengths)
 
     def load(self, files: Mapping[str, Buffer]) -> Published:
-        """Raises ModelError naming what does not fit this model. Whether R is the right one, the read-back shows."""
+        """Raises ModelError naming what does not fit this model. The read-back shows whether R is the right one."""
         settings = json.loads(bytes(files[CONFIG_FILE]))
         if settings.get("oft_block_size") != self.block_size:
             raise ModelError(

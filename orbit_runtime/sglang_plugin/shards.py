@@ -1,10 +1,11 @@
-"""Parts of an adapter as they stand on the ranks of one server, and what they are together.
+"""The parts of an adapter on the ranks of one server, and the whole tensors that they form.
 
-SGLang cuts what follows a cut base: B of a column-parallel layer by its rows, A of a row-parallel one by its columns;
-the other factor, and OFT's R, stand whole on every rank. A rank that holds what a lower one holds too sends its digest.
+SGLang divides an adapter along with its base: B of a column-parallel layer by rows, A of a row-parallel one by columns;
+the other factor, and OFT's R, are whole on every rank. A rank that holds a copy of a lower rank's part sends its
+digest.
 
-Belongs here: pieces, joining them, whose differ. Does not belong here: which part a layer has (`readback`), how ranks
-talk (`ranks`), SGLang.
+Belongs here: pieces, joining them, naming the ranks that differ. Does not belong here: the part that a layer has
+(`readback`), communication between ranks (`ranks`), SGLang.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from orbit_runtime.adapters.tensorfile import tensor_digest
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What one rank holds of one tensor."""
+    """One rank's part of one tensor."""
 
     name: str
-    """`<module>.<kind>`, as files have it without prefix and ending."""
+    """`<module>.<kind>`, as in files without prefix and ending."""
     data: Tensor | str
-    """In any dtype; or its digest."""
+    """Values in any dtype, or their digest."""
     axis: int | None = None
-    """Along which the tensor is cut over ranks, in equal parts; None: it is whole here."""
+    """Axis along which the tensor is divided over ranks, in equal parts; None if it is whole here."""
     part: int = 0
-    """Which of the parts."""
+    """Index of the part."""
     is_copy: bool = False
-    """A lower rank holds this part too."""
+    """Whether a lower rank holds this part too."""
 
     @property
     def digest(self) -> str:
@@ -39,19 +40,20 @@ class Piece:
 
 
 def pack(pieces: Iterable[Piece], *, whole: bool) -> list[Piece]:
-    """To be sent: in the host's memory, on no storage of somebody else's.
+    """Prepares pieces for sending: in host memory, in storage of their own.
 
     Args:
-        whole: copies too, so that their values can be compared.
+        whole: keeps the values of copies too, so that they can be compared.
     """
     return [replace(each, data=each.digest if each.is_copy and not whole else _own(each.data)) for each in pieces]
 
 
 def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
-    """Tensors by name. What two ranks hold differently, or one lacks, is said in the name: it equals nothing published.
+    """Tensors by name. A part that two ranks hold differently, or one lacks, changes the name, which then matches
+    nothing published.
 
     Args:
-        ranks: of every rank, in order.
+        ranks: the pieces of every rank, in order.
     """
     held: dict[str, dict[int, Tensor]] = {}
     for piece in (each for pieces in ranks for each in pieces):
@@ -81,9 +83,9 @@ def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
 def with_pieces(
     published: Mapping[str, Tensor], ranks: Sequence[Sequence[Piece]], rank: int
 ) -> dict[str, Tensor] | None:
-    """The published tensors with what this rank holds in their places; None where that changes nothing.
+    """The published tensors with this rank's parts substituted; None if that changes nothing.
 
-    A tensor that the rank lacks is left out; one that has no place there stands as it is.
+    A tensor that the rank lacks is left out; one that does not fit the published tensor is kept as it is.
     """
     counts: dict[str, int] = {}
     for piece in (each for pieces in ranks for each in pieces):
@@ -106,5 +108,5 @@ def with_pieces(
 
 
 def _own(data: Tensor | str) -> Tensor | str:
-    # Pickled, a view would bring the whole buffer with it.
+    # A pickled view would include its whole buffer.
     return data if isinstance(data, str) else data.detach().cpu().clone(memory_format=torch.contiguous_format)

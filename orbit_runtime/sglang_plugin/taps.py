@@ -1,13 +1,13 @@
-"""What SGLang computes on the way to its log-probs, and what it holds, for the one pass that Orbit asks about.
+"""What SGLang computes on the way to its log-probs, and the weights it holds, for the one pass that Orbit requests.
 
-Belongs here: forward hooks on SGLang's modules, and their names as a checkpoint has them.
+Belongs here: forward hooks on SGLang's modules, and their names in a checkpoint.
 Does not belong here: comparing (`parity.locate`), the trainer's side (`policy.snapshot`).
 
-Orbit puts a request in a folder that both see, sends the sequence, and reads the answer from there. Nothing is hooked
-and nothing is copied while no request lies there. A pass that is asked about runs without CUDA graphs (`eager`). Of
-several ranks each answers for itself: with results that no lower one has told, and with digests of all that it holds.
-The facts of the slots go the same way when a publish is proven: no request of their own is in the way of those that
-sample. Digests are computed beside the passes that follow.
+Orbit puts a request in a folder that both can access, sends the sequence, and reads the answer from there. Without a
+request, nothing is hooked and nothing is copied. A requested pass runs without CUDA graphs (`eager`). With several
+ranks, each answers for itself: with results that no lower rank reports, and with digests of all that it holds.
+The facts of the slots are sent the same way when a publish is proven, so no separate request delays those that
+sample. Digests are computed concurrently with the following passes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from orbit_runtime.sglang_plugin.rotation import FUSED
 from orbit_runtime.sglang_plugin.weights import Held, base_weights, heights_of, places_of
 
 VARIABLE = "ORBIT_SGLANG_TAPS"
-"""The folder; set by Orbit for the servers it starts."""
+"""Variable that names the folder; set by Orbit for the servers that it starts."""
 REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
 FACTS_REQUEST, FACTS, TOLD = "facts-request.json", "facts-{name}.json", "told-{name}-{rank}"
 LOOK_SECONDS = 0.001
@@ -42,13 +42,13 @@ TAPPED = (
     "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "post_attention_layernorm", "gate", "router",
     "gate_up_proj", "gate_proj", "up_proj", "down_proj", "norm",
 )  # fmt: skip
-"""Last parts of modules whose results are told; `mlp` is one where it routes to experts."""
+"""Last parts of the names of modules whose results are reported; `mlp` is one if it routes to experts."""
 ROTARY = "rotary angles"
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """What one rank has of one result, fp32 on the CPU."""
+    """One rank's part of one result, fp32 on the CPU."""
 
     data: Tensor
     share: Share
@@ -56,20 +56,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank's result is to that of all."""
+    """How a rank's result relates to the result of all."""
 
     kind: Literal["whole", "part", "summand"] = "whole"
-    """A part stands beside the others along the last axis. Summands are equal where they were summed up already."""
+    """Parts are joined along the last axis. Summands are equal if they have already been summed."""
     place: int = 0
     is_copy: bool = False
-    """A lower rank has it too."""
+    """Whether a lower rank has it too."""
 
 
 def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **named: Any) -> Any:
-    """A pass of `ModelRunner`; answers the request that lies there, if this pass is the one it speaks of.
+    """Wraps a pass of `ModelRunner`; answers the pending request if this pass is the requested one.
 
-    The client takes the request away: another rank may come to look for it later. That the pass was seen is said before
-    its own results leave; what it says follows from a thread, because digests of a whole base take minutes.
+    The client removes the request: another rank may look for it later. That the pass was seen is reported before its
+    own results are sent; the contents follow from a thread, because digests of a whole base take minutes.
     """
     if _asks_facts(runner, forward_batch):
         with without_graphs(runner):
@@ -99,7 +99,7 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
 
 
 def _asks_facts(runner: Any, forward_batch: Any) -> bool:
-    """This pass is one that `tell` speaks of afterwards."""
+    """Whether `tell` reports on this pass afterwards."""
     file = _find_request(FACTS_REQUEST)
     if file is None or not forward_batch.forward_mode.is_extend():
         return False
@@ -110,14 +110,14 @@ def _asks_facts(runner: Any, forward_batch: Any) -> bool:
 
 
 def tell(runner: Any, forward_batch: Any, take: Callable[[Any, Collection[str], Collection[str]], TellsFacts]) -> None:
-    """After a pass, on every rank: answers the request for facts, once, with the first pass that reads its tokens whole
-    under all the adapters it speaks of. All ranks find the same one, because it is told by what is in the batch.
+    """Runs after a pass, on every rank: answers the request for facts, once, with the first pass that reads its whole
+    sequence under all adapters of the request. All ranks find the same pass, because the batch determines it.
 
-    The answer is there in two steps. That one comes is said before the pass's own results leave, so that whoever has
-    those knows to wait for it; what it says is worked out in a thread, beside the passes that follow.
+    The answer is written in two steps. Its announcement precedes the pass's own results, so a client that has those
+    knows that it must wait; the contents are computed in a thread, concurrently with the following passes.
 
     Args:
-        take: copies, at once, what facts about adapters of the pass and others are made of.
+        take: copies, immediately, the data for facts about the adapters of the pass and others.
     """
     file = _find_request(FACTS_REQUEST)
     if file is None or not forward_batch.forward_mode.is_extend():
@@ -135,14 +135,14 @@ def tell(runner: Any, forward_batch: Any, take: Callable[[Any, Collection[str], 
 
 
 class TellsFacts(Protocol):
-    """What was copied on one rank."""
+    """The data copied on one rank."""
 
     def own(self) -> dict[str, Any]:
-        """Of this rank, in the host's memory."""
+        """This rank's report, in host memory."""
         ...
 
     def facts(self, every: list[Any]) -> dict[str, Any]:
-        """On rank 0, of what every rank told, in order."""
+        """On rank 0: the facts, from the reports of every rank, in order."""
         ...
 
 
@@ -150,7 +150,7 @@ def _read_whole(runner: Any, forward_batch: Any, token_ids_T: Sequence[int]) -> 
     """Names of the adapters under which this pass computes exactly these tokens, from the first to the last."""
     known = runner.lora_manager.lora_refs
     tokens, names, start = forward_batch.input_ids.tolist(), set(), 0
-    # Not strict: SGLang may have filled the batch up with sequences of nobody's.
+    # Not strict: SGLang may have padded the batch with dummy sequences.
     for key, length in zip(forward_batch.lora_ids, forward_batch.extend_seq_lens_cpu, strict=False):
         if key in known and tokens[start : start + length] == token_ids_T:
             names.add(known[key].lora_name)
@@ -168,7 +168,7 @@ def _end(folder: Path, name: str, taken: TellsFacts, seconds: float) -> None:
 
 
 def _receive(file: Path, seconds: float) -> Any:
-    """What another rank of this server put there, as its own kind and in its own words."""
+    """The report of another rank of this server, in the format of its own `own`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -182,8 +182,8 @@ def _receive(file: Path, seconds: float) -> Any:
 
 
 _answered: set[str] = set()
-"""The newest request; a later pass may read the same tokens."""
-# One thread of torch's: decoding needs the cores, and a second one would wait for a core that is taken.
+"""The newest request answered; a later pass may read the same tokens."""
+# One torch thread: decoding needs the cores, and a second thread would wait for a busy core.
 _worker = ThreadPoolExecutor(1, "orbit-facts", initializer=torch.set_num_threads, initargs=(1,))
 
 
@@ -232,7 +232,7 @@ def _queries(parent: str, shares: Sequence[Share], points: dict[str, Point]) -> 
 
 
 def _attended(parent: str, share: Share, points: dict[str, Point]) -> Callable[..., None]:
-    """What attention hands to its output projection, whichever way it was computed."""
+    """Records the input of attention's output projection, however attention was computed."""
 
     def record(_: Any, args: Any) -> None:
         points[f"{parent}.attended"] = _point(args[0].flatten(1), share)
@@ -241,11 +241,11 @@ def _attended(parent: str, share: Share, points: dict[str, Point]) -> Callable[.
 
 
 def _mixed(name: str, points: dict[str, Point]) -> Callable[..., None]:
-    """A layer's routed and shared experts together."""
+    """A layer's routed and shared experts, summed."""
 
     def record(_: Any, __: Any, result: Any) -> None:
         tensor = result[0] if isinstance(result, tuple) else result
-        # SGLang sums up over ranks here, or with the next norm.
+        # SGLang sums over ranks here, or in the next norm.
         points[name] = _point(tensor, Share("summand", ranks.own_rank()))
 
     return record
@@ -256,14 +256,14 @@ def _point(tensor: Tensor, share: Share) -> Point:
 
 
 def _shares(module: Any, count: int) -> list[Share]:
-    """Of the results of each part of a layer, over ranks."""
+    """How the results of each part of a layer relate over ranks."""
     from sglang.srt.distributed.utils import get_group_rank_size
     from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 
     base = getattr(module, "base_layer", module)
     place, size = get_group_rank_size(getattr(base, "tp_group", None))
     if size > 1 and isinstance(base, RowParallelLinear):
-        # SGLang sums up behind some of these layers only, with the next norm.
+        # SGLang sums after only some of these layers, together with the next norm.
         return [Share("summand", place)] * count
     if size == 1 or not isinstance(base, ColumnParallelLinear) or base.gather_output:
         return [Share(is_copy=ranks.own_rank() > 0)] * count
@@ -273,7 +273,7 @@ def _shares(module: Any, count: int) -> list[Share]:
 
 
 def _input_share(module: Any) -> Share:
-    """Of what an output projection is given."""
+    """How the input of an output projection relates over ranks."""
     from sglang.srt.distributed.utils import get_group_rank_size
 
     place, size = get_group_rank_size(getattr(getattr(module, "base_layer", module), "tp_group", None))
@@ -290,7 +290,7 @@ def _held(runner: Any, adapter: str | None) -> list[Held]:
 def _answer(
     file: Path, model: Any, request: dict[str, Any], points: dict[str, Point], held: Sequence[Held], *, is_first: bool
 ) -> None:
-    """Of this rank."""
+    """Writes this rank's answer."""
     try:
         tensors, facts = _tell_pass(model, request, points, held, is_first=is_first)
         _write(file, dump(tensors, torch.float32, facts))
@@ -299,14 +299,14 @@ def _answer(
 
 
 def _write_failure(file: Path, error: Exception) -> None:
-    """Told, not raised: it would take the server down, or be heard by nobody in the other thread."""
+    """Reported, not raised: an exception would take the server down, or be lost in the other thread."""
     _write(file, dump({}, torch.float32, {"error": f"{type(error).__name__}: {error}"}))
 
 
 def _tell_pass(
     model: Any, request: dict[str, Any], points: dict[str, Point], held: Sequence[Held], *, is_first: bool
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """One tensor at a time is made where they are packed."""
+    """Packed weights are dequantised one tensor at a time."""
     tensors = {f"point:{name}": each.data for name, each in points.items() if not each.share.is_copy}
     if is_first:
         tensors |= {f"constant:{name}": each for name, each in _constants(model, len(request["token_ids"]))}
@@ -327,13 +327,13 @@ def _tell_pass(
 
 
 def _absent(model: Any) -> list[str]:
-    """What SGLang computes inside of other layers: shared experts as one more routed one."""
+    """Modules that SGLang computes inside other layers: shared experts as an additional routed one."""
     fused = [name for name, module in model.named_modules() if getattr(module, "num_fused_shared_experts", 0)]
     return [f"{name}.shared_experts" for name in fused if name.endswith(".mlp")]
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Complete under its name, or not there: a half-written file is never read."""
+    """Complete under its name, or absent: a partly written file is never read."""
     # Every rank of a server writes here.
     written = file.with_suffix(f".{os.getpid()}.part")
     written.write_bytes(content)
@@ -341,12 +341,12 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _constants(model: Any, rows: int) -> Iterator[tuple[str, Tensor]]:
-    # Layers share one rotary embedding, as a rule: each is told of by its own name.
+    # Layers usually share one rotary embedding: each is reported under its own name.
     for name, module in model.named_modules(remove_duplicate=False):
         eps = getattr(module, "variance_epsilon", None)
         if eps is not None:
             yield f"{name}.eps", torch.tensor(float(eps))
         angles = getattr(module, "cos_sin_cache", None)
         if angles is not None:
-            # A copy: a shared one would be the same bytes under many names.
+            # A copy: a shared tensor would be the same bytes under many names.
             yield f"{name.rpartition('.')[0]}.{ROTARY}", angles[:rows].float().cpu().clone()

@@ -1,10 +1,10 @@
-"""The base weights that one rank of a server multiplies by, under the checkpoint's names and by place in whole tensors.
+"""The base weights of one rank of a server, by checkpoint name and by position in whole tensors.
 
-Belongs here: how SGLang fuses, cuts and packs weights. Does not belong here: adapters (`readback`), passes (`taps`).
+Belongs here: how SGLang fuses, divides and packs weights. Does not belong here: adapters (`readback`), passes (`taps`).
 
-A packed layer is read by multiplying it: a row of the identity gives a column of what its kernel dequantises, in
-whatever order the kernel keeps its bytes. That is exact where activations stay in 16 bits (each sum is one value
-times 1); of kernels that quantise activations too, and of routed experts that are packed, nothing is told here.
+A packed layer is read by multiplying with it: a row of the identity gives a column of what its kernel dequantises,
+whatever the order of its bytes. That is exact if activations stay in 16 bits (each sum is one value times 1). Kernels
+that also quantise activations, and packed routed experts, are not reported.
 Packed layers run on GPUs only: not run on hardware.
 """
 
@@ -21,12 +21,12 @@ from torch import Tensor
 from orbit_runtime.sglang_plugin.rotation import FUSED
 
 PROBED_ROWS = 256
-"""Of the identity at a time."""
+"""Rows of the identity per product."""
 WEIGHT_ONLY = ("Marlin", "WNA16")
-"""Parts of the names of SGLang's methods that dequantise weights and leave activations as they are."""
+"""Parts of the names of SGLang's methods that dequantise weights and do not change activations."""
 KINDS = ("weight", "bias", "e_score_correction_bias")
 LATENT = "kv_b_proj"
-"""Held as the two matrices that queries and attended latents are multiplied by, `w_kc` and `w_vc`."""
+"""Held as the two matrices by which queries and attended latents are multiplied, `w_kc` and `w_vc`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,28 +35,28 @@ class Held:
 
     name: str
     read: Callable[[], Tensor]
-    """Made anew where it is packed."""
+    """Computed on each call if it is packed."""
     axis: int = 0
     start: int = 0
-    """In the whole tensor."""
+    """Start in the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `[first, first + count)` of a layer: those of one of the checkpoint's, or a range of them."""
+    """Rows `[first, first + count)` of a layer: those of one of the checkpoint's layers, or a range of them."""
 
     name: str
     first: int
     count: int
     start: int
-    """In the checkpoint's."""
+    """Start in the checkpoint's layer."""
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor[self.first : self.first + self.count]
 
 
 def base_weights(model: Any) -> Iterator[Held]:
-    """Of this rank. What cannot be told is left out, and the client says so by name."""
+    """Weights of this rank. Those that cannot be read are left out, and the client names them."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         plain = name.removesuffix(".base_layer")
@@ -86,17 +86,17 @@ def dense(apply: Callable[[Tensor], Tensor], in_features: int, *, dtype: torch.d
 
 
 def is_packed(module: Any) -> bool:
-    """It is a linear whose `weight`, if it has one, is not its values."""
+    """Whether it is a linear whose `weight`, if any, does not hold its values."""
     method = type(getattr(module, "quant_method", None)).__name__
     return hasattr(module, "input_size") and method != "NoneType" and not method.startswith("Unquantized")
 
 
 def rows_of(name: str, module: Any, total: int, parent: Any) -> list[Rows]:
-    """Of each of the checkpoint's layers that this one stands for.
+    """Rows of each of the checkpoint's layers that this one combines.
 
     Args:
-        module: one of SGLang's linears or embeddings, or any other module: that is whole.
-        total: rows that it has on this rank.
+        module: one of SGLang's linears or embeddings, or any other module, which is whole.
+        total: number of rows that it has on this rank.
         parent: the module that it is a part of.
     """
     owner, _, last = name.rpartition(".")
@@ -124,7 +124,7 @@ def heights_of(module: Any, total: int, parts: tuple[str, ...], parent: Any) -> 
 
 
 def places_of(module: Any, count: int) -> list[int]:
-    """Which range of the rows of each of `count` fused layers is ours, counted in ranges of its size; 0 also: whole."""
+    """Which range of the rows of each of `count` fused layers is this rank's, in units of its size; 0 also: whole."""
     from sglang.srt.distributed.utils import get_group_rank_size
     from sglang.srt.layers.linear import ColumnParallelLinear
 
@@ -132,12 +132,12 @@ def places_of(module: Any, count: int) -> list[int]:
     if not isinstance(base, ColumnParallelLinear):
         return [0] * count
     place, _ = get_group_rank_size(base.tp_group)
-    # Queries first; neighbours may share a head of keys and values.
+    # Queries come first; neighbours may share a key/value head.
     return [place, *[place // (base.num_kv_head_replicas if count == 3 else 1)] * (count - 1)]
 
 
 def _columns_start(module: Any) -> int:
-    """Of a layer whose input is cut."""
+    """First column of a layer whose input is divided."""
     from sglang.srt.distributed.utils import get_group_rank_size
     from sglang.srt.layers.linear import RowParallelLinear
 
@@ -193,7 +193,7 @@ def _probe(module: Any, rows: Rows) -> Tensor:
 
 
 def _latent(name: str, attention: Any) -> Iterator[Held]:
-    """`[H·(nope + v), R]` of this rank's heads, put together from what the passes multiply by."""
+    """`[H·(nope + v), R]` of this rank's heads, assembled from the matrices that the passes use."""
     from sglang.srt.distributed.utils import get_group_rank_size
 
     keys_HNR, values_HRV = attention.w_kc, attention.w_vc
@@ -209,7 +209,7 @@ def _latent(name: str, attention: Any) -> Iterator[Held]:
 
 
 def _experts(name: str, module: Any) -> Iterator[Held]:
-    """Unpacked, gate above up as they are loaded; kernels that keep them in another order are left out."""
+    """Unpacked, gate above up as loaded; kernels with another order are left out."""
     is_plain = type(module.quant_method).__name__ == "UnquantizedFusedMoEMethod"
     w13_EIK, w2_EKI = module.w13_weight.detach(), module.w2_weight.detach()
     inner = module.intermediate_size_per_partition

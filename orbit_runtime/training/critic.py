@@ -1,7 +1,7 @@
-"""A critic: a second adapter with a value head around the layers of the policy's base, and its own optimizer.
+"""A critic: a second adapter with a value head, over the layers of the policy's base, with its own optimiser.
 
-Belongs here: values of tokens, and updates of what computes them. Does not belong here: the policy's updates
-(`updater`), the value loss (`algorithms.values`), advantages.
+Belongs here: computing token values, and updating the adapter and head that compute them. Does not belong here: the
+policy's updates (`updater`), the value loss (`algorithms.values`), advantages.
 
 Legend: `R` trained tokens of a micro-batch, `N` hidden size.
 """
@@ -26,7 +26,7 @@ from orbit_runtime.types import Sample
 
 
 class Critic:
-    """Expects nothing at first: its head is 0. It never drops inputs, and its tokens go where the routers choose."""
+    """Initially predicts 0, because its head is 0. It uses no dropout, and its tokens go where the routers choose."""
 
     def __init__(self, policy: Policy, settings: TrainerSettings, critic: CriticSettings) -> None:
         self._policy = policy
@@ -50,10 +50,10 @@ class Critic:
             fused=True,
         )
         self.updates = 0
-        """Of its optimizer, since the run began."""
+        """Optimiser updates since the run began."""
 
     def values(self, micro: MicroBatch) -> Tensor:
-        """fp32 `[R]`, without gradient: what it expects before each trained token."""
+        """fp32 `[R]`, without gradient: the value predicted before each trained token."""
         with torch.no_grad(), self._policy.injected.selection.use(CRITIC_SLOT):
             return self._values(micro)
 
@@ -65,7 +65,7 @@ class Critic:
         """Adds the gradient of one mini-batch; returns its loss."""
         total, selection = 0.0, self._policy.injected.selection
         for micro in micro_batches:
-            # Layers that are computed again select again: an engine in another thread waits for the backward pass too.
+            # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
             with selection.turn:
                 with selection.use(CRITIC_SLOT):
                     values_R = self._values(micro)
@@ -81,7 +81,7 @@ class Critic:
         return total
 
     def apply_gradient(self, rate: float) -> float:
-        """Returns the gradient's norm before it was clipped; where that is no number, nothing was changed."""
+        """Returns the gradient norm before clipping; if it is not finite, nothing was changed."""
         gradients = [each.grad for each in self.parameters.values() if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if torch.isfinite(norm):
@@ -96,7 +96,7 @@ class Critic:
 
 
 def explained_variance(samples_D: Sequence[Sample]) -> dict[str, float]:
-    """1 - Var(return - value) / Var(return) over the trained tokens; nothing where all returns are equal."""
+    """1 - Var(return - value) / Var(return) over the trained tokens; empty if all returns are equal."""
     kept_D = [np.flatnonzero(sample.loss_mask_T) for sample in samples_D]
     returns_T, values_T = (
         np.concatenate([

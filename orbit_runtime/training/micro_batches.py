@@ -1,7 +1,7 @@
 """Samples as the tensors of forward passes.
 
-Belongs here: laying out one micro-batch, and which replica computes it. Does not belong here: the size of
-micro-batches (`data.packing`), passes.
+Belongs here: the layout of one micro-batch, and the choice of the replica that computes it. Does not belong here: the
+size of micro-batches (`data.packing`), passes.
 
 Legend: `D` samples, `R` trained tokens of a micro-batch, `T` packed tokens, `L` layers with routed experts, `C` experts
 that a token goes to.
@@ -31,33 +31,33 @@ class MicroBatch:
     branches: Sequence[Branch]
     packed: PackedBatch
     columns_R: Mapping[ColumnName, torch.Tensor]
-    """Of the trained tokens, fp32."""
+    """Columns of the trained tokens, fp32."""
     weights_R: torch.Tensor
     lengths_D: torch.Tensor
     """Trained tokens of each sample, int64."""
     trained_R: torch.Tensor
     """Targets that the loss mask keeps, as indices into the packed targets."""
     seen: Seen | None
-    """Tokens before each target, where sampling penalises their repetition."""
+    """Tokens before each target, if sampling penalises their repetition."""
     number: int
-    """Its place among all micro-batches of its mini-batch, whichever replica computes them: dropout is keyed by it."""
+    """Index among all micro-batches of its mini-batch, over all replicas; dropout is keyed by it."""
     counts: bool
-    """False: another replica computes it as well, and its result is that one's."""
+    """False if another replica computes it as well; only that replica's result counts."""
 
     def routed_tokens(self) -> torch.Tensor | None:
-        """`[T, L, C]`. For one pass: of all of a step's samples at once they could be larger than the model."""
+        """`[T, L, C]`, built for one pass: for all samples of a step at once it could be larger than the model."""
         routed = [unpack_experts(each.routed_experts) if each.routed_experts else None for each in self.samples]
         return lay_out_experts(self.branches, routed, self.packed)
 
 
 def deal(count: int, replica: tuple[int, int]) -> list[tuple[int, bool]]:
-    """Which of `count` micro-batches a replica computes, and whether its result counts.
+    """The micro-batches of `count` that a replica computes, and whether each result counts.
 
-    All replicas compute equally many, since where experts are divided each pass needs every replica: one that has
-    fewer repeats a micro-batch, and that counts for nothing.
+    All replicas compute the same number, since with divided experts each pass needs every replica. A replica with
+    fewer repeats a micro-batch, whose result does not count.
 
     Args:
-        replica: its place, and how many there are.
+        replica: its index, and the number of replicas.
 
     Example: `deal(3, (1, 2)) == [(1, True), (0, False)]`.
     """
@@ -76,7 +76,7 @@ def build_micro_batch(
     number: int = 0,
     counts: bool = True,
 ) -> MicroBatch:
-    """Args: weights: of each sample's trained tokens in the loss."""
+    """Args: weights: weight of each sample's trained tokens in the loss."""
     branches, kept_D, trained = [], [], []
     offset = 0
     for sample in samples:

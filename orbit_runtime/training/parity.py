@@ -15,24 +15,24 @@ RATIOS = (0.9, 1.1)
 
 
 class ParitySums:
-    """Collects `d = logp_trainer - logp_sampler` of the first mini-batch, where both sides hold one policy."""
+    """Collects `d = logp_trainer - logp_sampler` over the first mini-batch, where both sides hold the same policy."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
 
     def add(self, trainer_R: torch.Tensor, sampler_R: torch.Tensor, stale_R: torch.Tensor | None) -> None:
-        """Args: stale_R: 1 where another policy sampled; None: nowhere."""
+        """Args: stale_R: 1 where another policy sampled the token; None if there is no such token."""
         d_R = trainer_R - sampler_R
         self._parts.append(d_R if stale_R is None else d_R[stale_R == 0])
 
     def metrics(self, collect: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Of all tokens; empty without any.
+        """Statistics over all tokens; empty if there are none.
 
         `parity_mean, parity_p99, parity_max` of |d|; `parity_k3`: mean of exp(d) - 1 - d, d clamped to ±10;
-        `parity_outside`: share of tokens with exp(d) outside [0.9, 1.1], a NaN among them; `parity_tokens`.
+        `parity_outside`: share of tokens with exp(d) outside [0.9, 1.1], NaN included; `parity_tokens`.
 
         Args:
-            collect: this replica's values → those of all.
+            collect: maps this replica's values to those of all replicas.
         """
         d = collect(torch.cat(self._parts) if self._parts else torch.zeros(0)).double()
         if not d.numel():

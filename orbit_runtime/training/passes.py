@@ -1,7 +1,7 @@
-"""What a step asks of whatever computes passes: one policy in this process, or ranks that hold a part of it each.
+"""The interface between a step and what computes its passes: a policy in this process, or ranks that each hold a part.
 
-Belongs here: the protocol, and the policy in this process. Does not belong here: the order of passes and what is done
-with their results (`step`), ranks (`megatron`).
+Belongs here: the protocol, and its implementation by a policy in this process. Does not belong here: the order of
+passes and the use of their results (`updater`), ranks (`megatron`).
 
 Legend: `R` targets of a micro-batch.
 """
@@ -27,11 +27,11 @@ from orbit_runtime.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class TrainingPass:
-    """One pass forward and backward."""
+    """One forward and backward pass."""
 
     micro: MicroBatch
     routed_TLC: Tensor | None
-    """Experts that its tokens are sent to; None: where the routers choose."""
+    """Experts that its tokens are sent to; None if the routers choose."""
     dropout_key: int
 
     @property
@@ -42,50 +42,50 @@ class TrainingPass:
 
 LossOf = Callable[[MicroBatch, Tensor, Tensor, Tensor | None], Tensor]
 """(micro-batch, fp32 log-probs `[R]`, entropies `[R]`, distances of the trained tokens from the teacher) → the scalar
-to go backward from."""
+to run backward from."""
 
 
 class Passes(Protocol):
-    """With several ranks, all of them call everything, in the same order."""
+    """With several ranks, every rank calls every method, in the same order."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def masters(self) -> Trained:
-        """Those that this process holds."""
+        """The masters that this process holds."""
         ...
 
     @property
     def leads(self) -> bool:
-        """Whether this process tells what all processes of a replica know alike, or what only one of them knows:
-        log-probs and what follows from them."""
+        """Whether this process reports what all processes of a replica know, or what only one of them knows: log-probs
+        and quantities computed from them."""
         ...
 
     @property
     def routes(self) -> bool:
-        """Whether any process's layers have routed experts that can be given."""
+        """Whether layers of any process have routed experts that can be given."""
         ...
 
     @property
     def routing(self) -> Routing | None:
-        """Of this process's layers."""
+        """Routing of this process's layers."""
         ...
 
     @property
     def replica(self) -> tuple[int, int]:
-        """This process's place among the replicas of the model, which train on different samples, and their number."""
+        """This process's index among the replicas of the model, which train on different samples, and their number."""
         ...
 
     def pack(self, branches: Sequence[Branch]) -> PackedBatch: ...
 
     def routed_tokens(self, micro: MicroBatch) -> Tensor | None:
-        """Experts that rollout chose, in this process's layers and for its tokens."""
+        """Experts chosen during rollout, for this process's layers and tokens."""
         ...
 
     def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
         """fp32 `[R]` without gradient; with `adapter` off, the reference policy's. A process without the output layer
-        knows none: 0."""
+        returns zeros."""
         ...
 
     def forward_backward(
@@ -94,23 +94,23 @@ class Passes(Protocol):
         sampling: Sampling,
         loss_of: LossOf,
     ) -> None:
-        """Adds the gradient of each pass's loss to the masters. A pass is asked for when the one before is done."""
+        """Adds the gradient of each pass's loss to the masters. Draws a pass only when the previous one is done."""
         ...
 
     def finish_gradients(self) -> Tensor:
-        """Sums over replicas and parts; afterwards every master has its whole gradient. Returns the norm of all."""
+        """Sums gradients over replicas and parts, which completes every master's gradient. Returns the total norm."""
         ...
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sum over all processes of each, those that hold other parts of the same matrices counted once."""
+        """The sum of each value over all processes; processes that divide the same matrices count once."""
         ...
 
     def largest(self, value: float) -> float:
-        """Over all processes."""
+        """The maximum over all processes."""
         ...
 
     def collect(self, values_R: Tensor) -> Tensor:
-        """Those of all replicas, one after the other, as the processes that lead know them."""
+        """Values of all replicas, concatenated, as the leading processes know them."""
         ...
 
 
@@ -121,7 +121,7 @@ class LocalPasses:
     leads = True
 
     def __init__(self, policy: Policy, teacher: Teacher | None = None) -> None:
-        """Args: teacher: whose distribution the policy's is compared with in each training pass; None: nobody's."""
+        """Args: teacher: its distribution is compared with the policy's in each training pass; None: not compared."""
         self._policy = policy
         self._teacher = teacher
         self.device = policy.device
@@ -161,7 +161,7 @@ class LocalPasses:
 def no_gradient(
     policy: Policy, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None
 ) -> Tensor:
-    """`Passes.logprobs` of a policy whose passes return every log-prob in this process."""
+    """`Passes.logprobs` for a policy whose passes return every log-prob in this process."""
     with torch.no_grad(), policy.injected.selection.use(TRAINER_SLOT if adapter else None):
         logprobs_R, _ = policy.logprobs(micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=routed_TLC)
     return logprobs_R
@@ -174,10 +174,10 @@ def accumulate(
     loss_of: LossOf,
     teacher: Teacher | None = None,
 ) -> None:
-    """`Passes.forward_backward` of such a policy: one micro-batch after the other."""
+    """`Passes.forward_backward` for such a policy: one micro-batch after another."""
     for each in passes:
         micro, selection = each.micro, policy.injected.selection
-        # Layers that are computed again select again: an engine in another thread waits for the backward pass too.
+        # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
         with selection.turn:
             taught_RN = teacher.hidden(micro, each.routed_TLC) if teacher and teacher.compares else None
             with selection.use(TRAINER_SLOT, dropout=each.dropout):

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step's number.
+"""Learning rate as a function of the step number.
 
 Belongs here: schedules, as pure functions. Does not belong here: the optimiser.
 """

@@ -1,6 +1,6 @@
-"""What the arithmetic of a step depends on, besides the policy and the samples.
+"""Settings that determine the arithmetic of a step, besides the policy and the samples.
 
-Belongs here: plain values, which also travel to other processes. Does not belong here: how they follow from a manifest
+Belongs here: plain values, which are also sent to other processes. Does not belong here: deriving them from a manifest
 (`loop.build`).
 """
 
@@ -21,26 +21,26 @@ RouterReplay = Literal["None", "Record", "Replay"]
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """Of a critic, beside what it shares with the policy."""
+    """Settings of a critic, in addition to those that it shares with the policy."""
 
     peak_learning_rate: float
     value_clip: float
     warmup_steps: int
     rank: int | None = None
-    """LoRA; None: the policy's."""
+    """LoRA rank; None for the policy's."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherSettings:
-    """Who teaches, and what is compared."""
+    """The teacher, and what is compared with it."""
 
     type: TeacherType
     measure: Measure | None
-    """None: the log-probs of the sampled tokens."""
+    """None to compare the log-probs of the sampled tokens."""
     decay: float | None = None
-    """Of an average."""
+    """Decay of an averaged teacher."""
     every_steps: int | None = None
-    """Of one that lags."""
+    """Update interval of a lagging teacher."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class TrainerSettings:
     constant_length: int
     """Tokens that the `Constant` reduction divides by: the longest completion allowed."""
     correction: Correction | None
-    """Of trainer/sampler importance weights; `None`: the sampling side's log-probs are the old ones."""
+    """Trainer/sampler importance weights; `None` to take the sampler's log-probs as the old ones."""
     sampling: Sampling
-    """What the samples' tokens were drawn by."""
+    """The settings with which the samples' tokens were drawn."""
     base_model: str
-    """Named in the published `adapter_config.json`."""
+    """Name recorded in the published `adapter_config.json`."""
     seed: int = 0
-    """Of dropout."""
+    """Seed of dropout."""
     router_replay: RouterReplay = "None"
-    """`Replay`: every pass sends tokens to the experts that rollout chose, the reference's too. With it and with
-    `Record` a step measures parity with and without."""
+    """`Replay`: every pass, the reference's included, sends tokens to the experts chosen during rollout. With `Replay`
+    and `Record`, a step measures parity with and without those experts."""
     critic: CriticSettings | None = None
     teacher: TeacherSettings | None = None

@@ -1,6 +1,6 @@
 """Trainer state as bytes: masters, AdamW moments and counters in one safetensors file.
 
-Belongs here: what an exact resume of the optimiser needs, and strict reading of it.
+Belongs here: what an exact resume of the optimiser needs, and its strict parsing.
 Does not belong here: where the bytes go (`storage`), the rest of a checkpoint (`loop.keep`).
 """
 
@@ -27,8 +27,8 @@ def build_state(
 ) -> TensorFile:
     """Tensors `master/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>` (fp32) and the counters as metadata.
 
-    Moments are absent before the first update, and where nothing optimizes. The tensors are the trainer's own, and
-    none is copied before it is read.
+    Moments are absent before the first update, and without an optimiser. The tensors are the trainer's own; each is
+    copied only when it is read.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, master in masters.items():
@@ -41,13 +41,13 @@ def build_state(
 
 
 def parse_state(data: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Tensors under their names in the file, and the counters.
+    """Tensors by their name in the file, and the counters.
 
     Args:
-        shapes: of the masters.
+        shapes: shapes of the masters.
 
     Raises:
-        ModelError: a tensor is missing, too many, not finite, or of another shape or dtype than this adapter's.
+        ModelError: a tensor is missing, unexpected, not finite, or of another shape or dtype than this adapter's.
     """
     view = memoryview(data).cast("B")
     try:
@@ -67,7 +67,7 @@ def unpack_state(
     """Writes tensors back in place; returns the counters.
 
     Raises:
-        ModelError: as `parse_state` does; then nothing was changed.
+        ModelError: as for `parse_state`; nothing was changed.
     """
     tensors, counters = parse_state(data, {name: tuple(master.shape) for name, master in masters.items()})
     with torch.no_grad():
@@ -78,6 +78,6 @@ def unpack_state(
                 moments = {moment: tensors[f"{moment}/{name}"].to(master.device).clone() for moment in MOMENTS}
                 optimizer.state[master] = {"step": step, **moments}
             elif optimizer:
-                # As before the first update.
+                # The state before the first update.
                 optimizer.state.pop(master, None)
     return counters

@@ -1,7 +1,7 @@
-"""A teacher: what else the policy's one base says, under no adapter, another one, or the policy as it was.
+"""A teacher: the policy's base with no adapter, with another adapter, or with an earlier state of the policy's adapter.
 
-Belongs here: its passes, and how a teacher that is made of the policy follows it. Does not belong here: the divergence
-(`algorithms.distillation`), reading an adapter's files (`adapters.foreign`), the policy's updates (`updater`).
+Belongs here: the teacher's passes, and how a teacher made from the policy follows it. Does not belong here: the
+divergence (`algorithms.distillation`), reading an adapter's files (`adapters.foreign`), policy updates (`updater`).
 
 Legend: `R` trained tokens of a micro-batch, `N` hidden size.
 """
@@ -25,10 +25,10 @@ from orbit_runtime.types import TEACHER_SLOT, Sampling
 
 
 class Teacher:
-    """On the policy's base. It never drops inputs; its tokens go to the experts that the policy's go to."""
+    """A teacher on the policy's base. It uses no dropout; its tokens go to the same experts as the policy's."""
 
     def __init__(self, policy: Policy, settings: TeacherSettings) -> None:
-        """An adapter that was trained before stands in its slot already (`adapters.foreign.load_foreign`)."""
+        """A previously trained adapter is already in its slot (`adapters.foreign.load_foreign`)."""
         self._policy = policy
         self._settings = settings
         self._slot = None if settings.type == "Base" else TEACHER_SLOT
@@ -39,7 +39,7 @@ class Teacher:
 
     @property
     def compares(self) -> bool:
-        """In training passes, distribution with distribution."""
+        """Whether training passes compare whole distributions."""
         return self._settings.measure is not None
 
     def hidden(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor:
@@ -48,7 +48,7 @@ class Teacher:
             return self._policy.target_hidden(micro.packed, routed_TLC)[micro.trained_R]
 
     def distances(self, hidden_RN: Tensor, taught_RN: Tensor) -> Tensor:
-        """fp32 `[R]`: of the policy's hidden states, with their gradient, from the teacher's."""
+        """fp32 `[R]`: distances of the policy's hidden states, with their gradient, from the teacher's."""
         measure, policy = self._settings.measure, self._policy
         assert measure is not None
         return token_distances(hidden_RN, taught_RN, policy.head, measure, vocabulary=policy.vocabulary)
@@ -60,10 +60,10 @@ class Teacher:
             all_R, _ = policy.logprobs(micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=routed_TLC)
         return all_R[micro.trained_R]
 
-    # --- of the policy itself ---
+    # --- teachers made from the policy ---
 
     def follow(self, steps: int) -> None:
-        """After so many steps of the run: an average moves, one that lags becomes the policy when it is time."""
+        """Call after `steps` steps of the run: an average moves, a lagging teacher copies the policy when due."""
         if self._settings.type == "Average":
             assert self._settings.decay is not None
             self._blend(self._settings.decay)
@@ -73,7 +73,7 @@ class Teacher:
                 self._blend(0.0)
 
     def _blend(self, decay: float) -> None:
-        """Averages OFT's parameters, whose rotation is built from the average: no mean of rotations is a rotation."""
+        """Averages OFT's parameters and builds the rotation from the average: a mean of rotations is not a rotation."""
         assert self._masters is not None
         own = self._policy.injected.masters.parameters
         with torch.no_grad():
@@ -84,11 +84,11 @@ class Teacher:
                     parameter.copy_(own[name])
 
     def state(self) -> TensorFile | None:
-        """For the checkpoint; None: there is nothing that the manifest does not say."""
+        """State for the checkpoint; None if the manifest determines the teacher completely."""
         return None if self._masters is None else build_state(self._masters.parameters, None, {"updates": 0})
 
     def restore(self, data: Buffer | None) -> None:
-        """Args: data: None where the checkpoint has none: the teacher is then the policy as it was restored."""
+        """Args: data: None if the checkpoint has none; the teacher is then the restored policy."""
         if self._masters is None:
             return
         if data is None:

@@ -70,7 +70,7 @@ class TorchTrainer:
         return write_adapter(injected, injected.config, self._settings.base_model, sink)
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
-        """One packed pass over the sequence twice: with the masters' published rounding, and with the bare base."""
+        """Scores the sequence in two packed passes: with the masters' published rounding, and with the bare base."""
         first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
         batch = self._policy.pack([Branch(0, first, rest), Branch(1, first, rest)])
         middle = len(batch.token_ids_T) // 2
@@ -84,7 +84,7 @@ class TorchTrainer:
         )
 
     def explain(self, files: Mapping[str, Buffer]) -> str:
-        """How what a pass applies differs from what was published, in words; empty where it does not."""
+        """A description of how a pass's applied values differ from the published ones; empty if they do not."""
         batch = self._policy.pack([Branch(0, (0,), (0,))])
         with torch.no_grad(), self._policy.injected.selection.use(TRAINER_SLOT), self._policy.traced() as trace:
             self._policy.scores(batch)
@@ -117,7 +117,7 @@ class TorchTrainer:
         counters = unpack_state(parts[PART], self._masters, self._optimizer)
         self._updater.updates, self._updater.steps = counters["updates"], counters["steps"]
         critic = self._updater.critic
-        # A run that begins from another's adapter may have a critic where that one had none.
+        # A run that starts from another run's adapter may have a critic although that run had none.
         if critic is not None and CRITIC_PART in parts:
             critic.updates = unpack_state(parts[CRITIC_PART], critic.parameters, critic.optimizer)["updates"]
         if self._updater.teacher is not None:

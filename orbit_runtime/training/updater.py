@@ -1,7 +1,7 @@
-"""The arithmetic of a step: updates of the adapter over packed micro-batches, whatever computes the passes.
+"""The arithmetic of a step: updates of the adapter over packed micro-batches, independent of what computes the passes.
 
-Belongs here: the order of passes within a step, what is summed over them, the optimizer. Does not belong here: each
-pass's arithmetic (`algorithms`, `policy`), where passes run (`passes`), publishing and checkpoints (the trainers).
+Belongs here: the order of passes within a step, the sums over them, the optimiser. Does not belong here: the
+arithmetic of a pass (`algorithms`, `policy`), where passes run (`passes`), publishing and checkpoints (the trainers).
 
 Legend: `D` samples, `R` trained tokens of a micro-batch.
 """
@@ -36,7 +36,7 @@ from orbit_runtime.types import FLOATS, Sample, StateWriter, UpdateResult
 
 
 class Updater:
-    """Owns optimizer and counters. With several ranks each has one, and all are given the same samples."""
+    """Owns optimiser and counters. With several ranks, each rank has one, and all get the same samples."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class Updater:
             fused=True,
         )
         self.updates = 0
-        """Of the optimizer, since the run began."""
+        """Optimiser updates since the run began."""
         self.steps = 0
         self.reader: StateWriter | None = None
-        """Who may still be reading masters and moments."""
+        """Writer that may still be reading masters and moments."""
 
     def let_be_read(self) -> None:
-        """Before masters or moments change: what is written beside this step must be as it was."""
+        """Call before masters or moments change: a checkpoint written during this step needs the old values."""
         if self.reader is not None:
             self.reader.wait()
             self.reader = None
@@ -75,11 +75,11 @@ class Updater:
         return {"updates": self.updates, "steps": self.steps}
 
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
-        """One step: `update_epochs` passes over the samples, an optimizer update per mini-batch.
+        """One step: `update_epochs` passes over the samples, one optimiser update per mini-batch.
 
         Raises:
             DivergedError: a loss or gradient is not finite; masters and moments are those before that update. With
-                several ranks, on all of them.
+                several ranks, all of them raise it.
         """
         settings = self._settings
         if not samples_D:
@@ -90,14 +90,14 @@ class Updater:
             for indexes in split_mini_batches(samples_D, settings.mini_batch_prompts)
         ]
         updates = len(mini_batches) * settings.update_epochs
-        # With one update the policy before it is the policy in it, and its log-probs need no pass of their own.
+        # With a single update, the old policy is the current one, and its log-probs need no extra pass.
         old_needed = settings.correction is not None and updates > 1
         old = [[self._passed(m, adapter=True) for m in micro] for micro in mini_batches] if old_needed else None
         totals: dict[str, float] = {}
         replayed = self._replay_parity(mini_batches[0][0])
         parity = ParitySums()
         norms = value_losses = 0.0
-        # A policy that waits for its critic is measured like any other, and not changed.
+        # A policy that waits for its critic to warm up is measured as usual, but not changed.
         is_held = self.critic is not None and self.steps < self.critic.settings.warmup_steps
         for epoch in range(settings.update_epochs):
             for number, micro in enumerate(mini_batches):
@@ -123,7 +123,7 @@ class Updater:
         totals: dict[str, float],
         parity: ParitySums | None,
     ) -> None:
-        """Adds the gradient of one mini-batch to the masters, a micro-batch at a time."""
+        """Adds the gradient of one mini-batch to the masters, one micro-batch at a time."""
         settings = self._settings
         old_of = {micro.number: each for micro, each in zip(micro_batches, old, strict=True)} if old else {}
         finite = True
@@ -133,7 +133,7 @@ class Updater:
         ) -> torch.Tensor:
             nonlocal finite
             logprobs_R = all_R[micro.trained_R]
-            # Nobody sampled what is demonstrated: the policy is compared with itself.
+            # Demonstrations were not sampled by any engine: the policy is compared with itself.
             sampled_R = micro.columns_R.get("sampled", logprobs_R.detach())
             old_R, importance_R = sampled_R, None
             if settings.correction is not None:
@@ -162,12 +162,12 @@ class Updater:
             return loss
 
         self._passes.forward_backward(self._training_passes(micro_batches), settings.sampling, loss_of)
-        # Every rank must come to the same end, so none raises within its passes.
+        # Every rank must reach the same outcome, so none raises within its passes.
         if self._passes.largest(0.0 if finite else 1.0):
             self._discard(f"the loss is {self._total({'loss': totals.get('loss', 0.0)})['loss']}")
 
     def _total(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Over replicas, of what all processes of one know alike."""
+        """Sum over replicas of values that all processes of one replica know."""
         return self._passes.total(values if self._passes.leads else {})
 
     def _training_passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[TrainingPass]:
@@ -182,7 +182,7 @@ class Updater:
         raise DivergedError(f"{problem} at optimizer update {self.updates}", fix=_DIVERGED_FIX)
 
     def _apply_gradient(self) -> float:
-        """Returns the norm of the gradient before it was clipped."""
+        """Returns the gradient norm before clipping."""
         settings = self._settings
         norm = self._passes.finish_gradients()
         value = float(norm)
@@ -215,7 +215,7 @@ class Updater:
         return loss
 
     def _learning_rate(self, peak: float | None = None) -> float:
-        """Of the policy, or of what has another peak under the same schedule."""
+        """The policy's rate, or the rate of a part with another peak under the same schedule."""
         settings = self._settings
         return learning_rate(
             self.steps,
@@ -226,7 +226,7 @@ class Updater:
         )
 
     def _metrics(self, totals: Mapping[str, float], norms: float, updates: int) -> dict[str, float]:
-        """Token sums become means over tokens, per-update numbers means over updates."""
+        """Turns sums over tokens into means over tokens, and sums over updates into means over updates."""
         tokens = max(1.0, totals.get("tokens", 0.0))
         means = {name: totals[name] / tokens for name in _TOKEN_MEANS if name in totals}
         per_update = {"loss": totals.get("loss", 0.0) / max(1, updates), "grad_norm": norms / max(1, updates)}
@@ -237,7 +237,7 @@ class Updater:
         return means | per_update | {"learning_rate": self._learning_rate()} | series
 
     def _micro_batches(self, samples_D: Sequence[Sample], indexes: Sequence[int]) -> list[MicroBatch]:
-        """Those of a mini-batch that this replica computes."""
+        """The micro-batches of a mini-batch that this replica computes."""
         settings = self._settings
         lengths = [sum(samples_D[index].loss_mask_T) for index in indexes]
         weights = token_weights(lengths, settings.reduction, settings.constant_length)
@@ -273,10 +273,11 @@ class Updater:
         return self._passes.routed_tokens(micro) if self._settings.router_replay == "Replay" else None
 
     def _replay_parity(self, micro: MicroBatch) -> dict[str, float]:
-        """Of a replica's first micro-batch under the policy before the step: through the experts of rollout, and
-        through its own.
+        """Parity on a replica's first micro-batch, under the policy before the step: with the experts chosen during
+        rollout, and with the trainer's own choice.
 
-        `router_agreement`: share of rollout's choices that the trainer's routers make too, behind the same choices.
+        `router_agreement`: share of rollout's choices that the trainer's routers also make, given the same earlier
+        choices.
         """
         passes, routing = self._passes, self._passes.routing
         if self._settings.router_replay == "None" or not passes.routes:
@@ -308,7 +309,7 @@ class Updater:
         }
 
     def _passed(self, micro: MicroBatch, *, adapter: bool) -> torch.Tensor:
-        """As the step's own passes are: through rollout's experts where they are replayed."""
+        """Runs like the step's own passes: with rollout's experts if they are replayed."""
         return self._logprobs(micro, adapter=adapter, routed_TLC=self._replayed(micro))
 
     def _logprobs(self, micro: MicroBatch, *, adapter: bool, routed_TLC: torch.Tensor | None) -> torch.Tensor:
@@ -317,11 +318,11 @@ class Updater:
         return all_R[micro.trained_R]
 
     def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Of the policy as it is now; columns of those samples that this replica computes, by index."""
+        """Log-probs under the current policy: columns of the samples that this replica computes, by index."""
         return self._read(samples_D, partial(self._passed, adapter=True))
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Columns of those samples that this replica computes, by index."""
+        """Columns of the samples that this replica computes, by index."""
         return self._read(samples_D, partial(self._passed, adapter=False))
 
     def values(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
@@ -334,7 +335,7 @@ class Updater:
         return self._read(samples_D, lambda micro: teacher.logprobs(micro, sampling, self._replayed(micro)))
 
     def _read(self, samples_D: Sequence[Sample], read: Callable[[MicroBatch], torch.Tensor]) -> dict[int, array[float]]:
-        """A column of what `read` says of each trained token, for those samples that this replica computes."""
+        """A column of `read`'s value for each trained token, for the samples that this replica computes."""
         columns: dict[int, array[float]] = {}
         parts = pack_micro_batches(samples_D, self._settings.micro_batch_tokens)
         for number, counts in deal(len(parts), self._passes.replica):

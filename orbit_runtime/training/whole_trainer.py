@@ -1,7 +1,7 @@
-"""The trainer of a model whose own weights change, in this process.
+"""The trainer of a model whose own weights are trained, in this process.
 
 Belongs here: publishing and checkpoints of the whole model. Does not belong here: the arithmetic of a step
-(`updater`), loading (`policy.whole`), what else a model's folder holds (`loop`).
+(`updater`), loading (`policy.whole`), the other files of a model's folder (`loop`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from orbit_runtime.training.updater import Updater
 from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
 
 SHARD_BYTES = 5 * 10**9
-"""Of a file at most, as Hugging Face's writers cut; a tensor that is larger has a file of its own."""
+"""Maximum file size, as Hugging Face's writers use; a larger tensor has a file of its own."""
 INDEX_FILE = "model.safetensors.index.json"
 
 
 class WholeTrainer:
-    """A `Trainer` that has no base: what it publishes is the model."""
+    """A `Trainer` without a base: it publishes the model itself."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class WholeTrainer:
     values = teacher_logprobs = reference_logprobs
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
-        """Both readings are the model's: there is no adapter to take off."""
+        """Both results are the model's: there is no adapter to remove."""
         batch = self._policy.pack([Branch(0, tuple(token_ids_T[:1]), tuple(token_ids_T[1:]))])
         with torch.no_grad(), self._policy.injected.selection.use(None):
             logprobs, top = self._policy.scores(batch)
@@ -68,7 +68,7 @@ class WholeTrainer:
         return scored, scored
 
     def publish(self, sink: AdapterSink) -> AdapterManifest:
-        """BF16 safetensors under the names of Hugging Face's writers, with an index where there are several."""
+        """BF16 safetensors under Hugging Face's tensor names, with an index if there are several files."""
         shards = [*self._shards()]
         if len(shards) == 1:
             names = ["model.safetensors"]

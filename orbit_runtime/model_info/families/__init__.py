@@ -28,19 +28,19 @@ FAMILIES: dict[str, Describe] = {
     "deepseek_v4": deepseek_v4.describe,
     "gpt_oss": gpt_oss.describe,
 }
-"""By the configuration's `model_type`."""
+"""Families by the configuration's `model_type`."""
 _NUMBER = re.compile(r"num_.*|n_.*|.*_size|.*_dim|.*_rank")
-"""Fields that hold whole numbers, in every family."""
+"""Fields that hold integers, in every family."""
 
 
 def default_targets(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of the family; of one that is not in the table, the names that most models have."""
+    """The family's default targets; for a family outside the table, the names that most models have."""
     kind = config.get("model_type")
     return FAMILIES[kind](config).default_targets if kind in FAMILIES else (*GQA_TARGETS, *MLP_TARGETS)
 
 
 def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
-    """Raises `ModelError` for a family that is not in the table, and for a configuration that lacks a field."""
+    """Raises `ModelError` if the family is not in the table, or the configuration lacks a field."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The parts that families have in common: grouped-query attention, gated MLPs, routed experts, both ends of the model.
+"""The parts that families share: grouped-query attention, gated MLPs, routed experts, embedding and head.
 
 Belongs here: weights of one layer by name. Does not belong here: which layer is of which kind (the families).
 Shapes of linears are `[out, in]`.
@@ -19,7 +19,7 @@ GQA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where weights stand: the prefix of a layer, its number, and the role of all in it where that is fixed (MTP)."""
+    """The position of weights: a layer's prefix, its number, and the role of all of them if it is fixed (MTP)."""
 
     prefix: str
     layer: int | None
@@ -28,7 +28,7 @@ class Place:
     def linear(
         self, name: str, out: int, into: int, role: Role, source: str, *, target: str = "", split: bool = True
     ) -> Weight:
-        """`source`: what goes in, within the layer."""
+        """`source`: name of the input within the layer."""
         leaf = target or name.rpartition(".")[2]
         return Weight(
             f"{self.prefix}{name}.weight", (out, into), self.fixed or role, self.layer,
@@ -36,7 +36,7 @@ class Place:
         )  # fmt: skip
 
     def expert(self, name: str, out: int, into: int, count: int, source: str, *, target: str = "") -> Weight:
-        """The same linear of every expert, a tensor each."""
+        """The same linear for every expert, one tensor each."""
         return Weight(
             f"{self.prefix}{name}.weight", (out, into), self.fixed or "routed_expert", self.layer, count,
             input=self.prefix + source, target=target or name.rpartition(".")[2],
@@ -49,7 +49,7 @@ class Place:
 
 
 def ends(config: Config, prefix: str = "model.", head: str = "lm_head.") -> Iterator[Weight]:
-    """Embedding, final norm and head (none where it is tied to the embedding)."""
+    """Embedding, final norm and head (no head if it is tied to the embedding)."""
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     yield Weight(f"{prefix}embed_tokens.weight", (vocabulary, hidden), "embedding")
     yield Weight(f"{prefix}norm.weight", (hidden,), "norm", is_split=False)
@@ -97,7 +97,7 @@ def gated_mlp(
 
 
 def routed_experts(place: Place, hidden: int, inner: int, count: int) -> Iterator[Weight]:
-    """gate, up and down of every expert. Experts of one layer take the same input, each its own activations."""
+    """gate, up and down of every expert. Experts of one layer share the input; each has its own activations."""
     at = f"mlp.experts.{EXPERT}"
     yield place.expert(f"{at}.gate_proj", inner, hidden, count, "mlp.experts.in")
     yield place.expert(f"{at}.up_proj", inner, hidden, count, "mlp.experts.in")
@@ -111,7 +111,7 @@ def router(place: Place, hidden: int, count: int, *, correction: bool) -> Iterat
 
 
 def mtp_extras(place: Place, config: Config) -> Iterator[Weight]:
-    """What a DeepSeek-style multi-token-prediction layer has beyond an ordinary layer."""
+    """What a DeepSeek-style multi-token-prediction layer has in addition to an ordinary layer."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield place.plain("embed_tokens.weight", (vocabulary, hidden), split=True)
     yield place.linear("eh_proj", hidden, 2 * hidden, "mtp", "eh.in")

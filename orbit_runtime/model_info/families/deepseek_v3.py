@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and what is built like it: latent attention (MLA), a shared expert, a sigmoid router with a bias.
+"""DeepSeek-V3 and similar models: latent attention (MLA), a shared expert, a sigmoid router with a bias.
 
 `kv_b_proj` is not adapted by default: engines fold it into the query and the output while decoding.
 """

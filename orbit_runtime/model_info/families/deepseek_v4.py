@@ -1,6 +1,6 @@
 """DeepSeek-V4: one shared key/value head, compressed attention (CSA, HCA), hyper-connections, hash-routed first layers.
 
-Names are the checkpoint's own (`layers.0.attn.wq_a`); `target` is what transformers calls the module.
+Names are the checkpoint's own (`layers.0.attn.wq_a`); `target` is transformers' name for the module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from orbit_runtime.model_info.families.blocks import MLP_TARGETS, Config, Place
 from orbit_runtime.model_info.weights import EXPERT, Architecture, KVCache, Weight
 
 CSA, HCA = 4, 128
-"""Tokens per compressed entry; 0 is a sliding window alone."""
+"""Tokens per compressed entry; 0 means a sliding window only."""
 ENTRY_BYTES = 584
 """A cached entry of SGLang: 448 FP8 values, 64 rotary ones in BF16, 8 bytes of scales and padding."""
 INDEX_ENTRY_BYTES = 132

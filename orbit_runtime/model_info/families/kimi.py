@@ -14,7 +14,7 @@ def describe(config: Config) -> Architecture:
     if "text_config" not in config:
         return replace(deepseek_v3.describe(config), family="kimi_k2")
     text = {**config["text_config"]}
-    # The tower's configuration says "tied"; the language model has a head of its own.
+    # The tower's configuration says "tied", but the language model has a head of its own.
     text["tie_word_embeddings"] = bool(text.get("tie_word_embeddings", False))
     described = deepseek_v3.describe(text, "language_model.")
     vision = tuple(_vision(config["vision_config"], described.hidden_size))
@@ -59,7 +59,7 @@ def _vision(config: Config, text_hidden: int) -> Iterator[Weight]:
 
 
 def _first(config: Config, *names: str) -> int:
-    """The checkpoint and transformers write the same field under two names."""
+    """The checkpoint and transformers use different names for the same field."""
     for name in names:
         if name in config:
             return int(config[name])

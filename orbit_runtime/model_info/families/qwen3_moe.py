@@ -19,7 +19,7 @@ from orbit_runtime.model_info.weights import Architecture, Weight
 
 
 def describe(config: Config) -> Architecture:
-    # Published files say `num_experts`, those that transformers 5 writes `num_local_experts`.
+    # Published files use `num_experts`, those written by transformers 5 `num_local_experts`.
     hidden, experts = config["hidden_size"], config.get("num_local_experts") or config["num_experts"]
     bias = bool(config.get("attention_bias", False))
     weights: list[Weight] = [*ends(config)]

@@ -1,10 +1,10 @@
-"""What Orbit must know of a model family beyond transformers' modules: names in checkpoints, experts, special layers.
+"""What Orbit needs to know of a model family beyond transformers' modules: checkpoint names, experts, special layers.
 
 Belongs here: one file per family that differs, and the table.
 Does not belong here: sizes and roles of weights (`model_info.families`), arithmetic that all families share.
 
-A family without a row is built from transformers' modules alone: right for dense models whose checkpoint names are
-the modules' own; one with routed experts is refused.
+A family without a row is built from transformers' modules alone. This is correct for dense models whose checkpoint
+names are the modules' own; a model with routed experts is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": gpt_oss.GPT_OSS,
     "deepseek_v4": deepseek_v4.DEEPSEEK_V4,
 }
-"""By the configuration's `model_type`."""
+"""Families by the configuration's `model_type`."""
 
 
 def find_family(model_type: str | None) -> Family:
-    """`DENSE` for a type without a row: Llama, Qwen3 and every other model of transformers' own names."""
+    """`DENSE` for a type without a row: Llama, Qwen3 and every other model with transformers' own names."""
     return FAMILIES.get(model_type or "", DENSE)
 
 

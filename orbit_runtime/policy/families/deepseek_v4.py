@@ -1,9 +1,9 @@
 """DeepSeek-V4: the checkpoint's own names, a grouped output projection, and sequences that cannot be packed.
 
-Its compressors turn runs of neighbouring tokens into entries of their own, so a sequence must stand in a row from its
-first token on (`policy.whole_rows`). Attention, hyper-connections and routers are transformers' own modules.
+Its compressors turn runs of neighbouring tokens into entries of their own, so a sequence must occupy a row of its own
+from its first token on (`policy.whole_rows`). Attention, hyper-connections and routers are transformers' own modules.
 
-Belongs here: names, the grouped projection. Does not belong here: how whole rows are laid out and decoded.
+Belongs here: names, the grouped projection. Does not belong here: the layout and decoding of whole rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RENAMES = (
     (r"\.up_proj\b", ".w3"),
     (r"\.down_proj\b", ".w2"),
 )
-"""transformers' name → the checkpoint's, in this order."""
+"""transformers' name → the checkpoint's name, applied in this order."""
 
 
 def checkpoint_name(name: str) -> str:
@@ -59,7 +59,7 @@ def _multiply(x_TGK: Tensor, dense: Tensor) -> Tensor:
 
 
 class _BlockDiagonal(torch.autograd.Function):
-    """Saves the packed tensors only."""
+    """Saves only the packed tensors."""
 
     @staticmethod
     def forward(ctx: Any, x_TGK: Tensor, linear: FrozenLinear, *packed: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class _BlockDiagonal(torch.autograd.Function):
 
 
 class FrozenGroupedLinear(nn.Module):
-    """`o_a_proj`: each group of heads times its own rows of one packed weight, which is small and dequantised whole.
+    """`o_a_proj`: each group of heads times its own rows of one packed weight, small enough to be dequantised whole.
 
     Shapes: x `[..., G, K]`, weight `[G·N, K]`, result `[..., G, N]`.
     """

@@ -1,4 +1,4 @@
-"""What a row of the families' table holds. Does not belong here: any one family."""
+"""The row type of the families' table. Does not belong here: any one family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.linear import FrozenLinear
 
 Size = Callable[[Any], int]
-"""Of a projection, from transformers' `…Experts`."""
+"""Size of a projection, from transformers' `…Experts`."""
 ReadStacked = Callable[[CheckpointReader, QuantFormat, str], tuple[ExpertStack, torch.Tensor | None]]
 
 
@@ -36,9 +36,9 @@ class ExpertForm:
 
     projections: tuple[Projection, ...]
     build_activation: Callable[[Any], Activation]
-    """From transformers' `…Experts`."""
+    """Builds the activation from transformers' `…Experts`."""
     read_stacked: ReadStacked | None = None
-    """Where the checkpoint holds all experts of a layer in one tensor: (reader, format, module) → (stack, biases)."""
+    """If the checkpoint holds all experts of a layer in one tensor: (reader, format, module) → (stack, biases)."""
 
 
 def _same(name: str) -> str:
@@ -55,23 +55,23 @@ class Family:
 
     experts: ExpertForm | None = None
     checkpoint_name: Callable[[str], str] = _same
-    """Name of a module or parameter in transformers → in the checkpoint."""
+    """Name of a module or parameter in transformers → its name in the checkpoint."""
     language_config: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is
-    """config.json → that of the language model, of a type that transformers knows."""
+    """config.json → the configuration of the language model, of a type that transformers knows."""
     left_out: tuple[str, ...] = ()
-    """Expressions for the names of tensors that are not of the language model; matched from the start."""
+    """Regular expressions for names of tensors outside the language model; matched from the start."""
     no_targets: tuple[str, ...] = ()
-    """Parts of names of linears that an adapter never targets, even where their last name is a target's."""
+    """Parts of linears' names that an adapter never targets, even if the last name matches a target."""
     refused_targets: Mapping[str, str] = field(default_factory=dict)
-    """Targets that are linears of the model, but may not be adapted, and why."""
+    """Targets that are linears of the model but must not be adapted, and the reason."""
     special_linears: Mapping[str, Callable[[FrozenLinear, nn.Module], nn.Module]] = field(default_factory=dict)
-    """Class of a linear with arithmetic of its own → (its weight, the module) → what stands in its place."""
+    """Class of a linear with arithmetic of its own → (its weight, the module) → the replacement module."""
     kept_fp32: tuple[str, ...] = ()
-    """Parts of names of parameters that stay in fp32 whatever the compute dtype is; routers always do."""
+    """Parts of names of parameters that stay in fp32 for every compute dtype; routers always do."""
     gate_weights: GateWeights | None = None
-    """How its routers weigh experts that were chosen; None: not known, so that no other choice can be given to them."""
+    """How its routers weigh chosen experts; None if unknown, so that they cannot be given another choice."""
     packs: bool = True
-    """Several sequences may stand in one row, told apart by attention alone."""
+    """Whether several sequences can share a row, separated by attention alone."""
 
 
 DENSE = Family()

@@ -1,6 +1,6 @@
-"""gpt-oss: all experts of a layer in one tensor, gate and up in alternating rows, biases, cut activations, sinks.
+"""gpt-oss: all experts of a layer in one tensor, gate and up in alternating rows, biases, clamped activations, sinks.
 
-MXFP4 tensors are `[E, 2I, N/32, 16]`, rows first; the BF16 ones are `[E, N, 2I]`, so they are turned once.
+MXFP4 tensors are `[E, 2I, N/32, 16]`, rows first; the BF16 ones are `[E, N, 2I]` and are transposed once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kimi-K2 (text) and K2.5/K2.6: DeepSeek-V3's modules; the latter's language model stands beside a vision tower."""
+"""Kimi-K2 (text) and K2.5/K2.6: DeepSeek-V3's modules; the latter two also have a vision tower."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from orbit_runtime.policy.families.mixture import DEEPSEEK_V3
 
 REMOTE_CODE = ("auto_map", "architectures", "model_type")
-"""Fields that speak of the model's own code, which is never run."""
+"""Fields that refer to the model's own code, which is never run."""
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers has no `kimi_k2`, and reads it as `deepseek_v3` inside of `kimi_k25`."""
+    """transformers has no `kimi_k2`; inside `kimi_k25` it reads it as `deepseek_v3`."""
     kept = {key: value for key, value in config.items() if key not in REMOTE_CODE}
     return {"tie_word_embeddings": False} | kept | {"model_type": "deepseek_v3"}
 
@@ -32,4 +32,4 @@ KIMI_K25 = replace(
     checkpoint_name=_behind_prefix,
     left_out=(r"vision_tower\.", r"mm_projector\."),
 )
-"""Text only: the tower is not loaded, and images are not understood."""
+"""Text only: the tower is not loaded, and images are not supported."""

@@ -1,7 +1,7 @@
-"""Qwen3-MoE, GLM-4.5 and DeepSeek-V3: gate, up and down of each expert are tensors of their own, `act(gate) * up`.
+"""Qwen3-MoE, GLM-4.5 and DeepSeek-V3: separate gate, up and down tensors for each expert, `act(gate) * up`.
 
-Routers, shared experts and attention are transformers' own modules over frozen linears. DeepSeek-V3's and GLM-4.5's
-routers add their correction bias to the sigmoid scores to choose experts, not to weigh them.
+Routers, shared experts and attention are transformers' own modules over frozen linears. The routers of DeepSeek-V3 and
+GLM-4.5 add their correction bias to the sigmoid scores only to choose experts, not to weigh them.
 """
 
 from __future__ import annotations

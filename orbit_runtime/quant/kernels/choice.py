@@ -1,13 +1,13 @@
-"""Which path multiplies by a packed weight, decided in this one place from device, dtype, layout and number of tokens.
+"""The one place that decides how to multiply by a packed weight, from device, dtype, layout and number of tokens.
 
 | path | what it does |
 |---|---|
-| `Torch` | the codec, then a torch matmul: the twin, the only path on a CPU, and wherever no kernel applies |
+| `Torch` | the codec, then a torch matmul: the twin, the only path on a CPU and whenever no kernel applies |
 | `Dequantize` | a kernel writes BF16 by runs of rows, then a torch matmul |
 | `Fused` | a kernel dequantises in registers and multiplies |
 
-Belongs here: the choice, its override by `ORBIT_KERNELS`, one log line for each choice.
-Does not belong here: kernels; this module imports none of them, so that it works where Triton is not installed.
+Belongs here: the choice, its override by `ORBIT_KERNELS`, one log line per choice.
+Does not belong here: kernels; this module imports none of them, so it works without Triton.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from orbit_runtime.quant.kernels.operands import KINDS
 VARIABLE = "ORBIT_KERNELS"
 Path = Literal["Torch", "Dequantize", "Fused"]
 DEQUANTIZE_FROM = 4096
-"""Tokens from which writing a dense weight first is the better way. Arithmetic for an H200, not a measurement: writing
-and reading 4 bytes an element takes as long as the product with 360 tokens, 9 % of 4,096; fused, every tile of at most
-256 tokens dequantises anew, at about a third of the cost of its products where nothing hides it."""
+"""Number of tokens from which writing a dense weight first is faster. Calculated for an H200, not measured: writing and
+reading 4 bytes per element takes as long as the product with 360 tokens, 9 % of 4,096; fused, every tile of at most
+256 tokens dequantises again, at about a third of the cost of its products if nothing hides it."""
 MINIMUM_CAPABILITY = {"INT4": (8, 0), "INT4Asymmetric": (8, 0), "MXFP4": (8, 0)}
 E4M3_CAPABILITY = (8, 9)
-"""Devices before this one have no instruction for E4M3 (FP8's codes, NVFP4's scales)."""
+"""Earlier devices have no instruction for E4M3 (FP8's codes, NVFP4's scales)."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 def select_path(
     layout: str, device: torch.device, dtype: torch.dtype, num_tokens: int, *, grouped: bool = False
 ) -> Path:
-    """The path for `num_tokens` rows (of each expert, on average) of this dtype by a weight of this layout."""
+    """The path for `num_tokens` rows of this dtype (for experts: their average) and a weight of this layout."""
     if device.type != "cuda" or dtype is not torch.bfloat16 or layout not in KINDS:
         return "Torch"
     return _select(layout, device, num_tokens >= DEQUANTIZE_FROM, grouped, os.environ.get(VARIABLE, ""))
@@ -60,7 +60,7 @@ def _select(layout: str, device: torch.device, many: bool, grouped: bool, asked:
 
 
 def parse_override(value: str) -> Path | None:
-    """The path that `ORBIT_KERNELS` asks for; None for `Auto` and nothing."""
+    """The path requested by `ORBIT_KERNELS`; None for `Auto` or an empty value."""
     if value in ("", "Auto"):
         return None
     if value not in get_args(Path):
@@ -71,7 +71,7 @@ def parse_override(value: str) -> Path | None:
 
 
 def why_not(layout: str, capability: tuple[int, int], triton_installed: bool) -> str | None:
-    """Why no kernel can run for this layout on such a device; None where one can."""
+    """Why no kernel can run for this layout on such a device; None if one can."""
     if torch.version.hip is not None:
         return "the kernels are for CUDA"
     if not triton_installed:

@@ -1,6 +1,6 @@
-"""Each token by its expert's dense matrix, in one product.
+"""Multiplies each token by its expert's dense matrix, in one product.
 
-Belongs here: torch's grouped product, with tokens that are nobody's. Does not belong here: where matrices come from.
+Belongs here: torch's grouped product, allowing tokens without an expert. Does not belong here: the source of matrices.
 
 Legend: `T` tokens, `E` experts, matrices `[E, K, N]`.
 """
@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 EXPERT_DENSE_BYTES = 1 << 30
-"""Most bytes of experts that are dense at a time."""
+"""Maximum bytes of dense experts at a time."""
 ALIGNED_ELEMENTS = 8
-"""A grouped product wants rows of 16 bytes or a multiple."""
+"""A grouped product requires rows whose size is a multiple of 16 bytes."""
 
 
 def is_aligned(rows: int, columns: int) -> bool:
-    """Whether BF16 matrices of this shape may go into a grouped product, either way."""
+    """Whether BF16 matrices of this shape can be used in a grouped product, in both orientations."""
     return rows % ALIGNED_ELEMENTS == 0 and columns % ALIGNED_ELEMENTS == 0
 
 
 def grouped_dense(x_TK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
-    """`[T, N]`; 0 for tokens behind the last offset, which belong to nobody."""
+    """`[T, N]`; 0 for tokens after the last offset, which have no expert."""
     y_TN = F.grouped_mm(x_TK.contiguous(), w_EKN, offs=offsets_E.to(torch.int32))
     nobodys_T = torch.arange(len(y_TN), device=y_TN.device) >= offsets_E[-1]
     return y_TN.masked_fill_(nobodys_T.unsqueeze(1), 0.0)

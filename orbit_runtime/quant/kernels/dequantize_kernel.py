@@ -1,4 +1,4 @@
-"""The kernel packed → dense BF16, of a weight or a stack of experts': bound by memory, each byte moves once.
+"""The kernel packed → dense BF16, for a weight or a stack of experts: memory-bound, each byte moves once.
 
 Belongs here: that kernel. Does not belong here: its launch (`launch`), any product.
 """

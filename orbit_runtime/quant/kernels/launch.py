@@ -1,4 +1,4 @@
-"""Launches: a weight as a kernel's argument, the grid, tile sizes that Triton's autotuner chooses from.
+"""Launches: a weight as a kernel's argument, the grid, the tile sizes from which Triton's autotuner chooses.
 
 Belongs here: everything between a Python call and a kernel. Does not belong here: kernels, which path runs (`choice`).
 
@@ -22,12 +22,12 @@ from orbit_runtime.quant.kernels.tiles import INTERPRETED, Packed
 from orbit_runtime.quant.kernels.tuning import Tiles, tuned
 
 TALL = 8
-"""Tiles of tokens that are worked on side by side, so that the caches still hold the weight they share."""
+"""Number of token tiles processed side by side, so that the caches still hold the weight they share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A tile of the weight and the warps that work on it."""
+    """A tile of the weight, and the number of warps that process it."""
 
     rows: int
     columns: int
@@ -43,8 +43,8 @@ FORWARD_TILES = (
     Tiles(128, 128, 64, 8, 4),
     Tiles(256, 128, 64, 8, 3),
 )
-"""Columns are a power of two of at least 64, so that a tile holds whole groups of 16, 32 and 64, or lies inside one of
-128; rows stay at 128, the side of an FP8 block. Not tried on hardware."""
+"""Columns are a power of two of at least 64, so that a tile holds whole groups of 16, 32 and 64, or lies inside a group
+of 128; rows stay at 128, the side of an FP8 block. Not tried on hardware."""
 GRADIENT_TILES = (
     Tiles(16, 64, 64, 4, 4),
     Tiles(64, 64, 64, 4, 4),
@@ -56,7 +56,7 @@ GRADIENT_TILES = (
 """With a fourth stage, the tiles of 128 x 64 x 64 take 8 bytes of local memory for FP8 blocks on capability 10.0."""
 DEQUANTIZE_BLOCK = Block(16, 512)
 DEQUANTIZE_FP8_BLOCK = Block(64, 128)
-"""Inside one block of 128 x 128, so that a program reads one scale."""
+"""Inside one block of 128 x 128, so that a program reads only one scale."""
 
 
 def packed_argument(operands: Operands) -> Packed:
@@ -79,7 +79,7 @@ def packed_argument(operands: Operands) -> Packed:
 def dequantize(
     operands: Operands, *, first_row: int = 0, num_rows: int | None = None, block: Block | None = None
 ) -> Tensor:
-    """BF16 `[E, num_rows, K]`: these rows of every expert, all by default. `first_row` is a multiple of 128."""
+    """BF16 `[E, num_rows, K]`: these rows of every expert, by default all. `first_row` is a multiple of 128."""
     form = operands.form
     assert first_row % 128 == 0, first_row
     num_rows = form.rows - first_row if num_rows is None else num_rows
@@ -108,7 +108,7 @@ def forward(
     offsets_E: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """`x @ W.T + bias`, BF16 `[T, N]`; with offsets, each token by its expert's weight. `tiles` None: autotuned."""
+    """`x @ W.T + bias`, BF16 `[T, N]`; with offsets, each token uses its expert's weight. `tiles` None: autotuned."""
     form, x_TK = operands.form, x_TK.contiguous()
     y_TN = x_TK.new_empty(len(x_TK), form.rows)
     arguments = (packed_argument(operands), x_TK, x_TK if bias is None else bias.float(), y_TN)
@@ -120,7 +120,7 @@ def forward(
 def input_gradient(
     dy_TN: Tensor, operands: Operands, *, offsets_E: Tensor | None = None, tiles: Tiles | None = None
 ) -> Tensor:
-    """`dy @ W`, BF16 `[T, K]`; with offsets, each token by its expert's weight."""
+    """`dy @ W`, BF16 `[T, K]`; with offsets, each token uses its expert's weight."""
     form, dy_TN = operands.form, dy_TN.contiguous()
     dx_TK = dy_TN.new_empty(len(dy_TN), form.columns)
     arguments = (packed_argument(operands), dy_TN, dx_TK)
@@ -129,10 +129,10 @@ def input_gradient(
 
 
 def schedule(offsets_E: Tensor, num_tokens: int, block: int, width: int) -> Tensor:
-    """int32 `[2 · width]`: where each expert's tokens end, and where its tiles of `block` tokens end.
+    """int32 `[2 · width]`: the end of each expert's tokens, and the end of its tiles of `block` tokens.
 
-    Tokens after the last offset are a further expert's, who multiplies by nothing; the rest of `width` has no tokens.
-    Made on the device: nobody waits to read the offsets.
+    Tokens after the last offset belong to an additional expert that multiplies by nothing; the rest of `width` has no
+    tokens. Computed on the device, so the host does not wait to read the offsets.
     """
     ends = torch.nn.functional.pad(offsets_E.to(torch.int32), (0, width - len(offsets_E)), value=num_tokens)
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -148,7 +148,7 @@ def _launch(
     tokens: tuple[int, Tensor | None],
     tiles: Tiles | None,
 ) -> None:
-    """`arguments` up to the tokens' table; `tokens` are their number and the experts' offsets."""
+    """`arguments`: those before the tokens' table; `tokens`: their number and the experts' offsets."""
     num_tokens, offsets_E = tokens
     if num_tokens == 0:
         return

@@ -1,12 +1,13 @@
-"""Fused kernels: x times a packed weight, and the gradient of x; no weight is dense anywhere but in registers.
+"""Fused kernels: x times a packed weight, and the gradient of x; the dense weight exists only in registers.
 
-`forward_kernel` is `x @ W.T`, `input_gradient_kernel` is `dy @ W`: BF16 products, one fp32 accumulator for an element,
-no split of the reduction, which walks upwards; so the size of a tile does not change the order of the sum.
+`forward_kernel` is `x @ W.T`, `input_gradient_kernel` is `dy @ W`: BF16 products, one fp32 accumulator per element, and
+a reduction that is not split and runs upwards, so the tile size does not change the order of the sum.
 
-The forward pass computes `W @ x.T`: a Hopper MMA may take its left operand from registers, where the dequantised tile
-lies already. For the gradient the tile goes through shared memory: its reduction runs along the rows of W.
+The forward pass computes `W @ x.T`: a Hopper MMA can take its left operand from registers, where the dequantised tile
+already is. For the gradient the tile goes through shared memory, because its reduction runs along the rows of W.
 
-Belongs here: these two kernels. Does not belong here: tiles' values (`tiles`), grids and configurations (`launch`).
+Belongs here: these two kernels. Does not belong here: the values of tiles (`tiles`), grids and configurations
+(`launch`).
 
 Legend: `T` tokens (rows of x), `E` experts, weight `[N, K]`; GROUPED: tokens are sorted by expert.
 """

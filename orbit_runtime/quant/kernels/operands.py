@@ -1,7 +1,7 @@
-"""Packed tensors as kernels take them: the checkpoint's memory under other dtypes, nothing copied.
+"""Packed tensors in the form that kernels read: the checkpoint's memory under other dtypes, nothing copied.
 
-Belongs here: from a layout's buffers to the arguments of a kernel, or None where no kernel reads them.
-Does not belong here: kernels, launching, formats' values. Imports no Triton.
+Belongs here: from a layout's buffers to the arguments of a kernel, or None if no kernel reads them.
+Does not belong here: kernels, launching, the values of formats. Does not import Triton.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS = {
     "FP8BlockCT": "FP8Block", "FP8BlockV4": "FP8Block", "NVFP4": "NVFP4", "NVFP4ModelOpt": "NVFP4ModelOpt",
     "MXFP4": "MXFP4", "MXFP4V4": "MXFP4", "MXFP4GptOss": "MXFP4",
 }  # fmt: skip
-"""Layout → how its bytes are read. GPTQ and AWQ are `INT4Asymmetric` once loaded; BF16 needs no kernel."""
+"""Layout → kind of decoding. GPTQ and AWQ are `INT4Asymmetric` once loaded; BF16 needs no kernel."""
 BYTE_KINDS = ("FP8Tensor", "FP8Row", "FP8Block")
 GROUPS = {"NVFP4": 16, "NVFP4ModelOpt": 16, "MXFP4": 32, "FP8Block": 128}
 _AS_BITS = {
@@ -31,7 +31,7 @@ _AS_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """All of a weight but its tensors; hashable, so that a launch is decided once for it."""
+    """Everything about a weight except its tensors; hashable, so that launch decisions are cached by it."""
 
     kind: str
     group: int
@@ -48,7 +48,7 @@ class Operands:
     codes: Tensor
     scale: Tensor
     extra: Tensor
-    """The scale again where the kind has no third tensor."""
+    """The scale again if the kind has no third tensor."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,10 +56,10 @@ class Operands:
 
 
 def build_operands(layout: str, buffers: Sequence[Tensor], *, stacked: bool = False) -> Operands | None:
-    """Operands of a weight, or None where no kernel reads it: BF16, or tensors that are not contiguous.
+    """Operands of a weight, or None if no kernel reads it: BF16, or tensors that are not contiguous.
 
     Args:
-        buffers: the packed tensors in the order of the codec's `buffers`; the expert axis first where `stacked`.
+        buffers: the packed tensors in the order of the codec's `buffers`; with the expert axis first if `stacked`.
     """
     kind = KINDS.get(layout)
     if kind is None or not all(tensor.is_contiguous() for tensor in buffers):

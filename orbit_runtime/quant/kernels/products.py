@@ -20,7 +20,7 @@ ROWS_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class FusedProduct:
-    """Dequantised in registers."""
+    """Dequantises in registers."""
 
     form: Form
 
@@ -35,7 +35,7 @@ class FusedProduct:
 
 @dataclass(frozen=True, slots=True)
 class DequantizedProduct:
-    """Dense by runs of rows, each at most `dense_bytes`, then torch's matmul."""
+    """Dense in runs of rows of at most `dense_bytes`, then torch's matmul."""
 
     form: Form
     dense_bytes: int
@@ -48,7 +48,7 @@ class DequantizedProduct:
         y = flat_x.new_empty(len(flat_x), rows)
         for start in range(0, rows, run):
             stop = min(start + run, rows)
-            # The bias goes in here: added to a rounded sum it would be rounded a second time.
+            # The bias is added here: added to a rounded sum, it would cause a second rounding.
             part = None if bias is None else bias[start:stop]
             y[:, start:stop] = torch.nn.functional.linear(flat_x, self._dense(packed, start, stop), part)
         return y.view(*x.shape[:-1], rows)
@@ -58,7 +58,7 @@ class DequantizedProduct:
         if run >= rows:
             return dy @ self._dense(packed, 0, rows)
         flat_dy = dy.reshape(-1, rows)
-        # Summed in fp32: a BF16 sum of runs would round once more for each.
+        # Summed in fp32: a BF16 sum over runs would round once more per run.
         dx = flat_dy.new_zeros(len(flat_dy), self.form.columns, dtype=torch.float32)
         for start in range(0, rows, run):
             stop = min(start + run, rows)
@@ -75,7 +75,7 @@ class DequantizedProduct:
 
 @dataclass(frozen=True, slots=True)
 class DequantizedGroupedProduct:
-    """Runs of rows of all experts at once dense, at most `dense_bytes`, then torch's grouped product."""
+    """Dense in runs of rows of all experts at once, of at most `dense_bytes`, then torch's grouped product."""
 
     form: Form
     dense_bytes: int
@@ -90,7 +90,7 @@ class DequantizedGroupedProduct:
         runs = self._runs()
         if len(runs) == 1:
             return grouped_dense(dy_TN, self._dense(packed, 0, self.form.rows), offsets_E)
-        # Summed in fp32: a BF16 sum of runs would round once more for each.
+        # Summed in fp32: a BF16 sum over runs would round once more per run.
         dx_TK = dy_TN.new_zeros(len(dy_TN), self.form.columns, dtype=torch.float32)
         for start, stop in runs:
             dx_TK += grouped_dense(dy_TN[:, start:stop], self._dense(packed, start, stop), offsets_E)
@@ -108,7 +108,7 @@ class DequantizedGroupedProduct:
 
 @dataclass(frozen=True, slots=True)
 class FusedGroupedProduct:
-    """Every expert's tokens by its weight, in one launch."""
+    """Every expert's tokens times its weight, in one launch."""
 
     form: Form
 

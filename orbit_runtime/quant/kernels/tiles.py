@@ -1,12 +1,12 @@
-"""Device functions: a rectangle of a packed weight, loaded and dequantised in registers, exact to the codec's bit.
+"""Device functions: a rectangle of a packed weight, loaded and dequantised in registers, bit-identical to the codec.
 
-The order of operations is the codec's: code and scale widened to fp32, one product (NVFP4's two scales are joined
+The order of operations is the codec's: code and scale widened to fp32, one product (NVFP4's two scales are combined
 first), one rounding to BF16. Nothing here is fused into an FMA: no product is followed by a sum.
 
-Triton's interpreter cuts fp32 → BF16 off instead of rounding and multiplies BF16 as integers. Under it a "BF16" value
-is rounded in integers and stays in fp32, whose products of such values are exact.
+Triton's interpreter truncates fp32 → BF16 instead of rounding, and multiplies BF16 as integers. Under it a "BF16" value
+is rounded in integers and stays in fp32, where products of such values are exact.
 
-Belongs here: what happens to a tile in registers. Does not belong here: loops, grids, the layouts on the host.
+Belongs here: operations on a tile in registers. Does not belong here: loops, grids, the layouts on the host.
 
 Legend: weight `[N, K]`; a tile is `[R, C]` at (row, column), both multiples of the tile's sides.
 """
@@ -23,10 +23,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Packed(NamedTuple):
-    """A weight, or a stack of experts' weights, as kernels take it; `operands.build_operands` makes it."""
+    """A weight, or a stack of experts' weights, in the form that kernels take; built by `operands.build_operands`."""
 
     codes: object
-    """uint8 `[E, N, row_bytes]`: two codes to a byte, even column in the low nibble; or E4M3, one to a byte."""
+    """uint8 `[E, N, row_bytes]`: two codes per byte, even column in the low nibble; or E4M3, one per byte."""
     scale: object
     """Floats, or uint8 for E4M3 and E8M0, or uint16 for the bits of BF16."""
     extra: object

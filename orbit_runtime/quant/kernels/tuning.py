@@ -1,7 +1,7 @@
-"""Which tile sizes are quickest for a weight and a number of tokens: measured once in a process, then remembered.
+"""The fastest tile sizes for a weight and a number of tokens: measured once per process, then cached.
 
-Belongs here: candidates, measuring, remembering. Does not belong here: launching kernels. Every candidate sums in the
-same order, so a choice that falls differently in another process is not another result.
+Belongs here: candidates, measuring, caching. Does not belong here: launching kernels. Every candidate sums in the
+same order, so a different choice in another process does not change results.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Numbers of tokens (for experts: on average) that are tuned for; between two of them the larger one's choice holds."""
+"""Numbers of tokens (for experts: averages) that are tuned; a number in between uses the next larger one's choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of a product's tiles, and what the compiler is asked for."""
+    """Tile sizes of a product, and compiler options."""
 
     tokens: int
     rows: int
@@ -36,7 +36,7 @@ def tuned(
     """The choice for `key` and the bucket of `num_tokens`.
 
     Args:
-        measures: False takes the choice that fits the tokens best, without running anything.
+        measures: if False, returns the choice that fits the number of tokens best, without running anything.
     """
     bucket = BUCKETS[min(bisect.bisect_left(BUCKETS, num_tokens), len(BUCKETS) - 1)]
     if not measures:
@@ -49,13 +49,13 @@ def tuned(
 
 
 def fitting(choices: Sequence[Tiles], num_tokens: int) -> Tiles:
-    """The first with the largest number of tokens that is not above what there is; else the smallest."""
+    """The first choice with the largest tile that does not exceed the number of tokens; otherwise the smallest."""
     within = [each for each in choices if each.tokens <= num_tokens]
     return max(within, key=lambda each: each.tokens) if within else min(choices, key=lambda each: each.tokens)
 
 
 def candidates(choices: Sequence[Tiles], num_tokens: int) -> list[Tiles]:
-    """Those that do not compute more than half of a tile for nothing, and those of the smallest tile."""
+    """Choices whose tile does not exceed the number of tokens, and those with the smallest tile."""
     smallest = min(each.tokens for each in choices)
     return [each for each in choices if each.tokens <= max(num_tokens, smallest)]
 
@@ -63,7 +63,7 @@ def candidates(choices: Sequence[Tiles], num_tokens: int) -> list[Tiles]:
 def quickest(
     choices: Sequence[Tiles], run: Callable[[Tiles], None], measure: Callable[[Callable[[], None]], float]
 ) -> Tiles:
-    """The choice with the least time. One that the device has not the registers or shared memory for is passed over."""
+    """The fastest choice. Choices that need more registers or shared memory than the device has are skipped."""
     times: dict[Tiles, float] = {}
     for tiles in choices:
         try:

@@ -1,6 +1,6 @@
 """Gradients and sums over ranks.
 
-Belongs here: adding up what ranks hold of one gradient, its norm, and sums of a step. Does not belong here: passes.
+Belongs here: reducing gradients over ranks, their norm, and sums of a step. Does not belong here: passes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from orbit_runtime.training.megatron.groups import Groups
 
 
 class RankGradients:
-    """The masters of one rank. Every rank calls everything, in the same order."""
+    """Gradients of one rank's masters. Every rank calls every method, in the same order."""
 
     def __init__(self, groups: Groups, places: Mapping[str, Place]) -> None:
         self._groups = groups
         self._places = places
 
     def finish(self, masters: Mapping[str, nn.Parameter]) -> None:
-        """Complete gradients, from those of this rank's tokens and part of the sums, one parameter after the other."""
+        """Reduces this rank's partial gradients to complete ones, one parameter after another."""
         groups = self._groups
         for name, master in masters.items():
             if master.grad is None:
@@ -38,7 +38,7 @@ class RankGradients:
                 self._sum(master.grad, groups.replicas)
 
     def norm(self, masters: Mapping[str, nn.Parameter]) -> Tensor:
-        """Of all ranks' parameters, each counted once."""
+        """The norm over the parameters of all ranks, each counted once."""
         device = next(iter(masters.values())).device
         squares = {kind: torch.zeros((), device=device) for kind in ("whole", "tensor", "expert")}
         for name, master in masters.items():

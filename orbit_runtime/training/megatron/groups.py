@@ -1,9 +1,9 @@
 """The process groups of a rank, as Megatron-Core makes them.
 
-Ranks are numbered as Megatron-Core numbers them by default, tensor first: ranks that divide matrices are neighbours,
-so that they stand on one node's fastest links. Experts are divided among neighbours as well, over all ranks of a stage.
+Ranks are numbered in Megatron-Core's default order, tensor first: ranks that divide matrices are neighbours and so
+share one node's fastest links. Experts are divided among neighbours as well, over all ranks of a stage.
 
-Belongs here: who is in which group, and what a rank's share of a model is. Does not belong here: collectives
+Belongs here: group membership, and a rank's share of a model. Does not belong here: collectives
 (`regions`, `gradients`).
 """
 
@@ -25,7 +25,7 @@ from orbit_runtime.training.megatron.cpu import allow_cpu
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many ranks divide what; what remains of `world` are data-parallel replicas.
+    """How many ranks divide each dimension; the remaining factor of `world` is the number of data-parallel replicas.
 
     Example: matrices and experts in two, on two ranks: `Sizes(world=2, tensor=2, expert=2)`.
     """
@@ -36,7 +36,7 @@ class Sizes:
     pipeline: int = 1
     context: int = 1
     sequence_parallel: bool = False
-    """Between the parts that are divided, each rank holds its run of the tokens; else every rank holds all."""
+    """Between the divided parts, each rank holds its run of the tokens; otherwise every rank holds all tokens."""
 
     @property
     def data(self) -> int:
@@ -44,14 +44,14 @@ class Sizes:
 
     @property
     def token_sets(self) -> int:
-        """Into how many parts a stage's tokens are divided among ranks that divide the same experts."""
+        """Number of parts into which a stage's tokens are split among the ranks that divide the same experts."""
         return max(1, self.expert // self.tensor)
 
     def check(self) -> None:
         """
         Raises:
-            UnsupportedError: the sizes do not multiply to the number of ranks, or experts are divided among a part of
-                the ranks that divide matrices.
+            UnsupportedError: the sizes do not multiply to the number of ranks, or experts are divided among only some
+                of the ranks that divide matrices.
         """
         group = self.tensor * self.pipeline * self.context
         if self.world % group:
@@ -71,24 +71,24 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A rank's groups. In each, ranks stand in the order of the parts they hold."""
+    """A rank's groups. In each, ranks are ordered by the parts they hold."""
 
     sizes: Sizes
     tensor: ProcessGroup
     expert: ProcessGroup
-    """Ranks that divide the experts: those of `tensor`, and of replicas or context parts beside them."""
+    """Ranks that divide the experts: those of `tensor`, together with neighbouring replicas or context parts."""
     tokens: ProcessGroup
-    """Ranks with the same place in `tensor` and different tokens, of one `expert` group."""
+    """Ranks of one `expert` group with the same place in `tensor` and different tokens."""
     pipeline: ProcessGroup
-    """Stages, which hold one run of layers after the other."""
+    """The stages, each of which holds a consecutive run of layers."""
     backward: ProcessGroup
-    """The same ranks: gradients come back beside hidden states that go on, and must not wait behind them."""
+    """The same ranks: gradients travel back while hidden states travel forward, and must not queue behind them."""
     context: ProcessGroup
-    """Ranks that hold the same part of the matrices, and divide a pass's tokens."""
+    """Ranks that hold the same part of the matrices and divide the tokens of a pass."""
     data: ProcessGroup
-    """Ranks that hold the same part of the matrices, and the same place in `context`, and train on other samples."""
+    """Ranks that hold the same part of the matrices at the same place in `context`, and train on different samples."""
     replicas: ProcessGroup
-    """Ranks that hold the same part of the matrices, and train on other tokens: `data` and `context` together."""
+    """Ranks that hold the same part of the matrices and train on different tokens: `data` and `context` together."""
     expert_replicas: ProcessGroup
     """Ranks that hold the same experts."""
 
@@ -98,7 +98,7 @@ class Groups:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank tells what its replica's ranks know alike, or the last stage alone."""
+        """Whether this rank reports what all ranks of its replica know, or what only the last stage knows."""
         return self.is_last_stage and self.context.rank() == 0  # type: ignore[no-any-return]
 
     def share(self) -> Share:
@@ -111,11 +111,11 @@ def join(sizes: Sizes, rank: int, address: str, *, seconds: float, listener: int
 
     Args:
         address: `host:port` of rank 0's store.
-        seconds: longest that a collective may wait for another rank.
-        listener: in rank 0, descriptor of a socket that listens at the address already.
+        seconds: maximum time that a collective waits for another rank.
+        listener: in rank 0, the descriptor of a socket that already listens at the address.
 
     Raises:
-        UnsupportedError: the sizes do not fit each other.
+        UnsupportedError: the sizes are inconsistent.
     """
     sizes.check()
     allow_cpu()
@@ -151,8 +151,8 @@ def join(sizes: Sizes, rank: int, address: str, *, seconds: float, listener: int
 
 
 def _import_parallel_state() -> Any:
-    """Without what Megatron-Core says of libraries that it does not find and of torch's names that it still calls: a
-    rank's log is read when something is wrong."""
+    """Suppresses Megatron-Core's warnings about missing libraries and deprecated torch names: people read a rank's log
+    when something is wrong."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -171,14 +171,14 @@ def leave() -> None:
 
 
 def _backward_group(sizes: Sizes, rank: int) -> ProcessGroup:
-    """Stages are as far apart as a stage has ranks. Every rank makes every group."""
+    """The neighbouring ranks of a pipeline are one stage's number of ranks apart. Every rank creates every group."""
     width = sizes.world // sizes.pipeline
     made = [distributed.new_group(list(range(place, sizes.world, width))) for place in range(width)]
     return made[rank % width]
 
 
 def _token_group(sizes: Sizes, rank: int) -> ProcessGroup:
-    """Megatron-Core has no name for it. Every rank makes every group."""
+    """Megatron-Core has no name for this group. Every rank creates every group."""
     span, found = max(sizes.expert, sizes.tensor), None
     for first in range(0, sizes.world, span):
         for place in range(sizes.tensor):

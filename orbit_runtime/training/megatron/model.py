@@ -1,8 +1,9 @@
-"""A rank's part of a model: a `Policy` whose passes are computed by all ranks of the replica together.
+"""A rank's part of a model: a `Policy` whose passes all ranks of the replica compute together.
 
-Every rank of a replica is given the same tokens, and those of its last stage get the same log-probs.
+Every rank of a replica gets the same tokens, and all ranks of its last stage get the same log-probs.
 
-Belongs here: loading a part and making it a whole with the other ranks'. Does not belong here: steps (`training`).
+Belongs here: loading a part and connecting it to the parts of the other ranks. Does not belong here: steps
+(`training`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from orbit_runtime.training.megatron.regions import Regions
 
 @dataclass(frozen=True)
 class RankPolicy:
-    """A rank's part, and its place among the stages; None where there is one stage."""
+    """A rank's part, and its pipeline; None if there is one stage."""
 
     policy: Policy
     pipeline: Pipeline | None
@@ -30,10 +31,10 @@ class RankPolicy:
 def load_rank_policy(folder: Path, adapter: AdapterConfig, groups: Groups, **settings: Any) -> RankPolicy:
     """
     Args:
-        settings: of `load_policy`.
+        settings: further arguments of `load_policy`.
 
     Raises:
-        UnsupportedError: this model cannot be divided so.
+        UnsupportedError: this model cannot be divided this way.
     """
     policy = load_policy(folder, adapter, share=groups.share(), **settings)
     if groups.sizes.world > 1 and not policy.packs:

@@ -1,6 +1,6 @@
-"""What the process that leads ranks knows of the adapter they hold: its tensors, their names in files, whose part.
+"""What the process that leads the ranks knows of their adapter: its tensors, their names in files, and who holds them.
 
-Belongs here: putting parts together, a layer at a time, so that no process ever holds the whole adapter. Does not
+Belongs here: assembling parts, one layer at a time, so that no process ever holds the whole adapter. Does not
 belong here: the parts themselves (`rank`), file formats (`adapters`, `training.state`).
 """
 
@@ -22,7 +22,7 @@ from orbit_runtime.adapters.masters import Place
 from orbit_runtime.errors import InternalError
 
 What = Literal["master", "exp_avg", "exp_avg_sq", "lora", "rotations", "applied"]
-"""fp32 masters and moments; LoRA's values and OFT's rotations as they are published, BF16; what the newest `score`
+"""fp32 masters and moments; LoRA factors and OFT rotations as they are published, BF16; and what the newest `score`
 multiplied by."""
 
 
@@ -32,13 +32,13 @@ class Held:
 
     place: Place
     owner: str
-    """The layer whose master it is."""
+    """The layer that owns the master."""
     file_names: tuple[str, ...]
-    """Of the whole parameter, without PEFT's prefix."""
+    """Names of the whole parameter in files, without PEFT's prefix."""
 
 
 Outline = Mapping[str, Held]
-"""`<module>.<kind>` → what a rank holds of it; layers that share a parameter each have it."""
+"""`<module>.<kind>` → what a rank holds of it; every layer that shares a parameter has an entry."""
 
 
 def outline_of(injected: Injected) -> dict[str, Held]:
@@ -57,14 +57,14 @@ def whole_shape(what: What, held: Held, config: AdapterConfig) -> tuple[int, ...
 
 
 def cut_published(place: Place, whole: Tensor, config: AdapterConfig) -> Tensor:
-    """What a rank must apply of a parameter as it was published.
+    """The part of a published parameter that a rank must apply.
 
     Args:
-        whole: LoRA's factor, or rotations `[…, K / b, b, b]`.
+        whole: the LoRA factor, or rotations `[…, K / b, b, b]`.
     """
     if place.kind != "oft_R":
         return place.cut(whole, config)
-    # A block of a rotation is a row, as a block's parameters are.
+    # A block of a rotation is laid out as a row, like a block's parameters.
     return place.cut(whole.flatten(-2), config).unflatten(-1, whole.shape[-2:])
 
 
@@ -75,10 +75,10 @@ def assemble(
     parts: Sequence[Mapping[str, Tensor]],
     config: AdapterConfig,
 ) -> dict[str, Tensor]:
-    """Whole tensors from the parts that each rank gave.
+    """Whole tensors, from the parts of all ranks.
 
     Raises:
-        InternalError: parts do not make up a tensor.
+        InternalError: the parts do not make up a whole tensor.
     """
     found = {}
     for key in keys:
@@ -88,7 +88,7 @@ def assemble(
         held, first = given[0]
         shape = whole_shape(what, held, config)
         dtype = torch.float32 if any(part.dtype == torch.float32 for _, part in given) else first.dtype
-        # A block of a rotation is a row, as a block's parameters are.
+        # A block of a rotation is laid out as a row, like a block's parameters.
         whole = torch.empty((*held.place.shape[:-1], math.prod(shape[len(held.place.shape) - 1 :])), dtype=dtype)
         for each, part in given:
             region = each.place.cut(whole, config)
@@ -103,13 +103,13 @@ def assemble(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file, and where its values come from."""
+    """A tensor of a file, and the source of its values."""
 
     name: str
     what: What
     key: str
     index: int | None
-    """Along the first dimension; None: all of it."""
+    """Index along the first dimension; None for the whole tensor."""
     shape: tuple[int, ...]
 
 
@@ -118,7 +118,7 @@ Fetch = Callable[[What, Sequence[str]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class DividedFile:
-    """As `tensorfile.TensorFile`, of tensors that ranks hold in parts: one layer of them is fetched at a time."""
+    """Like `tensorfile.TensorFile`, for tensors that ranks hold in parts; fetches one layer at a time."""
 
     header: bytes
     entries: Sequence[Entry]
@@ -145,7 +145,7 @@ def build_divided(
 
 
 def fetched(entries: Sequence[Entry], fetch: Fetch) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a file under their names, a layer at a time."""
+    """The tensors of a file by name, one layer at a time."""
     for (what, _), group in groupby(entries, key=lambda entry: (entry.what, layer_of(entry.key))):
         run = list(group)
         values = fetch(what, sorted({entry.key for entry in run}))
@@ -155,10 +155,10 @@ def fetched(entries: Sequence[Entry], fetch: Fetch) -> Iterator[dict[str, Tensor
 
 
 def split_entries(what: What, key: str, source: str, held: Held, shape: tuple[int, ...]) -> list[Entry]:
-    """Of a parameter, as files name it.
+    """The file entries of one parameter.
 
     Args:
-        source: the parameter that has the values: the owner's, where layers share one.
+        source: the parameter that has the values: the owner's, if layers share one.
     """
     if len(held.file_names) == 1:
         return [Entry(held.file_names[0], what, source, None, shape)]

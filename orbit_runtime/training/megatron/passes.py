@@ -1,6 +1,6 @@
-"""`Passes` of ranks: each computes with its part of the model, on the micro-batches of its replica.
+"""`Passes` for ranks: each rank computes with its part of the model, on the micro-batches of its replica.
 
-Belongs here: what a step sums over replicas and parts. Does not belong here: the collectives inside a pass (`regions`),
+Belongs here: sums of a step over replicas and parts. Does not belong here: the collectives inside a pass (`regions`),
 the arithmetic of a step (`training.updater`).
 """
 
@@ -27,15 +27,15 @@ from orbit_runtime.types import Sampling
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Begun:
-    """A pass between its forward and its backward half: what to go backward from, and what the stage before waits
-    for."""
+    """A pass between its forward and its backward half: the value to run backward from, and the input whose gradient
+    the previous stage waits for."""
 
     root: Tensor
     entered: Tensor | None
 
 
 class RankPasses:
-    """Every rank calls everything, in the same order. The last stage's ranks of a replica get the same log-probs and
+    """Every rank calls every method, in the same order. All ranks of a replica's last stage get the same log-probs and
     losses."""
 
     def __init__(self, held: RankPolicy, groups: Groups) -> None:
@@ -56,7 +56,7 @@ class RankPasses:
         self.routes = sum(counts) > 0
 
     def own_layers(self, routed_TLC: Any) -> Any:
-        """Of experts in all layers, those in this stage's; None where none is given, or the stage has no routers."""
+        """Cuts experts given for all layers to this stage's layers; None if none are given, or it has no routers."""
         return None if routed_TLC is None or self.routing is None else routed_TLC[:, self._routed]
 
     def routed_tokens(self, micro: MicroBatch) -> Tensor | None:
@@ -98,7 +98,7 @@ class RankPasses:
             pipeline.send_gradient(begun.entered.grad)
 
     def _met(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | None:
-        """Where routers see other ranks' tokens as well, all of them are given experts or none is."""
+        """If routers also see other ranks' tokens, either all of these tokens are given experts or none are."""
         routing, group = self.routing, self._groups.tokens
         if routing is None or group.size() == 1:
             return routed_TLC
@@ -114,7 +114,7 @@ class RankPasses:
         return self._gradients.norm(self.masters.parameters)
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Added up in the order of ranks. One that had nothing to count knows no names."""
+        """Sums in the order of ranks. A rank that had nothing to count sends no names."""
         summed = _added(_gather(dict(values), self._groups.replicas))
         return _added(_gather(summed, self._groups.pipeline))
 

@@ -1,9 +1,9 @@
-"""Stages of a model that hold one run of layers after the other: what goes between them, and in which order.
+"""Pipeline stages, each of which holds a run of layers: what they exchange, and in which order.
 
 One forward, one backward (Narayanan et al., arXiv 2104.04473, section 2.2): a stage begins as many passes as there are
-stages behind it, then finishes one for each that it begins, so that it holds the activations of no more passes than
-stages. Megatron-Core's schedule does the same and allocates on `cuda` by name; its models know how to be given a hidden
-state, and ours are transformers'.
+stages after it, then finishes one for each that it begins, so that it never holds the activations of more passes than
+there are stages. Megatron-Core's schedule does the same, but it allocates on `cuda` by name and relies on models that
+accept a hidden state as input; ours are transformers' models.
 
 Belongs here: sending, receiving and the order. Does not belong here: what a stage computes (`policy`), sums over ranks
 (`passes`).
@@ -28,7 +28,7 @@ Begun = TypeVar("Begun")
 
 
 class Pipeline:
-    """This rank's stage, and its neighbours. All stages are given the same passes in the same order."""
+    """This rank's stage and its neighbours. All stages get the same passes in the same order."""
 
     def __init__(self, groups: Groups, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._forward, self._backward = groups.pipeline, groups.backward
@@ -46,18 +46,18 @@ class Pipeline:
         return self.stage == self.stages - 1
 
     def receive(self, num_tokens: int) -> Tensor:
-        """`[1, T, N]` from the stage before, of the pass that begins now."""
+        """`[1, T, N]` from the previous stage, for the pass that begins now."""
         hidden_1TN = self._receive(self._like.new_empty(1, num_tokens, self._like.shape[1]), self._forward, -1)
         self._entered = hidden_1TN.requires_grad_() if torch.is_grad_enabled() else None
         return hidden_1TN
 
     def take_entered(self) -> Tensor | None:
-        """What the newest pass received and wants a gradient for."""
+        """The input of the newest pass, if it requires a gradient."""
         entered, self._entered = self._entered, None
         return entered
 
     def send(self, hidden_1TN: Tensor) -> None:
-        """To the stage behind, beside what comes next."""
+        """Sends to the next stage, asynchronously."""
         self._send(hidden_1TN.detach(), self._forward, 1)
 
     def receive_gradient(self, hidden_TN: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Pipeline:
         self._send(gradient, self._backward, -1)
 
     def run(self, passes: Iterable[Pass], begin: Callable[[Pass], Begun], finish: Callable[[Begun], None]) -> None:
-        """Passes forward and backward, in this stage's order."""
+        """Runs passes forward and backward, in this stage's order."""
         ahead = self.stages - 1 - self.stage
         begun: deque[Begun] = deque()
         for each in passes:
@@ -79,11 +79,11 @@ class Pipeline:
         self.settle()
 
     def settle(self) -> None:
-        """Until everything that was sent has been received."""
+        """Waits until everything that was sent has been received."""
         self._wait(0)
 
     def _send(self, tensor: Tensor, group: distributed.ProcessGroup, step: int) -> None:
-        # A stage that is far ahead waits for its neighbour, so that what is under way stays bounded.
+        # A stage that is far ahead waits for its neighbour, which bounds the number of messages in flight.
         self._wait(self.stages)
         tensor = tensor.contiguous()
         work = distributed.isend(tensor, group=group, group_dst=self.stage + step)

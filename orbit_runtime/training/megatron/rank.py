@@ -1,7 +1,7 @@
-"""One rank of the Megatron trainer: what a process of the group is made of, and what it can be asked.
+"""One rank of the Megatron trainer: what its process holds, and the calls that it answers.
 
-Belongs here: a rank's part of the policy, of the optimizer, and of what is read and written. Does not belong here:
-putting parts together (`outline`, `trainer`), starting processes (`workers`).
+Belongs here: a rank's part of the policy and of the optimiser, and reading and writing it. Does not belong here:
+assembling parts (`outline`, `trainer`), starting processes (`workers`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from orbit_runtime.types import Probe, Sample, UpdateResult
 from orbit_runtime.workers.rank_notes import note
 
 LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
-"""In rank 0, by whoever started it: a socket that already listens where the ranks meet."""
+"""Set in rank 0 by the process that starts it: descriptor of a socket that already listens for the ranks."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """The same for every rank; plain values, which travel to its process."""
+    """The same for every rank; plain values, which are sent to its process."""
 
     folder: Path
     adapter: AdapterConfig
@@ -61,12 +61,12 @@ class RankSettings:
     recompute: Recompute = "None"
     loss: Callable[..., Any] = policy_loss
     collective_seconds: float = 600.0
-    """Longest that a collective waits for another rank."""
+    """Maximum number of seconds that a collective waits for another rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What a rank tells once it stands."""
+    """What a rank reports once it is ready."""
 
     outline: Outline
     policy: PolicyFacts
@@ -79,7 +79,7 @@ class AppliedPart:
 
     shape: tuple[int, ...]
     digest: str
-    """SHA-256 of its bytes: ranks that hold the same part must agree."""
+    """SHA-256 of its bytes; ranks that hold the same part must agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class RankScore:
     adapted: tuple[float, ...]
     base: tuple[float, ...]
     adapted_top: tuple[int, ...]
-    """The most probable token in each place."""
+    """The most probable token at each position."""
     base_top: tuple[int, ...]
     applied: Mapping[str, AppliedPart]
     """`<module>.<kind>` of this rank's layers → its part."""
@@ -97,17 +97,17 @@ class RankScore:
 
 
 class MegatronRank:
-    """Every rank is asked the same, in the same order; a question is a collective."""
+    """Every rank gets the same calls in the same order; each call is a collective."""
 
     def __init__(self, settings: RankSettings, groups: Groups | None = None) -> None:
         """Meets the other ranks and loads this rank's part.
 
         Args:
-            groups: those of this process; None: they are made, as `RANK`, `MASTER_ADDR` and `MASTER_PORT` say.
+            groups: the groups of this process; None to create them from `RANK`, `MASTER_ADDR` and `MASTER_PORT`.
 
         Raises:
-            UnsupportedError: this model cannot be divided so.
-            ModelError: its files are not on this node.
+            UnsupportedError: this model cannot be divided this way.
+            ModelError: the model's files are not on this node.
         """
         if not settings.folder.is_dir():
             raise ModelError(
@@ -127,7 +127,7 @@ class MegatronRank:
         self._rotations: dict[str, Tensor] = {}
         self._applied: dict[str, Tensor] = {}
         self._scalings: dict[str, float | None] = {}
-        """Of the pass that `_applied` is from, by module."""
+        """Scaling of the pass that `_applied` comes from, by module."""
         self._probing = ExitStack()
 
     def facts(self) -> RankFacts:
@@ -136,22 +136,22 @@ class MegatronRank:
     # --- training ---
 
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
-        """The same numbers on every rank."""
+        """Returns the same numbers on every rank."""
         note(step=self._updater.steps + 1)
         return self._updater.update(samples_D)
 
     def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Columns of this replica's samples, from one of its ranks."""
+        """Columns of this replica's samples; one of its ranks returns them."""
         columns = self._updater.logprobs(samples_D)
         return columns if self._groups.leads and self._groups.tensor.rank() == 0 else {}
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Columns of this replica's samples, from one of its ranks."""
+        """Columns of this replica's samples; one of its ranks returns them."""
         columns = self._updater.reference_logprobs(samples_D)
         return columns if self._groups.leads and self._groups.tensor.rank() == 0 else {}
 
     def score(self, token_ids_T: Sequence[int]) -> RankScore:
-        """Every replica computes the same tokens, once with the masters' published rounding and once with the base."""
+        """Every replica scores the same tokens: with the masters rounded as for publishing, and with the bare base."""
         first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
         policy = self.policy
         batch = policy.pack([Branch(0, first, rest)])
@@ -174,14 +174,14 @@ class MegatronRank:
         )
 
     def _scores(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Of the last stage; another has none to tell."""
+        """Results of the last stage; the other stages have none."""
         if self._groups.is_last_stage:
             return self.policy.scores(batch)
         self.policy.through(batch)
         return torch.empty(0), torch.empty(0, dtype=torch.long)
 
     def _keep(self, trace: Sequence[Applied]) -> dict[str, Tensor]:
-        """The very tensors, as this rank holds parameters: experts stacked."""
+        """The tensors that were applied, in the shape in which this rank holds parameters: experts stacked."""
         applied: dict[str, Tensor] = {}
         for entry in trace:
             layer = self.policy.injected.layers[entry.module]
@@ -195,11 +195,12 @@ class MegatronRank:
         return applied
 
     def explain(self, values: Mapping[str, Sent], scaling: float | None) -> list[str]:
-        """How what the newest `score` applied here differs from what was published, a sentence for each parameter.
+        """How the values that the newest `score` applied here differ from the published ones, one sentence per
+        parameter.
 
         Args:
-            values: whole parameters as they were published, of one layer: LoRA's factors, or OFT's rotations.
-            scaling: what LoRA's part is multiplied by.
+            values: whole published parameters of one layer: LoRA factors or OFT rotations.
+            scaling: factor of the LoRA product.
         """
         published, told = {}, []
         for key, whole in receive(values).items():
@@ -216,17 +217,17 @@ class MegatronRank:
         return told + explain_tensors(published, {key: self._applied[key].cpu() for key in published})
 
     def begin_probing(self, probe: Probe, seed: int) -> None:
-        """From now on the masters hold an adapter that nobody trained."""
+        """From now on the masters hold an untrained probe adapter."""
         self._probing.enter_context(self._masters.probing(probe, seed))
 
     def end_probing(self) -> None:
-        """The masters' own values again, bit for bit."""
+        """Restores the masters' own values, bit for bit."""
         self._probing.close()
 
     def snapshot(
         self, token_ids_T: Sequence[int], adapter: bool, copies: int, routed_TLC: np.ndarray | None
     ) -> RankSnapshot:
-        """Of one pass that every replica computes; of several copies the points alone."""
+        """Snapshot of one pass that every replica computes; only the points if there are several copies."""
         slot = TRAINER_SLOT if adapter else None
         own_TLC = self._passes.own_layers(routed_TLC)
         points, preferred = record(self.policy, token_ids_T, slot, copies=copies, routed_TLC=own_TLC)
@@ -237,7 +238,7 @@ class MegatronRank:
         return RankSnapshot(send(points), preferred, tensors, send(constants(self.policy, len(token_ids_T) - 1)))
 
     def base_values(self, holders: Mapping[str, Sequence[int]]) -> dict[str, Sent]:
-        """fp32, this rank's parts of those base tensors that it is to give."""
+        """This rank's parts, in fp32, of the base tensors that it is to provide."""
         rank = distributed.get_rank()
         wanted = {name for name, ranks in holders.items() if rank in ranks}
         return send({name: read().float() for name, read in base_tensors(self.policy.model) if name in wanted})
@@ -245,14 +246,14 @@ class MegatronRank:
     # --- reading and writing ---
 
     def prepare_publish(self) -> None:
-        """OFT: from now on `rotations` are those of the masters as they are."""
+        """OFT: from now on `rotations` are computed from the masters' current values."""
         if self._masters.config.type == "OFT":
             with torch.no_grad():
                 built = self._masters.rotations()
             self._rotations = {f"{name}.oft_R": value.to(torch.bfloat16) for name, value in built.items()}
 
     def read(self, what: What, keys: Sequence[str]) -> dict[str, Sent]:
-        """This rank's parts; of what several ranks hold alike, from one of them."""
+        """This rank's parts; a part that several ranks hold is returned by one of them."""
         told = [key for key in keys if key in self._outline and self._tells(self._outline[key].place)]
         values = {key: self._value(what, key) for key in told}
         if what == "applied":
@@ -276,10 +277,10 @@ class MegatronRank:
         return copies.rank() == 0 and (division.rank() == 0 or not (place.is_whole or place.part.group == "none"))
 
     def write(self, values: Mapping[tuple[What, str], Sent], updates: int) -> None:
-        """Masters and moments from whole tensors, of which each rank takes its part.
+        """Writes masters and moments from whole tensors; each rank takes its part.
 
         Args:
-            updates: of the optimizer, that the moments have seen.
+            updates: number of optimiser updates that the moments include.
         """
         with torch.no_grad():
             for (what, key), whole in receive(values).items():
@@ -303,7 +304,7 @@ class MegatronRank:
             self._updater.optimizer.state.clear()
 
     def base_digest(self) -> str:
-        """Of this rank's part of the base."""
+        """Digest of this rank's part of the base."""
         return self.policy.base_digest()
 
     def close(self) -> None:

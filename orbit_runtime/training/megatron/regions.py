@@ -1,20 +1,20 @@
-"""Where a divided layer begins and ends: what goes in is complete on every rank, what comes out is a sum of theirs.
+"""Where a divided layer begins and ends: its input is complete on every rank, its output is a sum over ranks.
 
-Inside, ranks compute with their part of the matrices or experts and exchange nothing. Each rank's gradient of what
-went in is a part of a sum, and so is that of every parameter which all of them hold (`gradients`).
+Inside, ranks compute with their part of the matrices or experts and exchange nothing. Each rank's gradient of the
+input is one term of a sum, and so is its gradient of every parameter that all ranks hold (`gradients`).
 
-With sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2) a rank holds its run of the tokens
-outside: entering gathers them, leaving adds up and scatters them.
+With sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2) a rank holds only its run of the tokens
+outside these regions: entering gathers the tokens, leaving sums and scatters them.
 
-Where experts are divided beyond the ranks that divide matrices, those ranks' tokens meet: entering gathers them as
-well, and leaving returns each its own.
+If experts are divided among more ranks than the matrices are, the tokens of all those ranks are combined: entering
+gathers them too, and leaving returns each rank its own.
 
-With context parallelism ranks divide the tokens themselves: keys and values are gathered for attention (Llama 3,
-arXiv 2407.21783, section 3.3.2), and nothing else.
+With context parallelism ranks divide the tokens themselves: only keys and values are gathered, for attention (Llama 3,
+arXiv 2407.21783, section 3.3.2).
 
-Behind the last layer a rank computes the log-probs of its own tokens; those numbers are what all ranks are told.
+After the last layer a rank computes the log-probs of its own tokens; these are then shared among all ranks.
 
-Belongs here: the collectives around a layer, by Megatron-Core's mappings. Does not belong here: what is cut.
+Belongs here: the collectives around a layer, by Megatron-Core's mappings. Does not belong here: what is divided.
 
 Legend: `T` tokens, `N` hidden size.
 """
@@ -39,8 +39,8 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Regions:
-    """The regions of one model on one rank, a `Division`. `num_tokens` is that of the pass under way: this rank's with
-    context parallelism, before sequence parallelism cuts them."""
+    """The regions of one model on one rank, a `Division`. `num_tokens` refers to the current pass: with context
+    parallelism it counts this rank's tokens, before sequence parallelism splits them."""
 
     def __init__(self, groups: Groups, pipeline: Pipeline | None = None) -> None:
         self.groups = groups
@@ -48,11 +48,11 @@ class Regions:
         self._pipeline = pipeline
         self.num_tokens = 0
         self._counts: list[int] = []
-        """Of the ranks in `groups.tokens`, tokens of the pass under way."""
+        """Token counts of the current pass, for each rank in `groups.tokens`."""
 
     def install(self, model: nn.Module) -> None:
-        """Around attention and feed-forward part of every decoder layer that is here, before the first layer and behind
-        the last."""
+        """Wraps attention and feed-forward part of every decoder layer on this rank, and hooks before the first layer
+        and after the last."""
         decoder = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
         for layer in decoder.layers:
             if hasattr(layer, "self_attn"):
@@ -76,25 +76,25 @@ class Regions:
         decoder.norm.register_forward_hook(lambda _, __, hidden: self._behind_layers(hidden))
 
     def _before_layers(self, embedded_1TN: Tensor) -> Tensor:
-        """Args: embedded_1TN: in all stages but the first the token ids, which nobody looked up."""
+        """Args: embedded_1TN: in all stages but the first, the token ids, which were not looked up."""
         parts = self.groups.tensor.size() if self.groups.sizes.sequence_parallel else 1
         if self._pipeline is not None and not self._pipeline.is_first:
             return self._pipeline.receive(-(-self.num_tokens // parts))
         return embedded_1TN if parts == 1 else self.scatter(embedded_1TN)
 
     def _behind_layers(self, hidden_1TN: Tensor) -> Tensor:
-        """This rank's tokens stay here: of the last stage it computes their log-probs, of another they are sent on."""
+        """This rank's tokens remain: the last stage computes their log-probs, other stages send them on."""
         if self._pipeline is not None and not self._pipeline.is_last:
             self._pipeline.send(hidden_1TN)
         return hidden_1TN
 
     def begin(self, num_tokens: int) -> None:
-        """A pass over so many tokens."""
+        """Begins a pass over `num_tokens` tokens."""
         self.num_tokens = num_tokens
         group = self.groups.tokens
         self._counts = [num_tokens]
         if group.size() > 1:
-            # As Megatron-Core does: NCCL adds up only what is on its device.
+            # As Megatron-Core does: NCCL sums only tensors on its device.
             counts = torch.zeros(group.size(), dtype=torch.long, device=torch.cuda.current_device())
             counts[group.rank()] = num_tokens
             distributed.all_reduce(counts, group=group)
@@ -120,7 +120,7 @@ class Regions:
     # --- log-probs ---
 
     def own_targets(self, batch: PackedBatch) -> tuple[Tensor, Tensor] | None:
-        """The output layer is the largest of all: a rank multiplies it with what it holds, and nothing is gathered."""
+        """The output layer is the largest of all: a rank applies it to its own tokens, and nothing is gathered."""
         parts = self.groups.tensor.size() if self.groups.sizes.sequence_parallel else 1
         if parts == 1 and batch.places_T is None:
             return None
@@ -179,7 +179,7 @@ class Regions:
         return self.leave(partial_1TN)
 
     def own_tokens(self, all_1TN: Tensor) -> Tensor:
-        """Shared experts are no rank's in particular: each computes them for its own tokens."""
+        """Shared experts are not assigned to ranks: each rank computes them for its own tokens."""
         return all_1TN if len(self._counts) == 1 else all_1TN.split(self._counts, dim=1)[self.groups.tokens.rank()]
 
     def among_all(self, own_1TN: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Regions:
         return own_1TN if len(self._counts) == 1 else nn.functional.pad(own_1TN, (0, 0, before, after))
 
     def meet(self, own_TC: Tensor) -> Tensor:
-        """Given experts of this rank's tokens → of all tokens that its routers see."""
+        """Experts given for this rank's tokens → those for all tokens that its routers see."""
         return own_TC if len(self._counts) == 1 else _gathered(own_TC, self._counts, self.groups.tokens)
 
     def own(self, all_TC: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class Regions:
     # --- sequence parallelism ---
 
     def scatter(self, hidden_1TN: Tensor) -> Tensor:
-        """All tokens → this rank's run of them, the last padded."""
+        """All tokens → this rank's run of them; the last run is padded."""
         from megatron.core.tensor_parallel import mappings
 
         padded = self._padded(hidden_1TN[0])
@@ -219,7 +219,7 @@ def _gathered(own_TN: Tensor, counts: list[int], group: distributed.ProcessGroup
 
 
 def _returned(all_TN: Tensor, counts: list[int], group: distributed.ProcessGroup) -> Tensor:
-    """Sums over ranks, in their order, of this rank's run."""
+    """This rank's run of the sums over ranks, added in rank order."""
     most, runs = max(counts), all_TN.split(counts)
     padded = [nn.functional.pad(run, (0, 0, 0, most - len(run))).contiguous() for run in runs]
     own = torch.empty_like(padded[0])
@@ -228,13 +228,13 @@ def _returned(all_TN: Tensor, counts: list[int], group: distributed.ProcessGroup
 
 
 def in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Rows of all tokens, from each rank's two runs of them (`policy.division.own_tokens`)."""
+    """Rows of all tokens in order, from the two runs that each rank holds (`policy.division.own_tokens`)."""
     halves = [part.chunk(2) for part in parts]
     return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])
 
 
 def _runs(all_TN: Tensor, count: int) -> list[Tensor]:
-    """The other way."""
+    """The inverse of `in_order`."""
     runs = all_TN.chunk(2 * count)
     return [torch.cat((runs[place], runs[-1 - place])) for place in range(count)]
 
@@ -247,7 +247,7 @@ def _all_tokens(own_TN: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 class _Met(torch.autograd.Function):
-    """This rank's tokens → all; each rank uses them for its own, so that backward adds up the gradients."""
+    """This rank's tokens → all tokens. Each rank uses them for its own tokens, so backward sums the gradients."""
 
     @staticmethod
     def forward(ctx: Any, own_TN: Tensor, group: distributed.ProcessGroup) -> Tensor:
@@ -263,8 +263,8 @@ class _Met(torch.autograd.Function):
 
 
 class _JoinTargets(torch.autograd.Function):
-    """Values of this rank's targets → of all; each comes from one rank, so that a sum with zeros is exact. What follows
-    is computed alike on every rank, so that each has the whole gradient of its own."""
+    """Values of this rank's targets → of all targets. Each comes from one rank, so a sum with zeros is exact. Every
+    rank computes the rest identically, so each already has the whole gradient of its own values."""
 
     @staticmethod
     def forward(
@@ -283,7 +283,7 @@ class _JoinTargets(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """This rank's tokens → those of all ranks of the group; backward adds up what each contributed to them."""
+    """This rank's tokens → those of all ranks of the group; backward sums the gradients from all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own_TN: Tensor, counts: list[int], group: distributed.ProcessGroup) -> Tensor:
@@ -296,7 +296,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """The other way."""
+    """The inverse of `_Exchange`."""
 
     @staticmethod
     def forward(ctx: Any, all_TN: Tensor, counts: list[int], group: distributed.ProcessGroup) -> Tensor:
@@ -311,7 +311,7 @@ class _Return(torch.autograd.Function):
 def _surround(module: nn.Module, enter: Change, leave: Change) -> None:
     """The hidden state is the first argument or `hidden_states`, and the first of several results.
 
-    A pass over a long sequence takes minutes: that it got here is noted, in both directions.
+    A pass over a long sequence takes minutes, so reaching a module is reported as progress, in both directions.
     """
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

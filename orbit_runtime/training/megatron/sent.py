@@ -1,9 +1,9 @@
-"""Tensors between processes, as bytes: what a rank pickles must not ask its reader for Megatron-Core.
+"""Tensors sent between processes as bytes, so that unpickling a rank's message does not need Megatron-Core.
 
-Megatron-Core replaces the function by which torch's storages are unpickled with one of its own, so that a tensor from a
-rank would import all of Megatron-Core, with its warnings, into the process that leads the run.
+Megatron-Core replaces the function that unpickles torch's storages with one of its own, so a tensor from a rank would
+import all of Megatron-Core, with its warnings, into the process that leads the run.
 
-Belongs here: to bytes and back. Does not belong here: what is sent.
+Belongs here: conversion to bytes and back. Does not belong here: what is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sent:
     dtype: torch.dtype
     shape: tuple[int, ...]
     data: np.ndarray
-    """uint8, flat."""
+    """uint8, one-dimensional."""
 
 
 def send[K](tensors: Mapping[K, Tensor]) -> dict[K, Sent]:
@@ -29,7 +29,7 @@ def send[K](tensors: Mapping[K, Tensor]) -> dict[K, Sent]:
 
 
 def receive[K](sent: Mapping[K, Sent]) -> dict[K, Tensor]:
-    """On the CPU."""
+    """Tensors on the CPU."""
     return {key: torch.from_numpy(each.data).view(each.dtype).view(each.shape) for key, each in sent.items()}
 
 

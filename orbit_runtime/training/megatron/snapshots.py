@@ -1,6 +1,6 @@
-"""The snapshot of a trainer that is divided: what each rank records of one pass, put together for `parity.locate`.
+"""The snapshot of a divided trainer: what each rank records of one pass, assembled for `parity.locate`.
 
-Belongs here: which results of a divided model are slices, sums or runs of tokens, and which tensors are cut where.
+Belongs here: which results of a divided model are slices, sums or runs of tokens, and how each tensor is divided.
 Does not belong here: what is recorded (`policy.snapshot`), comparing (`parity`).
 """
 
@@ -23,28 +23,28 @@ from orbit_runtime.training.megatron.regions import in_order
 from orbit_runtime.training.megatron.sent import Sent, receive
 
 OF_HEADS = {"query", "key", "attended"}
-"""Points that are no module's result, and stand beside each other as heads do."""
+"""Points that are not a module's result; the parts of ranks are joined along the heads."""
 OUTSIDE = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "mlp", "norm"}
-"""Whose result is a rank's run of the tokens with sequence parallelism."""
+"""Modules whose result is a rank's run of the tokens under sequence parallelism."""
 
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Of one rank, as it lies there."""
+    """One rank's snapshot, in divided form."""
 
     points: Mapping[str, Sent]
     preferred_TLC: np.ndarray | None
     tensors: Mapping[str, Part]
-    """Of the base."""
+    """Tensors of the base."""
     constants: Mapping[str, Sent]
 
 
 Values = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Sequence[Tensor]]]
-"""Tensor → ranks to give it; → what they gave, in that order."""
+"""(tensor → ranks that are to provide it) → (tensor → their parts, in that order)."""
 
 
 def rank_tensors(policy: Policy, share: Share, rank: int) -> dict[str, Part]:
-    """Every tensor of the base that this rank holds a part of."""
+    """Every tensor of the base of which this rank holds a part."""
     found = {}
     for name, read in base_tensors(policy.model):
         tensor = read()
@@ -58,11 +58,11 @@ def join_snapshots(
 ) -> Snapshot:
     """
     Args:
-        parts: of every rank; all computed the same tokens.
-        files: the adapter that the pass applied, as it was published; none for the bare base.
+        parts: the snapshots of every rank; all ranks computed the same tokens.
+        files: the published adapter that the pass applied; empty for the bare base.
     """
     stages = batched(parts, len(parts) // sizes.pipeline)
-    # Of each stage the ranks that hold one replica of it.
+    # From each stage, the ranks that hold one replica of it.
     told = [stage[: sizes.tensor * sizes.context] for stage in stages]
     points: dict[str, Tensor] = {}
     for stage in told:
@@ -80,7 +80,7 @@ def join_snapshots(
 
     def read(names: Sequence[str]) -> Mapping[str, tuple[Tensor, ...]]:
         known = {name: (tensor.float(),) for name, tensor in adapter.items() if name in names}
-        # Of parts that several ranks hold, the first one's.
+        # A part that several ranks hold is read from the first of them.
         wanted = {name: _whole_of(tensors[name]) for name in names if name not in known}
         given = values({name: [part.rank for part in found] for name, found in wanted.items()}) if wanted else {}
         return known | {name: (torch.cat(list(given[name]), wanted[name][0].axis),) for name in wanted}
@@ -90,7 +90,7 @@ def join_snapshots(
 
 
 def _join_stage(ranks: Sequence[Mapping[str, Tensor]], sizes: Sizes, rows: int) -> dict[str, Tensor]:
-    """Args: ranks: those that divide the stage's matrices, then those beside them that divide the tokens."""
+    """Args: ranks: grouped by token part; within a group, the ranks that divide the stage's matrices."""
     groups = list(batched(ranks, sizes.tensor))
     joined = [{name: _join(name, [each[name] for each in group], sizes) for name in group[0]} for group in groups]
     if sizes.context == 1:
@@ -107,7 +107,7 @@ def _join_preferred(stage: Sequence[RankSnapshot], sizes: Sizes, rows: int) -> n
 
 
 def held_points(points: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
-    """Those that this rank computes: its first stage embeds tokens, its last one has the last norm."""
+    """The points that this rank computes: the first stage embeds tokens, the last stage has the final norm."""
     return {name: value for name, value in points.items() if share.holds(name)}
 
 

@@ -1,7 +1,7 @@
-"""The Megatron trainer as the loop sees it: a `Trainer` that asks a group of ranks.
+"""The Megatron trainer as the loop sees it: a `Trainer` that calls a group of ranks.
 
-Belongs here: files and digests of an adapter that ranks hold in parts. Does not belong here: what a rank does (`rank`),
-the processes (`workers`). Nothing here imports Megatron-Core.
+Belongs here: files and digests of an adapter that ranks hold in parts. Does not belong here: the work of a rank
+(`rank`), the processes (`workers`). Nothing here imports Megatron-Core.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ from orbit_runtime.training.state import MOMENTS, PART, parse_state
 from orbit_runtime.types import AdapterManifest, AdapterSink, Probe, Sample, Scored, StateWriter, UpdateResult
 
 PATIENCE_SECONDS = 1800.0
-"""Ranks tell of every layer that they begin. Longer than a collective waits, which knows more of what is wrong."""
+"""Ranks report every layer that they begin. Longer than a collective's timeout, whose error is more specific."""
 
 
 class Ranks(Protocol):
     """Processes that hold a `MegatronRank` each."""
 
     def call(self, method: str, *arguments: Any, patience: float | None = None) -> Sequence[Any]:
-        """Of every rank; results in the order of ranks. Raises an `OrbitError` where a rank fails.
+        """Calls a method on every rank; results in rank order. Raises an `OrbitError` if a rank fails.
 
         Args:
-            patience: seconds in which no rank need finish or tell how far it is; None: for ever.
+            patience: longest time in seconds without a rank finishing or reporting progress; None for no limit.
         """
         ...
 
 
 def check_copies(outlines: Sequence[Outline], results: Sequence[RankScore]) -> None:
-    """What is published comes from one of the ranks that hold a part, so the others must hold the same.
+    """One of the ranks that hold a part publishes it, so the others must hold the same values.
 
     Raises:
-        GateError: two of them differ; it names them and the tensor.
+        GateError: two ranks differ; the message names them and the tensor.
     """
     first: dict[tuple[str, Part | None], tuple[int, str]] = {}
     for rank, (outline, result) in enumerate(zip(outlines, results, strict=True)):
@@ -93,14 +93,14 @@ def check_copies(outlines: Sequence[Outline], results: Sequence[RankScore]) -> N
 
 
 class MegatronTrainer:
-    """A `Trainer` over ranks. Whatever is saved or published does not depend on how the model is divided."""
+    """A `Trainer` over ranks. What it saves or publishes does not depend on how the model is divided."""
 
     def __init__(self, ranks: Ranks, base_model: str) -> None:
-        """Args: base_model: named in the published `adapter_config.json`."""
+        """Args: base_model: name recorded in the published `adapter_config.json`."""
         self._ranks = ranks
         self._base_model = base_model
         self._turn = threading.Lock()
-        """Held while ranks are asked: a checkpoint is read beside the next step, by another thread."""
+        """Held during a call to the ranks: another thread reads a checkpoint while the next step runs."""
         facts: list[RankFacts] = self._call("facts")
         self._sizes = facts[0].sizes
         stage = len(facts) // self._sizes.pipeline
@@ -110,11 +110,11 @@ class MegatronTrainer:
         self._held: Mapping[str, Held] = ChainMap(*[dict(outline) for outline in self._outlines])
         self._master_keys = sorted(key for key, held in self._held.items() if _module(key) == held.owner)
         self._reader: StateWriter | None = None
-        """Who may still be reading masters and moments."""
+        """Writer that may still be reading masters and moments."""
 
     @property
     def outline(self) -> Outline:
-        """What the adapter consists of, whichever rank holds it."""
+        """The adapter's parameters, over all ranks."""
         return self._held
 
     @property
@@ -156,7 +156,7 @@ class MegatronTrainer:
     # --- publishing and proof ---
 
     def publish(self, sink: AdapterSink) -> AdapterManifest:
-        """Parts go through this process into the sink, a layer at a time."""
+        """Streams the parts through this process into the sink, one layer at a time."""
         self._call("prepare_publish")
         settings = config_json(self._config, self._base_model)
         found = {CONFIG_FILE: sink.write(CONFIG_FILE, len(settings), cut(settings))}
@@ -174,7 +174,7 @@ class MegatronTrainer:
         }
 
     def _entries(self, what: What) -> list[Entry]:
-        """Of every layer. What was applied is each layer's own; all else is its owner's."""
+        """Entries of every layer. Applied values are read from each layer itself, everything else from its owner."""
         entries = []
         for key, held in self._held.items():
             kind = key.rpartition(".")[2]
@@ -188,13 +188,14 @@ class MegatronTrainer:
         is_whole = all(
             outline.keys() == each.applied.keys() for outline, each in zip(self._outlines, results, strict=True)
         )
-        # Of the last stage, which alone has the output layer.
+        # From the last stage, which alone has the output layer.
         last = results[-1]
         scalings = frozenset[float | None]().union(*(each.scalings for each in results))
         return (
             Scored(
                 (0.0, *last.adapted),
-                # Of less than everything there is no digest that could be the published one: `explain` tells what.
+                # A digest of only some tensors cannot match the published one: `explain` reports the difference
+                # instead.
                 self._applied_digest(scalings) if is_whole else None,
                 top_T=(-1, *last.adapted_top),
             ),
@@ -202,9 +203,10 @@ class MegatronTrainer:
         )
 
     def explain(self, files: Mapping[str, Buffer]) -> str:
-        """How what the newest `score` applied differs from what was published, rank by rank; empty where it does not.
+        """How the values that the newest `score` applied differ from the published ones, rank by rank; empty if they do
+        not.
 
-        Every rank is sent whole layers, one after the other, and compares its part.
+        Sends every rank whole layers, one after another; each rank compares its part.
 
         Example: `rank 1: model.layers.1.mlp.down_proj.lora_A is zero (1 of 28 tensors differs)`
         """
@@ -231,7 +233,7 @@ class MegatronTrainer:
 
     @contextmanager
     def probing(self, probe: Probe, seed: int) -> Iterator[None]:
-        """As `Masters.probing`, on every rank."""
+        """Like `Masters.probing`, on every rank."""
         self._call("begin_probing", probe, seed)
         try:
             yield
@@ -247,7 +249,7 @@ class MegatronTrainer:
         copies: int = 1,
         routed_TLC: np.ndarray | None = None,
     ) -> Snapshot:
-        """As `policy.snapshot.take_snapshot`."""
+        """Like `policy.snapshot.take_snapshot`."""
         tokens, applied = tuple(token_ids_T), adapter is not None
         parts: list[RankSnapshot] = self._call("snapshot", tokens, applied, copies, routed_TLC)
         found = join_snapshots(parts, self._sizes, len(tokens) - 1, files if applied else {}, self._base_values)
@@ -259,7 +261,7 @@ class MegatronTrainer:
         return {name: [values[rank][name] for rank in ranks] for name, ranks in holders.items()}
 
     def base_digest(self) -> str:
-        """`tree:…` over what each rank holds of the base, which follows from how the model is divided."""
+        """`tree:…` over each rank's part of the base; it depends on how the model is divided."""
         titles = {f"rank {rank}": digest for rank, digest in enumerate(self._call("base_digest"))}
         return tree_digest({name: (Piece(len(digest), _sha256(digest)),) for name, digest in titles.items()})
 
@@ -280,13 +282,13 @@ class MegatronTrainer:
         self._reader = writer
 
     def _let_be_read(self) -> None:
-        """Before masters or moments change: what is written beside this step must be as it was."""
+        """Call before masters or moments change: a checkpoint written during this step needs the old values."""
         if self._reader is not None:
             self._reader.wait()
             self._reader = None
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None:
-        """Every rank is sent whole layers, one after the other, and takes its part."""
+        """Sends every rank whole layers, one after another; each rank takes its part."""
         self._let_be_read()
         shapes = {key: self._held[key].place.shape for key in self._master_keys}
         tensors, counters = parse_state(parts[PART], shapes)
