@@ -45,4 +45,4 @@ def test_every_shipped_reward_is_in_the_guide() -> None:
 def test_the_manifest_the_template_and_the_code_name_the_same_rewards() -> None:
     assert get_args(RewardType) == tuple(REWARDS)
     template = " ".join(render_template("run.yaml").replace("#", " ").split())
-    assert f"or else `entrypoint`. [{', '.join(REWARDS)}]" in template
+    assert f"[{', '.join(REWARDS)}]" in template
