@@ -14,7 +14,7 @@ LARGEST_MANIFEST = 1 << 20
 
 
 def build_config_map(source: RunSource) -> Object:
-    """The same for every attempt of a run: the block that may change meanwhile (`lifecycle`) is left to the operator."""
+    """The same for every attempt of a run: the block that may change (`lifecycle`) is left to the operator."""
     spec = {name: value for name, value in localise(source.spec).items() if name != "lifecycle"}
     if source.metrics_port is not None:
         spec["observability"] = {**spec.get("observability", {}), "metricsPort": source.metrics_port}
