@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from functools import cache
 
 PIECE_BYTES = 1 << 24
-"""Of the format: another value gives other digests."""
+"""Part of the format: another value gives other digests."""
 SCHEME = "tree:"
 """Begins every digest made here. One that begins otherwise was made by an Orbit that hashed whole files in a row."""
 _INLINE_BYTES = 1 << 16
-"""Less is hashed sooner than it is handed to another thread."""
+"""Smaller pieces are hashed faster than they are handed to another thread."""
 _IN_FLIGHT_BYTES = 2 * PIECE_BYTES
 
 
@@ -89,7 +89,7 @@ def cut(data: Buffer, sizes: Iterable[int] | None = None) -> Iterator[memoryview
 
 
 def hash_pieces(pieces: Iterable[Buffer]) -> Pieces:
-    """In parallel; the order is kept."""
+    """Hashes in parallel; the order is kept."""
     hasher = PieceHasher()
     for each in pieces:
         hasher.add(each)

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when somebody asks for them: the rest of it does without what they import.
+"""Names of a package that are imported on first access, so that the rest of it does not need their dependencies.
 
 Belongs here: that. Does not belong here: which names (the packages).
 """

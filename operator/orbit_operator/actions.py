@@ -1,6 +1,6 @@
-"""What a plan is made of: actions, events, and the state that the status will put into words.
+"""What a plan consists of: actions, events, and the state that the status is built from.
 
-Belongs here: frozen nouns. Does not belong here: choosing them (`plan`), or carrying them out (`apply`).
+Belongs here: frozen data classes. Does not belong here: choosing actions (`plan`), or carrying them out (`apply`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from orbit_operator.policies.restart import Spent
 
 @dataclass(frozen=True, slots=True)
 class CreateAttempt:
-    """Make Job `<run>-a<number>`, and before it what its pod needs."""
+    """Create Job `<run>-a<number>`, after everything that its pod needs."""
 
     number: int
     avoid_nodes: tuple[str, ...] = ()
@@ -22,19 +22,19 @@ class CreateAttempt:
 
 @dataclass(frozen=True, slots=True)
 class ApplySupport:
-    """Make the ConfigMap and the NetworkPolicy again: the pod waits for something that is not there."""
+    """Create the ConfigMap and the NetworkPolicy again: the pod waits for one that is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreateRanks:
-    """Make the RayCluster of an attempt whose Job is there."""
+    """Create the RayCluster of an attempt whose Job exists."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteRanks:
-    """Delete a RayCluster and its pods: nobody uses their GPUs any more."""
+    """Delete a RayCluster and its pods, whose GPUs are no longer used."""
 
     name: str
     uid: str
@@ -42,7 +42,7 @@ class DeleteRanks:
 
 @dataclass(frozen=True, slots=True)
 class DeletePod:
-    """End a pod: SIGTERM, its grace period, and its Job ends with it."""
+    """Delete a pod: it gets SIGTERM and its grace period, and its Job ends with it."""
 
     name: str
     uid: str
@@ -58,19 +58,19 @@ class DeleteJob:
 
 @dataclass(frozen=True, slots=True)
 class SetFinalizer:
-    """Put our finalizer on the run, or take it off."""
+    """Add our finalizer to the run, or remove it."""
 
     present: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StartCleanup:
-    """Make the Job that deletes the artifacts."""
+    """Create the Job that deletes the artifacts."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteRun:
-    """Its time to live is over."""
+    """Delete the run: its time to live has passed."""
 
 
 Action = (
@@ -88,7 +88,7 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """One line in `kubectl describe`."""
+    """One event, as `kubectl describe` shows it."""
 
     reason: str
     message: str
@@ -97,7 +97,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the status will say, before it is put into words."""
+    """The contents of the status, before `status` turns them into API fields."""
 
     phase: str
     """For display only."""
@@ -106,20 +106,20 @@ class State:
     owner: Owner = "none"
     """Who must act."""
     outcome: bool | None = None
-    """True: complete. False: failed for good. None: neither yet."""
+    """True: complete. False: permanently failed. None: neither so far."""
     attempts: tuple[Attempt, ...] = ()
     retired: tuple[tuple[str, float], ...] = ()
     spent: Spent = field(default_factory=Spent)
     seconds: GPUSeconds = field(default_factory=GPUSeconds)
     next_at: float | None = None
-    """When the next attempt starts, while it waits for its back-off."""
+    """When the next attempt starts, while back-off delays it."""
     plan: tuple[str, str, str] = ("Unknown", "PlannerUnavailable", "")
     """Status, reason and message of `PlanAccepted`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Actions in order, then events, then the status, written once. `wake_at` is when time alone changes the answer."""
+    """Actions in order, then events, then the status, written once. `wake_at`: when the plan changes by time alone."""
 
     actions: tuple[Action, ...] = ()
     state: State | None = None

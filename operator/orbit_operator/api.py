@@ -1,7 +1,8 @@
-"""The API server, as plain dictionaries over one connection pool.
+"""A client of the API server that exchanges plain dictionaries over one connection pool.
 
-Belongs here: verbs, paths, time limits, errors. Does not belong here: what is asked or written (`observe`, `apply`).
-Only the client's transport is used: its thousand model classes would cost more memory than a thousand runs.
+Belongs here: verbs, paths, time limits, errors. Does not belong here: what is read or written (`observe`, `apply`).
+Only the transport of the Kubernetes client is used: its thousand model classes would need more memory than a thousand
+runs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from kubernetes.aio.client.configuration import Configuration
 
 MANAGER = "orbit-operator"
 REQUEST_SECONDS, LEASE_SECONDS = 20.0, 4.0
-"""A renewal that hangs must leave time for another one before the Lease no longer counts."""
+"""A renewal that hangs must leave time for another before the Lease lapses."""
 LARGEST_PAGE = 100
-"""A page is parsed whole, with the managed fields of each object."""
+"""Objects per page. A page is parsed whole, with the managed fields of each object."""
 CONNECTIONS = 16
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 
@@ -33,7 +34,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of object: where it lives in the API."""
+    """One kind of object, and its place in the API."""
 
     prefix: str
     plural: str
@@ -57,7 +58,7 @@ LEASES = Kind("/apis/coordination.k8s.io/v1", "leases")
 
 
 class ApiError(Exception):
-    """The API server refused, or did not answer (status 0)."""
+    """The API server refused a request, or did not answer (status 0)."""
 
     def __init__(self, status: int, reason: str, message: str, retry_after: float | None = None) -> None:
         super().__init__(f"{status or 'no answer'} {reason}: {message}")
@@ -71,8 +72,8 @@ class Api:
     """Safe to share between tasks. Every call ends within its time limit.
 
     Args:
-        may_write: asked before every call that changes anything but a Lease; raises where this operator must not.
-        observe: told of every call: verb, plural, status, seconds.
+        may_write: called before every call that changes anything but a Lease; raises if this operator must not write.
+        observe: called after every call with verb, plural, status and seconds.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Api:
         self.observe = observe
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Body | None:
-        """`None` where there is no such object."""
+        """The object, or `None` if it does not exist."""
         try:
             return await self.call("GET", kind, kind.path(namespace, name))
         except ApiError as error:
@@ -98,7 +99,7 @@ class Api:
     async def list(
         self, kind: Kind, namespace: str | None, query: Mapping[str, str], *, metadata_only: bool = False
     ) -> AsyncIterator[Body]:
-        """Objects, page by page. The first item of each page is read from one consistent state."""
+        """Yields objects, fetched page by page. The first item of each page is read from one consistent state."""
         accept = METADATA_ONLY if metadata_only else "application/json"
         following = ""
         while True:
@@ -116,7 +117,7 @@ class Api:
         return await self._write("POST", kind, kind.path(namespace), {"fieldManager": MANAGER}, body)
 
     async def apply(self, kind: Kind, namespace: str, body: Mapping[str, Any], subresource: str | None = None) -> Body:
-        """Server-side apply of a whole object: what we own and leave out is removed, what others own stays."""
+        """Server-side apply of a whole object: fields that we own and omit are removed; fields of other owners stay."""
         path = kind.path(namespace, body["metadata"]["name"], subresource)
         query = {"fieldManager": MANAGER, "force": "true"}
         return await self._write("PATCH", kind, path, query, body, "application/apply-patch+yaml")
@@ -126,15 +127,15 @@ class Api:
         return await self._write("PATCH", kind, path, {"fieldManager": MANAGER}, body, "application/merge-patch+json")
 
     async def replace(self, kind: Kind, namespace: str, body: Mapping[str, Any]) -> Body:
-        """Fails with 409 when the object changed since its `resourceVersion`."""
+        """Fails with 409 if the object has changed since its `resourceVersion`."""
         path = kind.path(namespace, body["metadata"]["name"])
         return await self._write("PUT", kind, path, {"fieldManager": MANAGER}, body)
 
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
-        """Deletes exactly this object and, later, what it owns; one that is gone is no error.
+        """Deletes exactly this object and, in the background, what it owns. An object that is gone is not an error.
 
-        409 is raised: the name stands for another object now, or the API server gave up on writers at the same time,
-        and then ours still stands. Whoever looks again sees which.
+        409 is raised if the name now belongs to another object, or if the API server gave up because of concurrent
+        writers; then our object still exists. The next look tells which.
         """
         body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         try:
@@ -164,7 +165,7 @@ class Api:
         accept: str = "application/json",
         content: str = "application/json",
     ) -> Body:
-        """One request. Raises ApiError for every answer but 2xx."""
+        """Sends one request. Raises ApiError for every response other than 2xx."""
         seconds = LEASE_SECONDS if kind is LEASES else REQUEST_SECONDS
         began, status = time.monotonic(), 0
         headers = {"Accept": accept, "Content-Type": content}
@@ -198,7 +199,7 @@ def _error(status: int, data: bytes, retry_after: str | None) -> ApiError:
 
 
 async def open_api(**options: Any) -> Api:
-    """With the rights of the pod's service account, or else those of the kubeconfig file."""
+    """Connects with the rights of the pod's service account, or else with those of the kubeconfig file."""
     configuration = Configuration()
     if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
@@ -213,7 +214,7 @@ async def open_api(**options: Any) -> Api:
 
 
 async def wait_for_api(api: Api, stopping: asyncio.Event) -> None:
-    """Until the API server answers: a node that starts anew starts everything at once."""
+    """Waits until the API server answers: a node that restarts starts everything at once."""
     delay = 0.5
     while not stopping.is_set():
         try:

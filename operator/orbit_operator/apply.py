@@ -1,6 +1,6 @@
-"""The only writer: actions become API calls, each safe to repeat.
+"""The only writer: turns actions into API calls, each of which is safe to repeat.
 
-Belongs here: how an action is carried out, and writing the status. Does not belong here: choosing actions (`plan`).
+Belongs here: carrying out actions and writing the status. Does not belong here: choosing actions (`plan`).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from orbit_runtime.spec.run import API_VERSION
 
 
 class NameTakenError(Exception):
-    """A Job or RayCluster of this name belongs to somebody else."""
+    """A Job or RayCluster of this name has another owner."""
 
 
 class Writer:
-    """Carries out actions on one run after the other. What the API answers goes into the cache at once."""
+    """Carries out the actions of one run after another. Responses of the API enter the cache at once."""
 
     def __init__(self, api: Api, cache: Cache, settings: Settings) -> None:
         self._api = api
         self._cache = cache
         self._settings = settings
         self.crd_lacks: tuple[str, ...] = ()
-        """Paths that the installed CRD does not know; set by whoever compares it with ours."""
+        """Paths of fields that the installed CRD lacks; set by the check that compares it with ours."""
 
     async def carry_out(self, action: Action, run: RunFacts, body: Body, state: State | None) -> State | None:
-        """One action; returns the state with what it adds to it."""
+        """Carries out one action; returns the state with what the action adds."""
         match action:
             case CreateAttempt(number, avoid_nodes):
                 source = build_source(body)
@@ -79,13 +79,13 @@ class Writer:
         return state
 
     async def write_status(self, run: RunFacts, body: Body, status: dict[str, Any]) -> None:
-        """The whole status, in one call. Refused (409) when the run changed since it was looked at."""
+        """Writes the whole status in one call. Refused (409) if the run has changed since it was observed."""
         head = {**_head(run), "resourceVersion": body["metadata"]["resourceVersion"]}
         document = {"apiVersion": API_VERSION, "kind": "OrbitRun", "metadata": head, "status": status}
         self._keep(await self._api.apply(RUNS, run.namespace, document, "status"))
 
     async def _apply_support(self, source: RunSource) -> None:
-        """What the pod mounts and what it may reach: both before there is a pod, in any order."""
+        """Applies what the pod mounts and what it may reach, in either order, before the pod exists."""
         calls = [self._api.apply(CONFIG_MAPS, source.namespace, build_config_map(source))]
         if self._settings.network_policies:
             policy = build_network_policy(source, self._settings)
@@ -100,8 +100,8 @@ class Writer:
         return facts
 
     async def _create(self, kind: Kind, run: RunFacts, body: Body) -> Body:
-        """Create-only: applying one that is there already could take back what others decided about it, as a queue
-        does."""
+        """Creates and never applies: applying to an existing object could revert the decisions of others, such as a
+        queue."""
         try:
             return await self._api.create(kind, run.namespace, body)
         except ApiError as error:
@@ -114,7 +114,7 @@ class Writer:
             return found
 
     async def _set_finalizer(self, run: RunFacts, body: Body, present: bool) -> Body:
-        """Only ours: others' are left as they are."""
+        """Changes our finalizer only; those of others stay as they are."""
         others = [name for name in run.finalizers if name != FINALIZER]
         wanted = [*others, FINALIZER] if present else others
         patch = {"metadata": {"resourceVersion": body["metadata"]["resourceVersion"], "finalizers": wanted}}
@@ -127,5 +127,5 @@ class Writer:
 
 
 def _head(run: RunFacts) -> dict[str, str]:
-    """With the uid, so that a status never makes a run that is gone exist again."""
+    """Metadata with the uid, so that writing a status never recreates a run that is gone."""
     return {"namespace": run.namespace, "name": run.name, "uid": run.uid}

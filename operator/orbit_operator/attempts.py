@@ -1,6 +1,6 @@
-"""The history of a run, from its Jobs, its pods, and what its status remembers of those that are gone.
+"""The history of a run, from its Jobs, its pods, and its status, which remembers those that are gone.
 
-Belongs here: following an attempt until its verdict, which is final. Does not belong here: what follows (`plan`).
+Belongs here: following an attempt until its final verdict. Does not belong here: what to do next (`plan`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from orbit_operator.policies.restart import charge, num_spent
 from orbit_operator.policies.suspend import is_lost
 
 ENDED_PHASES = ("Done", "Stopped", "Failed")
-"""What a process says of itself as it ends. Since when it trained, or whether it did, cannot be told from that."""
+"""Phases that a process reports as it ends. They do not tell whether, or since when, it trained."""
 LISTED = 9
-"""So many attempts, and one just being made, are listed and keep their Jobs; sums remember the older ones."""
+"""Number of attempts, besides one being created, that are listed and keep their Jobs; older ones survive as sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What following one attempt needs besides the attempt."""
+    """The inputs, other than the attempt itself, for following one attempt."""
 
     observed: Observed
     now: float
@@ -36,7 +36,7 @@ class _View:
 def fold_attempts(
     observed: Observed, now: float, node_lost_seconds: float, lifecycle: Lifecycle
 ) -> tuple[Attempt, ...]:
-    """Every attempt that is listed or has left a trace, by number. Applying it to its own result changes nothing."""
+    """Every attempt that is listed or has left a trace, ordered by number. Idempotent."""
     known = {attempt.number: attempt for attempt in observed.stored.attempts}
     numbers = {*known, *(job.attempt for job in observed.jobs), *(pod.attempt for pod in observed.pods)}
     retired = int(observed.stored.retired.get("through", 0))
@@ -51,7 +51,7 @@ def fold_attempts(
 def retire(
     attempts: Sequence[Attempt], retired: dict[str, float], gpus: int, now: float
 ) -> tuple[tuple[Attempt, ...], dict[str, float]]:
-    """Keeps the newest attempts listed, and adds the older ones, which are over, to the sums."""
+    """Keeps the newest attempts listed, and adds older ones that are over to the sums."""
     surplus = [attempt for attempt in attempts[: max(0, len(attempts) - LISTED)] if attempt.is_over]
     if not surplus:
         return tuple(attempts), retired
@@ -70,13 +70,13 @@ def retire(
 
 
 def add_created(state: State, job: JobFacts) -> State:
-    """The state with an attempt whose Job was made in this very pass."""
+    """The state with an attempt whose Job was created in this pass."""
     attempt = Attempt(job.attempt, job_uid=job.uid, created=job.created)
     return replace(state, attempts=(*state.attempts, attempt))
 
 
 def newest_pod(pods: Sequence[PodFacts]) -> PodFacts | None:
-    """The pod that speaks for an attempt: the newest, and of two equally old the one that still lives."""
+    """The pod that represents an attempt: the newest; of two equally old pods, the one still alive."""
     return max(pods, key=lambda pod: (pod.created, not pod.is_terminal, pod.uid), default=None)
 
 
@@ -130,7 +130,7 @@ def _take_progress(attempt: Attempt, progress: Progress | None) -> Attempt:
 
 
 def _take_last_words(attempt: Attempt, pod: PodFacts) -> Attempt:
-    """A pod that ended between two questions says in its termination message how far it came."""
+    """Takes the final progress of a pod that ended between two polls from its termination message."""
     said = read_termination(pod.end.message) if pod.end is not None else {}
     step, checkpoint = read_count(said, "step"), read_count(said, "last_checkpoint_step")
     if step is not None:
@@ -141,7 +141,7 @@ def _take_last_words(attempt: Attempt, pod: PodFacts) -> Attempt:
 
 
 def _end(attempt: Attempt, job: JobFacts | None, pods: Sequence[PodFacts], view: _View) -> Attempt:
-    """The attempt with its verdict, if it is over: its Job ended or is gone, and none of its pods can still write."""
+    """The attempt, with its verdict if it is over: its Job ended or is gone, and none of its pods can still write."""
     nodes = view.observed.nodes
     pod = newest_pod(pods)
     unended = [pod for pod in pods if not pod.is_terminal]

@@ -1,7 +1,7 @@
-"""What watching has brought so far, as facts: a thousand runs must fit beside the framework in 128 MiB.
+"""The facts received by watching so far. A thousand runs must fit into 128 MiB together with the framework.
 
-Belongs here: facts by run, kept in order of their versions. Does not belong here: filling it (`intake`), or checking
-that watching keeps up (`resync`).
+Belongs here: facts by run, updated in order of version. Does not belong here: filling the cache (`intake`), or
+checking that watching keeps up (`resync`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from orbit_operator.facts import JobFacts, PodFacts
 Key = tuple[str, str]
 """Namespace and name of a run."""
 REMEMBERED = 4096
-"""Deleted objects that a late answer must not bring back."""
+"""Number of deleted objects remembered, so that a late response does not bring them back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cached[T]:
-    """One object with the version that it was seen in."""
+    """One object, with the version at which it was seen."""
 
     value: T
     version: int
@@ -27,7 +27,7 @@ class Cached[T]:
 
 @dataclass(frozen=True, slots=True)
 class RawRun:
-    """An OrbitRun in as few bytes as it takes: `body` is JSON, without managed fields."""
+    """An OrbitRun in as few bytes as possible: `body` is JSON without managed fields."""
 
     uid: str
     body: bytes
@@ -43,7 +43,7 @@ class Child[T]:
 
 
 class Shelf[T]:
-    """All objects of one kind: by uid, and by the run they belong to."""
+    """All objects of one kind, by uid and by the run to which they belong."""
 
     def __init__(self) -> None:
         self._by_uid: dict[str, tuple[Key, Cached[T]]] = {}
@@ -51,7 +51,7 @@ class Shelf[T]:
         self._gone: OrderedDict[str, None] = OrderedDict()
 
     def put(self, key: Key, uid: str, value: T, version: int) -> None:
-        """Takes over what is newer; what was deleted stays deleted."""
+        """Stores the object if it is newer; a deleted object stays deleted."""
         if uid in self._gone:
             return
         known = self._by_uid.get(uid)
@@ -61,7 +61,7 @@ class Shelf[T]:
         self._by_run.setdefault(key, {})[uid] = None
 
     def drop(self, uid: str) -> Key | None:
-        """Forgets an object; returns whose it was."""
+        """Forgets an object; returns the key of its run."""
         self._gone[uid] = None
         while len(self._gone) > REMEMBERED:
             self._gone.popitem(last=False)
@@ -90,7 +90,7 @@ class Shelf[T]:
         return {uid: key for uid, (key, _) in self._by_uid.items()}
 
     def keys_now(self) -> list[Key]:
-        """Runs that have such objects, as of now."""
+        """Runs that have such objects now."""
         return list(self._by_run)
 
     def __len__(self) -> int:
@@ -108,13 +108,13 @@ class Cache:
         self._written: dict[str, int] = {}
 
     def put_written(self, key: Key, run: RawRun) -> None:
-        """What the API server answered to a write of ours: a write on top of the version that was looked at."""
+        """Stores the API server's response to our write, which was based on the version that we had read."""
         version = read_version(run.version)
         self._written[run.uid] = max(version, self._written.get(run.uid, 0))
         self.runs.put(key, run.uid, run, version)
 
     def is_known(self, run_uid: str, version: int) -> bool:
-        """Nothing that we did not read or write ourselves stands in this version of a run."""
+        """Whether everything in this version of a run was read or written by us."""
         return version <= self._written.get(run_uid, 0)
 
     def put_job(self, key: Key, job: Child[JobFacts], version: int) -> None:
@@ -126,7 +126,7 @@ class Cache:
         self.pods.put(key, pod.facts.uid, pod, version)
 
     def had_children(self, run_uid: str) -> bool:
-        """Whether any Job or pod of this run was ever seen, also one that is gone."""
+        """Whether any Job or pod of this run was ever seen, including one that is gone."""
         return run_uid in self._with_children
 
     def forget_run(self, run_uid: str) -> None:
@@ -134,7 +134,7 @@ class Cache:
         self._written.pop(run_uid, None)
 
     def keys_now(self) -> list[Key]:
-        """Runs, and then those of which only Jobs or pods are left, as of now."""
+        """Keys of all runs now, followed by those of which only Jobs or pods are left."""
         shelves = (self.runs, self.jobs, self.pods)
         return list(dict.fromkeys(key for shelf in shelves for key in shelf.keys_now()))
 
@@ -142,11 +142,11 @@ class Cache:
         return len(self.runs) + len(self.jobs) + len(self.pods)
 
     def run(self, key: Key) -> RawRun | None:
-        """The newest run of that name: one that is deleted may still be seen beside its successor."""
+        """The newest run of that name: a deleted run may still be visible together with its successor."""
         found = self.runs.of(key)
         return max(found, key=lambda run: read_version(run.version), default=None)
 
 
 def read_version(text: object) -> int:
-    """Versions of one kind are numbers that grow; anything else is taken as it comes."""
+    """A version as a number. Versions of one kind grow; text that is not a number is accepted in any order."""
     return int(text) if isinstance(text, str) and text.isdecimal() else 0

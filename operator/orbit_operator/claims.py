@@ -1,7 +1,7 @@
-"""What a pod says of itself may be anything: each value as far as it can be true, or `None`.
+"""A pod may report anything about itself: each value is taken if it is plausible, else it becomes `None`.
 
-Belongs here: kinds and bounds, those of the CRD's status. Does not belong here: where the values come from (`poll`,
-`policies.failure`). One that the API server refuses would keep a run's whole status from being written.
+Belongs here: the types and bounds of the CRD's status. Does not belong here: the source of the values (`poll`,
+`policies.failure`). A value that the API server refuses would prevent the run's whole status from being written.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from orbit_runtime.spec.status import LARGEST_NUMBER, MAX_COUNT
 
 
 def read_count(said: Mapping[str, Any], name: str) -> int | None:
-    """A whole number, from 0 to what a status holds."""
+    """A whole number between 0 and the largest that a status holds."""
     value = said.get(name)
     whole = isinstance(value, int) and not isinstance(value, bool)
     return value if whole and 0 <= value <= MAX_COUNT else None  # type: ignore[operator]
 
 
 def read_number(said: Mapping[str, Any], name: str) -> float | None:
-    """A finite number that a status holds."""
+    """A finite number within the bounds of a status."""
     value = said.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -34,12 +34,12 @@ def read_number(said: Mapping[str, Any], name: str) -> float | None:
 
 
 def read_seconds(said: Mapping[str, Any], name: str) -> float | None:
-    """A time; a status holds whole seconds."""
+    """A time in seconds; a status holds whole seconds."""
     number = read_number(said, name)
     return number if number is not None and 0 <= number <= MAX_COUNT else None
 
 
 def read_text(said: Mapping[str, Any], name: str, longest: int) -> str | None:
-    """At most so many characters, each of which UTF-8 can write: JSON may name halves of a character (`\\ud800`)."""
+    """At most `longest` characters, all of which UTF-8 can encode: JSON may contain lone surrogates (`\\ud800`)."""
     value = said.get(name)
     return value[:longest].encode("utf-8", "replace").decode() if isinstance(value, str) else None

@@ -1,6 +1,7 @@
-"""Is the installed CRD the one of this operator, or a newer one? An older one drops fields without a word.
+"""Checks that the installed CRD is this operator's or a newer one. An older one silently drops fields.
 
-Belongs here: comparing with the schema that the API server publishes. Does not belong here: installing (the chart).
+Belongs here: comparing our CRD with the schema that the API server publishes. Does not belong here: installing the
+CRD (the chart).
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ KEYWORDS = (
     "minItems", "maxItems", "maxProperties", "nullable", "x-kubernetes-preserve-unknown-fields",
     "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 )  # fmt: skip
-"""Compared as they stand: the API server publishes them as they were written. Descriptions say nothing about a run."""
+"""Compared literally: the API server publishes them as they were written. Descriptions do not affect a run."""
 NAMED = 5
-"""So many differences are listed."""
+"""Number of differences listed."""
 
 
 async def wait_for_crd(api: Api, stopping: asyncio.Event) -> None:
-    """Until the API server serves OrbitRuns: what is not there at the start would never be watched."""
+    """Waits until the API server serves OrbitRuns: a kind that is missing at the start would never be watched."""
     said = False
     while not stopping.is_set():
         try:
             await api.call("GET", OPENAPI, f"/apis/{GROUP}/{VERSION}")
-            # Listed a little later than it is served; kopf looks there, and once only.
+            # The kind is listed a little later than it is served; kopf reads this list, once only.
             groups = (await api.call("GET", OPENAPI, "/apis"))["groups"]
             if not any(group["name"] == GROUP for group in groups):
                 raise ApiError(404, "NotFound", f"{GROUP} is not in /apis yet")
@@ -46,7 +47,7 @@ async def wait_for_crd(api: Api, stopping: asyncio.Event) -> None:
 
 
 async def find_crd_problem(api: Api) -> tuple[str, tuple[str, ...]] | None:
-    """What the CRD lacks, in one line and as paths; both empty when it lacks nothing, `None` when nobody answers."""
+    """What the CRD lacks, in one line and as paths; both empty if nothing is missing. `None` if there is no answer."""
     try:
         document = await api.call("GET", OPENAPI, f"/openapi/v3/apis/{GROUP}/{VERSION}")
     except ApiError as error:
@@ -62,7 +63,7 @@ async def find_crd_problem(api: Api) -> tuple[str, tuple[str, ...]] | None:
 
 
 def describe_problem(missing: Sequence[str], differences: Sequence[str]) -> str:
-    """One line, empty where there is nothing to say."""
+    """One line, or empty if there is no problem."""
     found = [*(f"it lacks {path}" for path in missing), *differences]
     if not found:
         return ""
@@ -72,7 +73,7 @@ def describe_problem(missing: Sequence[str], differences: Sequence[str]) -> str:
 
 
 def drop_fields(status: Mapping[str, Any], missing: Iterable[str]) -> dict[str, Any]:
-    """A status without what the CRD lacks: the API server refuses to apply a field that it does not know."""
+    """The status without fields that the CRD lacks: the API server refuses to apply unknown fields."""
     kept: Any = dict(status)
     for path in missing:
         head, *parts = path.split(".")
@@ -102,7 +103,7 @@ def find_served(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def missing_fields(own: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:
-    """Paths of fields of ours that the served schema does not have."""
+    """Paths of our fields that the served schema lacks."""
     return list(_missing({"properties": {name: own["properties"][name] for name in ("spec", "status")}}, served, ""))
 
 
@@ -121,13 +122,13 @@ def _missing(own: Mapping[str, Any], served: Mapping[str, Any], path: str) -> It
 
 
 type _Pair = tuple[str, Mapping[str, Any], Mapping[str, Any]]
-"""Path, our schema and the served one, of something that both know."""
+"""Path, our schema and the served schema of an item that both have."""
 
 
 def find_differences(own: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:
-    """Where the served schema takes or refuses otherwise than ours, in words; fields that it lacks are left out.
+    """Where the served schema accepts or refuses other values than ours, in words; fields that it lacks are omitted.
 
-    One that has more fields or values than ours is newer, and rules that only it has are its own business then.
+    A schema with more fields or values than ours is newer; rules that only it has are then not reported.
     """
     blocks = {name: own["properties"][name] for name in ("spec", "status")}
     pairs = [
@@ -174,7 +175,7 @@ def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str) -> Ite
 
 
 def _extra(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> set[str]:
-    """Fields or values that only the second one has, where both have any."""
+    """Fields or values that only the second schema has, if both have any."""
     return {*(theirs.get(name) or ())} - {*ours[name]} if ours.get(name) else set()
 
 
@@ -183,7 +184,7 @@ def _rules(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _agree(ours: Any, theirs: Any) -> bool:
-    """Defaults of blocks hold those of their fields, and not every version has the same fields."""
+    """Whether two defaults agree. A block's default contains those of its fields, which differ between versions."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return all(_agree(each, theirs[name]) for name, each in ours.items() if name in theirs)
     return bool(ours == theirs)

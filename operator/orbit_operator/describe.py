@@ -1,7 +1,7 @@
-"""What is an attempt that is under way doing, and what happened since the status was written?
+"""What a live attempt is doing, and what happened since the status was written.
 
-Belongs here: the reason and the words of a live attempt; events out of two points in time.
-Does not belong here: deciding what follows (`plan`).
+Belongs here: the reason and message of a live attempt; events derived from two points in time.
+Does not belong here: deciding what to do next (`plan`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POD_PENDING = ("PodPending", "the Job's pod is being made")
 
 
 def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | None) -> tuple[State, tuple[Action, ...]]:
-    """The state of the newest attempt, and what can be done about what it waits for."""
+    """The state of the newest attempt, and actions that provide what it waits for."""
     attempt = base.attempts[-1]
     job = next((job for job in observed.jobs if job.attempt == attempt.number), None)
     if job is not None and job.is_suspended and (pod is None or not pod.is_deleting):
@@ -42,12 +42,12 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
 
 
 def events_since(observed: Observed, attempts: Sequence[Attempt]) -> tuple[RunEvent, ...]:
-    """What the attempts went through that the status does not know yet."""
+    """Events of the attempts that the status does not contain yet."""
     known = {attempt.number: attempt for attempt in observed.stored.attempts}
     found = []
     for index, attempt in enumerate(attempts):
         if attempt.number not in known:
-            # Whoever made it died before saying so.
+            # The operator that created it died before posting the event.
             found.append(tell_created(attempt.number, attempts[:index]))
         before = known.get(attempt.number, Attempt(attempt.number))
         if attempt.running is not None and before.running is None and attempt.number > 1:
@@ -60,7 +60,7 @@ def events_since(observed: Observed, attempts: Sequence[Attempt]) -> tuple[RunEv
 
 
 def tell_created(number: int, before: Sequence[Attempt]) -> RunEvent:
-    """That an attempt was made, and why: in the same words, whoever says it."""
+    """The event that an attempt was created, and why: always in the same words."""
     last = before[-1] if before else None
     if last is None or last.verdict is None:
         return RunEvent("RunAttemptCreated", f"attempt {number}")
@@ -69,7 +69,7 @@ def tell_created(number: int, before: Sequence[Attempt]) -> RunEvent:
 
 
 def _resuming(attempt: Attempt, progress: Progress | None) -> list[RunEvent]:
-    """Where a later attempt begins, in its own pod's words: what was heard of checkpoints before may be older."""
+    """Where a later attempt resumes, as its own pod reports: earlier reports of checkpoints may be older."""
     if progress is None or progress.pod_uid != attempt.pod_uid or progress.resumed_from is None:
         return []
     if progress.resumed_from == 0:
@@ -119,7 +119,7 @@ def _at_work(observed: Observed, base: State, attempt: Attempt, pod: PodFacts) -
 
 
 def _podless(observed: Observed, base: State) -> State:
-    """The Job's pod has ended, or there is none yet; after a while, whoever refuses it has said why."""
+    """The state while the Job has no live pod. After a while, a warning event tells why none is created."""
     ended = next((pod for pod in observed.pods if pod.attempt == base.attempts[-1].number), None)
     if ended is not None:
         message = f"pod {ended.name} has ended; its Job follows"

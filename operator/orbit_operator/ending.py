@@ -1,7 +1,7 @@
-"""How does a run end, and what is left to do then?
+"""How a run ends, and what is left to do then.
 
-Belongs here: success, failure for good, time to live, the deletion of artifacts; stopping what still runs.
-Does not belong here: what happens until then (`plan`).
+Belongs here: success, permanent failure, time to live, deletion of artifacts, stopping what still runs.
+Does not belong here: what happens before the end (`plan`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from orbit_operator.stored import read_owner
 SKIP_CLEANUP = "orbitrl.dev/skip-artifact-cleanup"
 FINALIZER = "orbitrl.dev/artifact-cleanup"
 CLEANUP_SECONDS = 600.0
-"""The deletion of artifacts never holds up the deletion of a run for longer than this."""
+"""The longest that deleting artifacts may delay the deletion of a run."""
 
 
 def find_end(run: RunFacts, observed: Observed, now: float, base: State) -> State | None:
-    """How the run ends, if it does: as it did before, with a success, or because nothing more is allowed."""
+    """How the run ends, if it does: as already recorded, with a success, or because no further attempt is allowed."""
     stored = observed.stored
     if stored.holds("Complete"):
         return replace(
@@ -49,7 +49,7 @@ def find_end(run: RunFacts, observed: Observed, now: float, base: State) -> Stat
     )
     if done is not None:
         return replace(base, phase="Succeeded", reason="Succeeded", message="the run is complete", outcome=True)
-    # Another version of the operator may read a manifest otherwise: a pod that runs is never ended for that.
+    # Another version of the operator may read a manifest differently: that never ends a running pod.
     if all(attempt.is_over for attempt in base.attempts):
         if run.invalid:
             return replace(
@@ -73,7 +73,7 @@ def find_end(run: RunFacts, observed: Observed, now: float, base: State) -> Stat
 def _refuse(base: State, refused: str, last: Verdict | None, run: RunFacts) -> State:
     assert last is not None
     allowed = run.lifecycle.max_user_retries if refused == "RetriesExhausted" else run.lifecycle.max_infra_restarts
-    # A first failure that is the user's is that failure; a budget is only worth naming where there was one.
+    # With no retries allowed, report the user's failure itself: an exhausted budget of zero explains nothing.
     reason = last.reason if refused == "RetriesExhausted" and allowed == 0 else refused
     tail = "" if allowed == 0 else f" ({refused}: {allowed} allowed)"
     return replace(
@@ -91,7 +91,7 @@ def finish(run: RunFacts, observed: Observed, now: float, ttl_default: int, stat
     due = expiry(finished_at, run.lifecycle, ttl_default)
     stray: tuple[Action, ...] = (*stop([pod for pod in observed.pods if not pod.is_terminal]), *idle_jobs(observed))
     if due is not None and now >= due:
-        # A time to live never deletes artifacts, whatever the policy for a deletion by hand is.
+        # A time to live never deletes artifacts, whatever the policy for a manual deletion is.
         release: tuple[Action, ...] = (SetFinalizer(False),) if FINALIZER in run.finalizers else ()
         return Plan((*stray, *release, DeleteRun()), state)
     events: tuple[RunEvent, ...] = ()
@@ -102,7 +102,7 @@ def finish(run: RunFacts, observed: Observed, now: float, ttl_default: int, stat
 
 
 def plan_deletion(run: RunFacts, observed: Observed, now: float, node_lost_seconds: float) -> Plan:
-    """Owner references delete everything of the run; only the deletion of artifacts needs us, and never for long."""
+    """Owner references delete the run's objects; only its artifacts need us, and only for a limited time."""
     if FINALIZER not in run.finalizers:
         return Plan()
     assert run.deleting_since is not None
@@ -127,7 +127,7 @@ def keep_finalizer(run: RunFacts) -> tuple[Action, ...]:
 
 
 def idle_jobs(observed: Observed) -> tuple[DeleteJob, ...]:
-    """Jobs that no pod will end: a queue holds them, or they never had one. One whose pod is gone ends by itself."""
+    """Jobs that no pod will end: held by a queue, or never given a pod. A Job whose pod is gone ends by itself."""
     with_pod = {pod.attempt for pod in observed.pods}
     with_pod |= {attempt.number for attempt in observed.stored.attempts if attempt.pod_uid}
     with_pod |= {job.attempt for job in observed.jobs if job.had_pod}

@@ -1,6 +1,6 @@
-"""Events on a run, aggregated: the same words again are a count, not another object.
+"""Events on a run, aggregated: a repeated message increments a count instead of creating an object.
 
-Belongs here: naming, counting, limiting. Does not belong here: which events there are (`plan`, `describe`).
+Belongs here: naming, counting, rate limits. Does not belong here: which events occur (`plan`, `describe`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from orbit_operator.timestamps import format_time
 from orbit_runtime.spec.run import API_VERSION
 
 BURST, PER_SECOND = 25.0, 1 / 60
-"""Of one run; more are dropped, and a status tells the same."""
+"""Rate limit for each run. Events beyond it are dropped; the status says the same."""
 REMEMBERED = 4096
 _log = logging.getLogger("orbit.operator")
 
 
 class Recorder:
-    """Posts events. One that cannot be posted is only logged: a run never waits for its events."""
+    """Posts events. An event that cannot be posted is only logged: a run never waits for its events."""
 
     def __init__(self, api: Api, holder: str, clock: Callable[[], float] = time.time) -> None:
         self._api = api
@@ -47,7 +47,7 @@ class Recorder:
         except ApiError as error:
             if error.status != 404:
                 _log.warning("event %s of %s/%s was not posted: %s", event.reason, run.namespace, run.name, error)
-            count = 0  # An event that has expired starts anew.
+            count = 0  # An event that has expired is created again.
         self._counts[name] = count
         self._counts.move_to_end(name)
         while len(self._counts) > REMEMBERED:
@@ -81,7 +81,7 @@ class Recorder:
 
 
 def event_name(run: RunFacts, event: RunEvent) -> str:
-    """The same for the same words about the same run, also after a restart of the operator."""
+    """The same name for the same message about the same run, even after a restart of the operator."""
     digest = hashlib.sha256(f"{run.uid}\n{event.reason}\n{event.message}".encode()).hexdigest()
     return f"{run.name}.{digest[:16]}"
 

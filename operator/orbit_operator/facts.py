@@ -1,4 +1,4 @@
-"""What the operator knows of a run: the nouns that observing produces and planning reads.
+"""What the operator knows of a run: the data classes that observing produces and planning reads.
 
 Belongs here: frozen data, and questions that one object can answer about itself.
 Does not belong here: reading the cluster (`observe`), or deciding anything (`plan`, `policies`).
@@ -18,7 +18,7 @@ Result = Literal["Succeeded", "Stopped", "Failed"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an attempt ended, on whose account, and who must act."""
+    """How an attempt ended, which budget it is charged to, and who must act."""
 
     result: Result
     reason: str
@@ -33,30 +33,30 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One Job's life. `verdict` is None while it lasts, and never changes afterwards."""
+    """The life of one Job. `verdict` is None while the attempt lasts, and final afterwards."""
 
     number: int
     job_uid: str = ""
-    """Empty until the Job was seen."""
+    """Empty until the Job has been seen."""
     pod_uid: str = ""
     pod: str = ""
     node: str = ""
     created: float | None = None
     scheduled: float | None = None
-    """Since when its GPUs are taken."""
+    """When its pod was placed on a node, and so took its GPUs."""
     started: float | None = None
-    """Since when its container runs."""
+    """When its container started."""
     answered: float | None = None
-    """When it first said how it is."""
+    """When its pod first answered a poll."""
     running: float | None = None
-    """Since when it trains: model loaded, engines warm."""
+    """When it began to train, with the model loaded and the engines warm."""
     ended: float | None = None
     step: int = 0
     checkpoint_step: int | None = None
     checkpoint_at: float | None = None
     """When its newest durable checkpoint was first seen."""
     earlier_seconds: float = 0.0
-    """Seconds that former pods of this Job held the GPUs (a queue took them away and gave them back)."""
+    """Seconds for which earlier pods of this Job held the GPUs (a queue evicted the Job and admitted it again)."""
     verdict: Verdict | None = None
 
     @property
@@ -70,7 +70,7 @@ class ContainerEnd:
 
     exit_code: int
     reason: str = ""
-    """The kubelet's word, such as `OOMKilled`."""
+    """The kubelet's reason, such as `OOMKilled`."""
     message: str = ""
     """The termination message."""
     finished: float | None = None
@@ -89,14 +89,14 @@ class PodFacts:
     ip: str = ""
     created: float = 0.0
     deletion_due: float | None = None
-    """Set once it is being deleted: when its grace period is over."""
+    """When its grace period ends; set once it is being deleted."""
     scheduled: float | None = None
     unschedulable: str = ""
-    """The scheduler's message while it finds no node."""
+    """The scheduler's message while no node fits."""
     started: float | None = None
     end: ContainerEnd | None = None
     engine_killed: bool = False
-    """The engine's container of a `Split` pod was killed for its memory, once or more often."""
+    """Whether the engine container of a `Split` pod was ever killed for its memory."""
     waiting_reason: str = ""
     """Why a container does not start, such as `ImagePullBackOff`."""
     waiting_message: str = ""
@@ -104,7 +104,7 @@ class PodFacts:
     disruption: str = ""
     """Reason of the `DisruptionTarget` condition, such as `PreemptionByScheduler`."""
     reason: str = ""
-    """The kubelet's or a controller's word for the whole pod, such as `Evicted`."""
+    """The kubelet's or a controller's reason for the whole pod, such as `Evicted`."""
     message: str = ""
 
     @property
@@ -129,11 +129,11 @@ class JobFacts:
     failure: str = ""
     """Reason of its `Failed` condition."""
     exit_code: int | None = None
-    """What its `Failed` condition says of the container's end: it stays when the pod is gone."""
+    """The container's exit code according to the `Failed` condition, which outlives the pod."""
     is_suspended: bool = False
     is_deleting: bool = False
     had_pod: bool = False
-    """Its controller has counted a pod, which may be gone by now."""
+    """Whether its controller has counted a pod, which may be gone by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,12 @@ class NodeFacts:
     is_ready: bool = True
     not_ready_since: float | None = None
     problems: tuple[str, ...] = ()
-    """Reasons of conditions that speak of broken GPUs, as a node's health agent wrote them."""
+    """Reasons of conditions that report broken GPUs, as the node's health agent wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueFacts:
-    """What Kueue says of the current Job's Workload."""
+    """What Kueue reports about the current Job's Workload."""
 
     reason: str
     message: str = ""
@@ -159,7 +159,7 @@ class QueueFacts:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the pod said of itself at `at`; everything else may be missing."""
+    """What the pod reported about itself at time `at`; every other field may be missing."""
 
     at: float
     pod_uid: str
@@ -176,7 +176,7 @@ class Progress:
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
     resumed_from: int | None = None
-    """Step of the checkpoint that it continues after; 0: it found none."""
+    """Step of the checkpoint from which it resumed; 0 if it found none."""
     execution: int | None = None
     is_live: bool = True
     message: str = ""
@@ -184,7 +184,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A `metav1.Condition`. `since` is its last transition."""
+    """A `metav1.Condition`. `since` is the time of its last transition."""
 
     type: str
     status: Literal["True", "False", "Unknown"]
@@ -198,8 +198,8 @@ class Condition:
 class Stored:
     """What the run's `status` already says.
 
-    It is read for what nothing else can tell: attempts whose Job or pod is gone, that a run has ended, since when a
-    condition holds. A run whose status was lost is still right as far as its Jobs can tell.
+    It is the only source for attempts whose Job or pod is gone, for the end of a run, and for the time since which a
+    condition holds. If the status is lost, everything that the Jobs show is still right.
     """
 
     attempts: tuple[Attempt, ...] = ()
@@ -253,17 +253,17 @@ class RunFacts:
     annotations: Mapping[str, str] = field(default_factory=dict)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     gpus: int = 8
-    """Of all its nodes."""
+    """GPUs of all its nodes together."""
     nodes: int = 1
     total_steps: int | None = None
     checkpoint_every: int = 1
     deletes_artifacts: bool = False
     artifacts: str = ""
-    """Where they are."""
+    """Location of its artifacts."""
     invalid: str = ""
-    """What this operator cannot read in the manifest; empty when it can read it all."""
+    """What this operator cannot read in the manifest; empty if it can read everything."""
     plan: tuple[str, str, str] = ("Unknown", "PlannerUnavailable", "")
-    """What the planner says of the manifest: status, reason and message of `PlanAccepted`."""
+    """The planner's verdict on the manifest: status, reason and message of `PlanAccepted`."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -272,7 +272,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Everything about a run but its manifest, at one moment."""
+    """Everything about a run except its manifest, at one moment."""
 
     stored: Stored = field(default_factory=Stored)
     jobs: tuple[JobFacts, ...] = ()
@@ -281,16 +281,16 @@ class Observed:
     progress: Progress | None = None
     queue: QueueFacts | None = None
     warning: str = ""
-    """Why the pod is not made or its container not created, in the words of a warning event."""
+    """Why the pod or its container is not created, in the words of a warning event."""
     is_new: bool = False
-    """No Job and no pod of this run was ever seen by this process, whose first lists were complete."""
+    """Whether this process, whose first lists were complete, has never seen a Job or pod of this run."""
     former_pods: int = 0
     """Live pods of an earlier run of the same name, which is being deleted."""
     ranks: tuple[RanksFacts, ...] = ()
-    """RayClusters, looked for where the run has several nodes."""
+    """RayClusters; read only if the run has several nodes."""
     ranks_problem: str = ""
-    """Why there cannot be any; empty where there can."""
+    """Why there can be no RayCluster; empty if there can."""
     cleanup: Literal["", "Running", "Complete", "Failed"] = ""
     """State of the Job that deletes the artifacts."""
     cleanup_failure: str = ""
-    """Why that Job failed: the last words of its newest pod, or its controller's reason."""
+    """Why that Job failed: the termination message of its newest pod, or its controller's reason."""

@@ -1,4 +1,4 @@
-"""What kopf brings is a key for the queue: what it says was taken by the intake on its way. Nothing else happens here.
+"""kopf's handlers: each only adds a key to the queue, as the intake has already taken the object's contents.
 
 Belongs here: decorators and one-line calls. Does not belong here: logic of any kind.
 """
@@ -21,10 +21,10 @@ from orbit_operator.stateless import NoDiffBase, NoProgress
 
 Body = Mapping[str, Any]
 WATCH_PAUSES = (0.5, 1.0, *[2.0] * 30)
-"""Seconds between attempts to watch; after the last one the process ends, and its Deployment starts it anew."""
+"""Seconds between attempts to watch; after the last one the process ends, and its Deployment restarts it."""
 SILENT_SECONDS = 70.0
-"""A watch that brings nothing for so long is dead, though its connection stands: the API server sends a bookmark every
-minute. It is asked for again."""
+"""A watch that is silent for this long is dead, even if its connection is open: the API server sends a bookmark every
+minute. The watch is then requested again."""
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
@@ -32,7 +32,7 @@ def build_registry(intake: Intake, sight: Sight, changed: Callable[[Key], None])
     """All handlers.
 
     Args:
-        changed: told of every run that something happened to.
+        changed: called with the key of every run that changed.
     """
     registry = kopf.OperatorRegistry()
 
@@ -51,7 +51,7 @@ def build_registry(intake: Intake, sight: Sight, changed: Callable[[Key], None])
 
 
 def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
-    """No peering, no scanning, no posting, nothing stored in objects; every request has a time limit."""
+    """No peering, no scanning, no events posted by kopf, nothing stored in objects; a time limit on every request."""
     chosen = kopf.OperatorSettings()
     chosen.peering.standalone = True
     chosen.scanning.disabled = True
@@ -63,14 +63,14 @@ def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.client_timeout = 330
     chosen.watching.connect_timeout = 10
     chosen.watching.inactivity_timeout = SILENT_SECONDS
-    # A page is parsed whole: a thousand runs at once would be the most memory there ever is.
+    # A page is parsed whole: a thousand runs in one page would set the peak of memory.
     chosen.watching.chunk_size = 50
     chosen.networking.request_timeout = 60
     chosen.networking.connect_timeout = 10
-    # An API server that is back is watched again at once: by default the pauses grow to 21 s.
+    # Watch again soon after the API server is back: by default the pauses grow to 21 s.
     chosen.networking.error_backoffs = WATCH_PAUSES
     chosen.queueing.exit_timeout = 1.0
-    # A worker is a task with a queue until it is idle for so long: a burst must not leave a thousand of them.
+    # kopf keeps a worker (a task and its queue) until it has been idle for this long: a burst must not leave thousands.
     chosen.queueing.idle_timeout = 0.02
     chosen.watching.label_selectors[JOB] = CHILDREN
     chosen.watching.label_selectors[POD] = CHILDREN

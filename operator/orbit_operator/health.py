@@ -1,6 +1,6 @@
 """The operator's ports: `/healthz` and `/readyz`, and `/metrics`.
 
-Belongs here: HTTP, and what counts as alive. Does not belong here: finding out (`resync`, `lease`).
+Belongs here: HTTP, and what counts as alive. Does not belong here: the checks themselves (`resync`, `lease`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONGEST_PASS_SECONDS = 300.0
 
 @dataclass
 class Health:
-    """What the operator knows of itself. `stalled_since` is set while watching is behind the API server."""
+    """The operator's own condition. `stalled_since` is set while watching lags behind the API server."""
 
     clock: Callable[[], float] = time.monotonic
     stalled_since: float | None = None
@@ -29,10 +29,10 @@ class Health:
     lost: tuple[str, ...] = ()
     """Namespaces that the operator may not read."""
     passes: dict[int, float] = field(default_factory=dict)
-    """When each worker began the pass that it is in."""
+    """When each worker began its current pass."""
 
     def find_stall(self) -> str:
-        """Why the process should be started anew; empty while it is well. A server that is away is no reason."""
+        """Why the process should be restarted; empty while it is well. An unreachable API server is not a reason."""
         now = self.clock()
         if self.stalled_since is not None and now - self.stalled_since > STALLED_SECONDS:
             return f"watching is behind the API server for {now - self.stalled_since:.0f} s"
@@ -45,13 +45,13 @@ class Health:
         return "the first lists are not in yet" if not self.is_synced else ""
 
     def note(self) -> str:
-        """What is wrong although it works."""
+        """A problem that does not stop the operator from working."""
         lost = f"may not read {', '.join(self.lost)}" if self.lost else ""
         return "; ".join(filter(None, (self.crd_problem, lost)))
 
 
 async def start_servers(health: Health, metrics: Metrics, health_port: int, metrics_port: int) -> list[web.AppRunner]:
-    """Both ports, on all addresses; port 0 takes any free one."""
+    """Serves both ports on all addresses; port 0 takes any free port."""
 
     async def healthz(_request: web.Request) -> web.Response:
         return _answer(health.find_stall())

@@ -1,8 +1,8 @@
-"""What the API server tells kopf, before kopf parses it: facts go into the cache, and what is news goes on as a stub.
+"""Reads what the API server sends before kopf parses it: facts enter the cache, and news reaches kopf as a stub.
 
-Belongs here: what is kept, what is news, what a stub holds. Does not belong here: HTTP (`session`), or what follows
-from news (`handlers`).
-An object that says nothing new to the planner is no news: it would only lead to the same plan again.
+Belongs here: what is kept, what counts as news, what a stub contains. Does not belong here: HTTP (`session`), or the
+handling of news (`handlers`).
+An object that tells the planner nothing new is not news: it would only lead to the same plan again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _log = logging.getLogger("orbit.operator")
 
 
 class Intake:
-    """For one event loop.
+    """Belongs to one event loop.
 
     Args:
-        is_news: whether a version of a run, given by key, uid and number, may hold what we did not write ourselves.
-        changed: told of every run of which a list brings news.
-        pod_changed: told of every run of whose pods there is news.
-        heard: told of everything that comes: whether it is news, or no object of ours (None).
+        is_news: whether a version of a run, given by key, uid and number, may contain changes that we did not write.
+        changed: called for every run about which a list brings news.
+        pod_changed: called for every run with news about its pods.
+        heard: called for everything received, with whether it is news, or None if it is not an object of ours.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Intake:
         self._heard = heard
 
     def take_line(self, line: bytes) -> bytes | None:
-        """One event of a watch; returns what kopf is to have instead, `None` for nothing.
+        """Takes one event of a watch; returns what kopf gets instead, or `None` for nothing.
 
-        Bookmarks, errors and what cannot be read go on as they are: kopf knows what to do about them.
+        Bookmarks, errors and unreadable lines pass unchanged: kopf handles them.
         """
         try:
             event = orjson.loads(line)
@@ -63,9 +63,9 @@ class Intake:
         return None if stub is None else orjson.dumps({"type": event["type"], "object": stub})
 
     def take_list(self, answer: Any) -> Any:
-        """One page of a list; kopf gets none of it, as a task for each object of 1,000 runs took 31 MiB and 8 s.
+        """Takes one page of a list. kopf gets none of it: a task for each object of 1,000 runs took 31 MiB and 8 s.
 
-        Any other answer goes on as it is.
+        Any other response passes unchanged.
         """
         kind = str(answer.get("kind") or "").removesuffix("List") if isinstance(answer, dict) else ""
         if kind not in KINDS or "items" not in answer:
@@ -82,7 +82,7 @@ class Intake:
         try:
             news = self._put(event, kind, (head["namespace"], run), body)
         except Exception:
-            # The pass that follows sees what was known before; the next check finds that the cache is behind.
+            # The next pass sees the previous facts; the next check finds that the cache is behind.
             _log.exception("%s %s/%s cannot be read", kind, head["namespace"], head["name"])
             news = True
         self._heard(news)
@@ -129,7 +129,7 @@ def put_child(cache: Cache, kind: str, body: Body) -> None:
 
 
 def drop_pod(cache: Cache, body: Body) -> None:
-    """How a pod ended stays known until its Job has ended as well: the next checks of the cache drop it."""
+    """Drops a deleted pod, but keeps how it ended until its Job has ended too; later checks of the cache drop that."""
     if read_pod(body).is_terminal:
         put_child(cache, "Pod", body)
     else:

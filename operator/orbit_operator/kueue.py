@@ -1,7 +1,7 @@
-"""Kueue's word on a Job that it holds.
+"""What Kueue reports about a Job that it queues.
 
-Belongs here: which version of its API answers, and which condition of a Workload says most.
-Does not belong here: what follows from it (`describe`).
+Belongs here: which version of Kueue's API answers, and which condition of a Workload is most informative.
+Does not belong here: what the run's state becomes (`describe`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from orbit_operator.api import Api, ApiError, Kind
 from orbit_operator.facts import QueueFacts
 
 WORKLOADS = tuple(Kind(f"/apis/kueue.x-k8s.io/{version}", "workloads") for version in ("v1beta2", "v1beta1"))
-"""Newest first. What is read of a Workload, its label and its conditions, is alike in both."""
+"""Newest first. The fields that we read, a Workload's label and conditions, are the same in both versions."""
 ABSENT_SECONDS = 60.0
-"""Where neither is served, neither is asked for more often than this."""
+"""If no version is served, none is requested again before this time has passed."""
 
 
 class Kueue:
-    """Asks for Workloads in the version that answered last. `clock` counts seconds from anywhere."""
+    """Requests Workloads in the version that answered last. `clock` counts seconds from any origin."""
 
     def __init__(self, api: Api, clock: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -29,7 +29,7 @@ class Kueue:
         self._absent_since: float | None = None
 
     async def ask(self, namespace: str, job_uid: str) -> QueueFacts | None:
-        """`None` without Kueue, without the right to read it, or before it has made a Workload of the Job."""
+        """`None` without Kueue, without the right to read it, or before it has created the Job's Workload."""
         if self._absent_since is not None and self._clock() - self._absent_since < ABSENT_SECONDS:
             return None
         remembered = () if self._served is None else (self._served,)
@@ -39,7 +39,7 @@ class Kueue:
             except ApiError as error:
                 if error.status != 404:
                     return None
-                # Kueue was upgraded, or taken away.
+                # Kueue was upgraded or removed.
                 self._served = None
             else:
                 self._served, self._absent_since = kind, None
@@ -55,7 +55,7 @@ class Kueue:
 
 
 def read_workload(workload: Mapping[str, Any]) -> QueueFacts:
-    """The condition of a Workload that says most: why it was evicted, or why it waits."""
+    """The most informative condition of a Workload: why it was evicted, or why it waits."""
     conditions = {each["type"]: each for each in (workload.get("status") or {}).get("conditions") or ()}
     admitted = conditions.get("Admitted", {}).get("status") == "True"
     for kind in ("Evicted", "QuotaReserved", "Admitted"):

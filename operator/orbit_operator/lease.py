@@ -1,6 +1,6 @@
-"""One operator acts: whoever holds the Lease, and only as long as it certainly does.
+"""Only one operator acts: the holder of the Lease, and only while it certainly holds it.
 
-Belongs here: taking, renewing, giving back. Does not belong here: what the holder does.
+Belongs here: taking, renewing and releasing the Lease. Does not belong here: what the holder does.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from orbit_operator.timestamps import format_micro_time
 
 _log = logging.getLogger("orbit.operator")
 RENEWALS = 3.0
-"""Renewed so often within its duration."""
+"""Number of renewals within the Lease's duration."""
 RETRY_SECONDS = 0.5
-"""After a renewal that failed: while the Lease still counts, there is time for one more."""
+"""Seconds to wait after a failed renewal, so that one more fits before the Lease lapses."""
 CERTAIN = 2 / 3
-"""Without a renewal, acting stops after this part of the duration: a clock slower than ours must not matter."""
+"""Fraction of the duration after which acting stops without a renewal, so that differing clock rates do not matter."""
 
 
 class LeaseLostError(Exception):
@@ -28,7 +28,7 @@ class LeaseLostError(Exception):
 
 
 class Lease:
-    """The holder's side. `monotonic` measures how long a renewal still counts; `clock` is what is written."""
+    """The holder's side. `monotonic` measures how long a renewal holds; `clock` gives the times that are written."""
 
     def __init__(
         self,
@@ -50,19 +50,19 @@ class Lease:
         self._monotonic = monotonic
         self._renewed: float | None = None
         self._seen: tuple[str, float] | None = None
-        """Another holder's version, and when we first saw it: its clock need not be ours."""
+        """Another holder's version, and when we first saw it by our own clock: its clock may differ."""
 
     @property
     def is_held(self) -> bool:
         return self._renewed is not None and self._monotonic() - self._renewed < CERTAIN * self._seconds
 
     def check(self) -> None:
-        """Raises LeaseLostError where this operator must not write."""
+        """Raises LeaseLostError if this operator must not write."""
         if not self.is_held:
             raise LeaseLostError(f"Lease {self._namespace}/{self._name} is not held")
 
     async def acquire(self, stopping: asyncio.Event) -> bool:
-        """Waits until it is ours; False when we are to stop instead."""
+        """Waits until the Lease is ours; returns False if stopped first."""
         while not stopping.is_set():
             try:
                 if await self.try_once():
@@ -76,7 +76,7 @@ class Lease:
         """Renews until stopped.
 
         Raises:
-            LeaseLostError: it is another's, or could not be renewed in time.
+            LeaseLostError: the Lease has another holder, or could not be renewed in time.
         """
         pause = self._seconds / RENEWALS
         while not stopping.is_set():
@@ -91,7 +91,7 @@ class Lease:
                 pause = RETRY_SECONDS
 
     async def release(self) -> None:
-        """Gives it back, so that the next operator need not wait."""
+        """Releases the Lease, so that the next operator need not wait."""
         if not self.is_held:
             return
         self._renewed = None
@@ -103,7 +103,7 @@ class Lease:
             _log.info("Lease %s/%s was not given back: %s", self._namespace, self._name, error)
 
     async def try_once(self) -> bool:
-        """Takes or renews it, if that is possible now."""
+        """Takes or renews the Lease, if that is possible now."""
         asked = self._monotonic()
         found = await self._api.get(LEASES, self._namespace, self._name)
         try:
@@ -122,14 +122,14 @@ class Lease:
         return True
 
     def _has_expired(self, found: Body) -> bool:
-        """It did not change for its whole duration while we watched."""
+        """Whether the Lease has not changed for its whole duration while we watched."""
         version = found["metadata"]["resourceVersion"]
         if self._seen is None or self._seen[0] != version:
             self._seen = (version, self._monotonic())
         return self._monotonic() - self._seen[1] >= float(spec_of(found).get("leaseDurationSeconds") or self._seconds)
 
     async def _put(self, found: Body | None, holder: str | None = None) -> None:
-        """Writes it whole, on top of the version that was read."""
+        """Writes the whole Lease, provided that it is still at the version that was read."""
         now = format_micro_time(self._clock())
         spec: dict[str, Any] = dict(spec_of(found)) if found is not None else {}
         holder = self._holder if holder is None else holder
@@ -138,7 +138,7 @@ class Lease:
         spec |= {"holderIdentity": holder, "leaseDurationSeconds": max(1, round(self._seconds)), "renewTime": now}
         head: Body = {"name": self._name, "namespace": self._namespace}
         if found is not None:
-            # Labels and annotations are whoever's made it: Helm knows its own objects by them.
+            # Keep the labels and annotations of the creator: Helm recognises its own objects by them.
             head = {name: value for name, value in found["metadata"].items() if name != "managedFields"}
         body: Body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": head, "spec": spec}
         if found is None:
@@ -148,7 +148,7 @@ class Lease:
 
 
 def spec_of(lease: Body) -> dict[str, Any]:
-    """Empty in a Lease that was made for us and never taken."""
+    """The Lease's spec; empty if it was created for us and never taken."""
     return lease.get("spec") or {}
 
 

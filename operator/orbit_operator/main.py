@@ -1,6 +1,6 @@
-"""The process: settings, Lease, ports, watching, workers, and an end within 25 seconds.
+"""The process: settings, Lease, ports, watching, workers, and shutdown within 25 seconds.
 
-Belongs here: starting the parts and stopping them. Does not belong here: what they do.
+Belongs here: starting and stopping the parts. Does not belong here: what they do.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from orbit_operator.work_queue import WorkQueue
 from orbit_runtime.errors import OrbitError
 
 FIRST_CHECK_SECONDS, CHECK_SECONDS = 1.0, 60.0
-"""How often what we believe is compared with the API server."""
+"""Seconds before the first comparison of the cache with the API server, and between later ones."""
 CHECKED_PER_SECOND, LOOKS_PER_SECOND = 10.0, 3.0
-"""With many objects it is compared, and with many runs each is looked at again, less often: both cost as they grow."""
+"""Limits on objects compared and runs looked at again per second: many objects or runs make each less frequent."""
 ENDED_SECONDS = 3600.0
-"""The longest wait for the deletion of a run that has ended."""
+"""The longest wait before another look at a run that has ended and will be deleted."""
 EXIT_LEASE_LOST = 75
 _log = logging.getLogger("orbit.operator")
 
@@ -61,7 +61,7 @@ class Operator:
         self.sight = Sight(self.sight_changed, settings.namespaces or (EVERYWHERE,))
         self.queue: WorkQueue[Key] = WorkQueue(waited=self.metrics.waited.observe)
         self.unread: dict[Key, dict[str, int]] = {}
-        """Versions of runs that came while a pass over them was under way."""
+        """Versions of runs that arrived during a pass over them."""
         self.api = api
         self.lease = Lease(
             api,
@@ -92,20 +92,20 @@ class Operator:
         self.health.lost = self.sight.lost
         self.health.is_synced = not self.sight.waits
         if is_seen:
-            # Of what was deleted meanwhile, only the numbers are left.
+            # Of runs deleted meanwhile, only the metrics are left.
             for key in dict.fromkeys((*self.cache.keys_now(), *self.metrics.runs)):
                 if namespace in (key[0], EVERYWHERE):
                     self.queue.add(key)
 
     def is_news(self, key: Key, uid: str, version: int) -> bool:
-        """Our own writes come back to us: they are no news. While a pass writes, nobody can tell yet."""
+        """Whether a version is news, which our own writes are not. During a pass this is still undecided."""
         if self.queue.is_working(key):
             self.unread.setdefault(key, {})[uid] = version
             return False
         return not self.cache.is_known(uid, version)
 
     def read_again(self, key: Key) -> None:
-        """The pass is over: what came meanwhile and was not written by it is news."""
+        """After a pass: queues the run again if a version arrived meanwhile that the pass did not write."""
         for uid, version in self.unread.pop(key, {}).items():
             if not self.cache.is_known(uid, version):
                 self.queue.add(key)
@@ -116,12 +116,12 @@ class Operator:
         return None if port < 0 else port or METRICS_PORT
 
     async def work(self, number: int) -> None:
-        """One worker: for ever, one run after the other."""
+        """One worker: handles one run after another, for ever."""
         while True:
             key = await self.queue.get()
             self.metrics.queue.set(len(self.queue))
             if not self.sight.sees(key[0]):
-                # A Job or pod that is not seen would be made a second time. All of it comes once all was listed.
+                # An unseen Job or pod would be created twice. The key is queued again once everything is listed.
                 self.queue.done(key)
                 self.read_again(key)
                 continue
@@ -130,7 +130,7 @@ class Operator:
             try:
                 wake = await reconcile(key, self.parts)
             except ApiError as error:
-                # 409 and 404 are the ordinary answer to having looked at something that has changed since.
+                # 409 and 404 are normal: the object has changed since it was read.
                 level = logging.DEBUG if error.status in (404, 409) else logging.WARNING
                 self._retry(key, error, level, error.retry_after or 0.0)
             except NameTakenError as error:
@@ -150,11 +150,11 @@ class Operator:
                 self.metrics.reconcile.observe(time.monotonic() - began)
 
     def unended(self) -> list[Key]:
-        """Runs that time alone may bring something to."""
+        """Runs that time alone may change."""
         return [key for key in self.cache.runs.keys_now() if not self._has_ended(key)]
 
     def longest_wait(self, key: Key) -> float:
-        """Seconds. To a run that has ended nothing happens by itself but its deletion some day."""
+        """The longest time between two looks, in seconds. By itself, an ended run only becomes due for deletion."""
         return ENDED_SECONDS if self._has_ended(key) else self.settings.resync_seconds
 
     def _has_ended(self, key: Key) -> bool:
@@ -167,7 +167,7 @@ class Operator:
         _log.log(level, "%s/%s: %s; again in %.1f s", *key, error, delay)
 
     async def check_cache(self) -> None:
-        """Compares what we believe with the API server, for ever; and the CRD with what we know of it."""
+        """Compares the cache with the API server, and the installed CRD with ours, for ever."""
         pause = FIRST_CHECK_SECONDS
         while True:
             await self.check_crd()
@@ -175,7 +175,7 @@ class Operator:
             pause = max(CHECK_SECONDS, len(self.cache) / CHECKED_PER_SECOND)
             try:
                 if not await self.resync.check():
-                    # Only a second look tells news that are under way from what watching has missed.
+                    # Only a second check tells updates still in transit from those that watching has missed.
                     pause = CHECK_SECONDS
                 self.metrics.mark_event()
             except ApiError as error:
@@ -192,17 +192,17 @@ class Operator:
             _log.error("%s", self.health.crd_problem)
 
     async def look_again(self) -> None:
-        """Every run that has not ended is looked at again now and then, spread over the time between."""
+        """Looks at every run that has not ended again now and then, spread evenly over the interval."""
         while True:
             seconds = max(self.settings.resync_seconds, len(self.unended()) / LOOKS_PER_SECOND)
             await asyncio.sleep(seconds)
-            # Not those from before: most may have ended since.
+            # List the runs again: most of the previous ones may have ended since.
             keys = self.unended()
             for index, key in enumerate(keys):
                 self.queue.add_after(key, index * seconds / len(keys))
 
     async def keep_lease(self, stopping: asyncio.Event) -> None:
-        """Ends when stopped, or when the Lease is lost."""
+        """Renews the Lease until stopped or until it is lost."""
         try:
             await self.lease.keep(stopping)
         finally:
@@ -234,7 +234,7 @@ class Operator:
 
 
 async def run(settings: Settings, connect: Callable[..., Awaitable[Api]] = open_api) -> int:
-    """Until a signal, or until the Lease is lost. Returns the exit code."""
+    """Runs until a signal, or until the Lease is lost. Returns the exit code."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

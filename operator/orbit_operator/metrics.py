@@ -1,8 +1,8 @@
-"""The operator's own metrics, and what a scrape says of every run.
+"""The operator's own metrics, and those of every run.
 
 Belongs here: names, labels, counting. Does not belong here: serving them (`health`), or what a run's pod measures.
-A run's series are written out once for each new status and only joined at a scrape, which would otherwise keep
-everything else waiting for a second where there are a thousand runs; those of a run that is gone vanish with it.
+A run's series are rendered once for each new status and only joined at a scrape: with a thousand runs, rendering at
+the scrape would block everything else for a second. The series of a run disappear with the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAIT_SECONDS = (*PASS_SECONDS, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 Labels = Sequence[str]
 Sample = tuple[str, Labels, float]
-"""Series, values of its labels after namespace and run, value."""
+"""Name of the series, values of its labels after namespace and run, value."""
 
 RUN_SERIES: dict[str, tuple[Labels, str]] = {
     "info": (("model", "precision", "adapter", "queue", "node"), "1 for each run."),
@@ -42,11 +42,11 @@ RUN_SERIES: dict[str, tuple[Labels, str]] = {
     "gpus": ((), "GPUs that the run holds now."),
     "last_checkpoint_timestamp_seconds": ((), "When the newest durable checkpoint was first seen."),
 }
-"""What is said of every run: labels besides namespace and run, and what it is."""
+"""The series of every run: labels besides namespace and run, and the help text."""
 
 
 RunText = tuple[bytes, ...]
-"""All samples of one run as Prometheus reads them, in the order of `RUN_SERIES`."""
+"""All samples of one run in Prometheus' text format, in the order of `RUN_SERIES`."""
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -101,19 +101,19 @@ class Metrics:
         self.event.set(time.time())
 
     def count_event(self, is_news: bool | None) -> None:
-        """`None` for what is no object: only a sign of life."""
+        """Counts a received event. `None` stands for anything that is not an object, which is only a sign of life."""
         self.mark_event()
         if is_news is not None:
             self.events.labels("yes" if is_news else "no").inc()
 
     def render(self) -> Iterator[bytes]:
-        """In parts: with a thousand runs all of it is 5 MB."""
+        """Yields the text in parts: with a thousand runs it is 5 MB."""
         yield generate_latest(self.registry)
         yield from _render_runs(list(self.runs.values()))
 
 
 def build_text(namespace: str, run: str, spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> RunText:
-    """A run's samples out of its spec and its newest status. `gpus` are what its pod asks for."""
+    """A run's samples, from its spec and its newest status. `gpus`: the number that its pod requests."""
     lines: dict[str, list[str]] = {name: [] for name in RUN_SERIES}
     for name, values, number in _samples(spec, status, gpus):
         texts = (namespace, run, *values)
@@ -124,7 +124,7 @@ def build_text(namespace: str, run: str, spec: Mapping[str, Any], status: Mappin
 
 
 def _build_head(name: str, labels: Labels) -> str:
-    """A series with its labels in order of their names; a place for each value, counted from namespace and run."""
+    """A series with its labels ordered by name, and a placeholder for each value, numbered from namespace and run."""
     places = {label: place for place, label in enumerate(("namespace", "run", *labels))}
     text = ",".join(f'{label}="{{{place}}}"' for label, place in sorted(places.items()))
     return f"{RUN}{name}{{{{{text}}}}}"

@@ -1,6 +1,6 @@
-"""From the API's objects to facts: the only reader.
+"""The only reader: turns the API's objects into facts.
 
-Belongs here: which field of which object says what, and gathering all of a run. Does not belong here: deciding.
+Belongs here: gathering everything about a run. Does not belong here: deciding anything.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.run import API_VERSION
 
 NODE_SECONDS = 5.0
-"""A node is not asked for more often than this."""
+"""A node is not read more often than this."""
 KUBERAY_MISSING = "the cluster has no RayCluster (ray.io/v1), which placement.nodes needs: install KubeRay's operator"
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a manifest alone tells."""
+    """What follows from a manifest alone."""
 
     invalid: str = ""
-    """What this operator cannot read in it although the API server let it pass."""
+    """What this operator cannot read in the manifest although the API server accepted it."""
     plan: tuple[str, str, str] = UNREAD
     """Status, reason and message of `PlanAccepted`."""
 
 
 class Observer:
-    """Puts together everything about a run. `progress` is filled by polling."""
+    """Gathers everything about a run. `progress` is filled by polling."""
 
     def __init__(self, api: Api, cache: Cache) -> None:
         self._api = api
@@ -59,10 +59,10 @@ class Observer:
         self._judged: dict[Key, tuple[str, int, Judgement]] = {}
 
     async def look(self, key: Key, now: float, *, fresh: bool = False) -> tuple[RunFacts, Body, Observed] | None:
-        """The run, its object, and all that belongs to it; `None` where there is no such run.
+        """The run, its object, and everything that belongs to it; `None` if there is no such run.
 
         Args:
-            fresh: read from the API server itself instead of what watching has brought.
+            fresh: read from the API server itself instead of from the cache.
         """
         if fresh:
             body, jobs, pods = await asyncio.gather(
@@ -85,7 +85,7 @@ class Observer:
         return [Child(run_uid_of(item), read(item)) async for item in self._api.list(kind, key[0], selector)]
 
     def forget(self, key: Key) -> None:
-        """The run is gone."""
+        """Forgets a run that is gone."""
         self.progress.pop(key, None)
         self._judged.pop(key, None)
 
@@ -116,7 +116,7 @@ class Observer:
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
 
     async def _with_ranks(self, run: RunFacts, observed: Observed) -> Observed:
-        """Asked for and not watched: such runs are few, and most clusters have no such kind."""
+        """Adds RayClusters, which are read and not watched: such runs are few, and most clusters lack the kind."""
         selector = {"labelSelector": f"{RUN_UID}={run.uid}"}
         try:
             found = [read_ranks(item) async for item in self._api.list(RAY_CLUSTERS, run.namespace, selector)]
@@ -127,14 +127,14 @@ class Observer:
         return replace(observed, ranks=tuple(found))
 
     def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: Stored) -> Progress | None:
-        """Remembered: what was heard of a pod before must not take the place of its last words once it is deleted."""
+        """Remembers a pod's last words, so that an earlier report does not replace them once the pod is deleted."""
         progress = newest_word(run.name, pods, stored, self.progress.get(run.key))
         if progress is not None:
             self.progress[run.key] = progress
         return progress
 
     async def _troubled_nodes(self, pods: Iterable[PodFacts], stored: Stored) -> dict[str, NodeFacts]:
-        """Nodes of pods that are not simply well, or have just failed; not of those that ended and were judged."""
+        """Nodes of pods that are in trouble or have just failed, but not of ended pods that already have a verdict."""
         judged = {attempt.number for attempt in stored.attempts if attempt.is_over}
         unclear = (pod for pod in pods if not (pod.is_terminal and pod.attempt in judged))
         names = {pod.node for pod in unclear if pod.node and (pod.is_deleting or not pod.is_ready) and pod.started}
@@ -149,7 +149,7 @@ class Observer:
         return found
 
     async def _ask_node(self, name: str) -> NodeFacts | None:
-        """`None` where nodes may not be read: other signs then have to do."""
+        """The node, or `None` if nodes may not be read: other signs must then suffice."""
         try:
             body = await self._api.get(NODES, None, name)
         except ApiError as error:
@@ -159,7 +159,7 @@ class Observer:
         return NodeFacts(name, exists=False, is_ready=False) if body is None else read_node(body)
 
     async def _warning(self, namespace: str, jobs: list[JobFacts], pods: tuple[PodFacts, ...], now: float) -> str:
-        """Why a pod is not made, or a container not created, in the words of whoever could not."""
+        """Why a pod or a container is not created, in the words of the component that failed to."""
         job = jobs[-1] if jobs else None
         if job is None or job.is_suspended:
             return ""
@@ -206,7 +206,7 @@ class Observer:
         )
 
     def _judge(self, body: Body) -> Judgement:
-        """Once for each version of the manifest: it does not change by itself."""
+        """Judges each version of the manifest once: it does not change by itself."""
         metadata = body["metadata"]
         key, uid = (metadata["namespace"], metadata["name"]), metadata["uid"]
         generation = int(metadata.get("generation") or 0)
@@ -217,7 +217,7 @@ class Observer:
 
 
 def why_failed(job: JobFacts, pods: Iterable[PodFacts]) -> str:
-    """The last words of its newest pod, else its controller's reason; empty while it has not failed."""
+    """The newest pod's termination message, else the Job controller's reason; empty while the Job has not failed."""
     if job.finished != "Failed":
         return ""
     pod = newest_pod([each for each in pods if each.job_uid == job.uid and each.end is not None])
@@ -226,9 +226,9 @@ def why_failed(job: JobFacts, pods: Iterable[PodFacts]) -> str:
 
 
 def newest_word(run: str, pods: Sequence[PodFacts], stored: Stored, heard: Progress | None) -> Progress | None:
-    """What the newest pod said as it ended goes before what was heard of it while it lived.
+    """The newest pod's report: its termination message takes precedence over polls while it lived.
 
-    What was heard of another run's pod, an earlier one of the same name, is not this run's.
+    Reports of a pod of an earlier run with the same name are ignored.
     """
     pod = newest_pod(pods)
     own = {each.uid for each in pods} | {attempt.pod_uid for attempt in stored.attempts}
@@ -240,7 +240,7 @@ def newest_word(run: str, pods: Sequence[PodFacts], stored: Stored, heard: Progr
 
 
 def judge_manifest(body: Body) -> Judgement:
-    """Reads it as the pod will, and asks the planner."""
+    """Reads the manifest as the pod will, and asks the planner."""
     try:
         source = build_source(body)
     except ValidationError as error:
@@ -262,7 +262,7 @@ def judge_manifest(body: Body) -> Judgement:
 
 
 def _sees_model(manifest: OrbitRun) -> bool:
-    """Whether every node of the run finds the model's files in the same place."""
+    """Whether every node of the run finds the model's files at the same place."""
     spec = manifest.spec
     shared = spec.placement.model_cache.claim_name is not None or spec.model.uri.startswith("pvc://")
     return spec.placement.nodes == 1 or shared

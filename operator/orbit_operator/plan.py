@@ -1,7 +1,7 @@
-"""What should happen to a run now? Pure: (run, observed, now) → actions, status, events, and when to look again.
+"""What should happen to a run now. Pure: (run, observed, now) → actions, status, events, and when to look again.
 
-Belongs here: the order of the questions. Does not belong here: each question's own rule (`policies`), the words of the
-status (`status`), or doing anything (`apply`).
+Belongs here: the order of the decisions. Does not belong here: the rule for each decision (`policies`), the wording of
+the status (`status`), or doing anything (`apply`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ FORMER_RUN_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the operator's settings decide for every run."""
+    """Limits that the operator's settings impose on every run."""
 
     node_lost_seconds: float = 300.0
     ttl_seconds: int = -1
 
 
 def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict: tuple[str, str, str]) -> Plan:
-    """The one decision.
+    """Makes the plan of one pass.
 
     Args:
-        verdict: what the planner said of the manifest: status, reason and message of `PlanAccepted`.
+        verdict: the planner's verdict on the manifest: status, reason and message of `PlanAccepted`.
     """
     if not is_ours(run):
         return Plan()
@@ -63,10 +63,11 @@ def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict:
 
 
 def needs_fresh_look(chosen: Plan, observed: Observed) -> bool:
-    """An attempt is only made from facts read from the API server itself: what watching brings may lag.
+    """Whether the plan needs facts read from the API server itself: those from watching may lag.
 
-    A run that is new to everybody needs none: no child of it can be on its way. What a pod said lags as well, with
-    thousands by minutes: none is stopped for being late that may train by now.
+    An attempt is only created from fresh facts, except for a run that is entirely new, of which no child can be in
+    transit. Reports of pods lag too, by minutes with thousands of pods: a pod is not stopped for a late start before it
+    was asked again, as it may train by now.
     """
     makes = any(isinstance(action, CreateAttempt) for action in chosen.actions)
     is_late = chosen.state is not None and chosen.state.reason == STARTUP_DEADLINE
@@ -75,7 +76,7 @@ def needs_fresh_look(chosen: Plan, observed: Observed) -> bool:
 
 
 def is_ours(run: RunFacts) -> bool:
-    """Neither paused by annotation nor given to another controller."""
+    """Whether the run is neither paused by annotation nor managed by another controller."""
     if run.annotations.get(RECONCILE) == "disabled":
         return False
     return run.lifecycle.managed_by in (None, "", MANAGER)
@@ -106,7 +107,7 @@ def _choose(run: RunFacts, observed: Observed, now: float, limits: Limits, base:
 
 
 def _suspend(observed: Observed, live: Sequence[PodFacts], base: State, limits: Limits) -> Plan:
-    """A pod is deleted, so that it checkpoints; a Job that has no pod yet is deleted itself."""
+    """Deletes the pod, so that it checkpoints; if a Job has no pod yet, deletes the Job itself."""
     if live:
         state = replace(base, phase="Suspending", reason="Suspending", message="the pod checkpoints and ends")
         return Plan(stop(live), state, wake_at=node_wake(observed, limits.node_lost_seconds))
@@ -121,7 +122,7 @@ def _suspend(observed: Observed, live: Sequence[PodFacts], base: State, limits: 
 
 
 def _watch(run: RunFacts, observed: Observed, now: float, limits: Limits, base: State) -> Plan:
-    """An attempt is under way: is it well, and until when may it stay as it is?"""
+    """An attempt is live: checks whether it is well, and how long it may stay as it is."""
     attempt = base.attempts[-1]
     pods = [pod for pod in observed.pods if pod.attempt == attempt.number and not pod.is_terminal]
     stranded = [pod for pod in pods if is_stranded(pod, observed.nodes, now, limits.node_lost_seconds)]
@@ -152,7 +153,7 @@ def _watch(run: RunFacts, observed: Observed, now: float, limits: Limits, base: 
 
 
 def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
-    """No attempt is under way and none of its pods is left: start the next one, as soon as that is allowed."""
+    """No attempt is live and none of its pods is left: starts the next one as soon as that is allowed."""
     numbers = [*(attempt.number for attempt in base.attempts), *(job.attempt for job in observed.jobs),
                *(pod.attempt for pod in observed.pods), int(dict(base.retired).get("through", 0))]  # fmt: skip
     number = max(numbers, default=0) + 1
@@ -178,6 +179,6 @@ def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
         return Plan((), state, wake_at=following.not_before)
     event = tell_created(number, base.attempts)
     state = replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])
-    # What follows may bring no news that wakes us: a Job that a queue holds back, or one that is given no pod.
+    # There may be no news to wake us: a queue may hold the Job, or the Job may get no pod.
     wake = now if run.lifecycle.queue_name else now + PATIENCE_SECONDS
     return Plan((CreateAttempt(number, following.avoid_nodes),), state, (event,), wake_at=wake)

@@ -1,7 +1,7 @@
-"""What the planner says of a manifest before any GPU is taken: the condition `PlanAccepted`.
+"""The planner's verdict on a manifest before any GPU is taken: the condition `PlanAccepted`.
 
-Belongs here: the facts that need neither network nor a model's files, and the planner's answer in one line.
-Does not belong here: the arithmetic (`orbit_runtime.planner`), or what follows from a no (`ending`).
+Belongs here: facts that need neither the network nor a model's files, and the planner's answer in one line.
+Does not belong here: the arithmetic (`orbit_runtime.planner`), or the consequences of a refusal (`ending`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def check_plan(run: OrbitRun) -> Verdict:
-    """A no is final: no pod is made. Only where a fact is missing the pod plans, and refuses with exit code 78."""
+    """A refusal is final: no pod is created. If a fact is missing, the pod plans, and refuses with exit code 78."""
     try:
         machine = asked_machine(run)
         if machine is None:
@@ -40,7 +40,7 @@ def check_plan(run: OrbitRun) -> Verdict:
 
 
 def find_model(run: OrbitRun) -> ModelFacts | None:
-    """From what is shipped with the operator alone."""
+    """The model's facts, from what is shipped with the operator alone."""
     uri = run.spec.model.uri
     if uri.startswith(BUILTIN):
         return folder_facts(builtin_folder(uri.removeprefix(BUILTIN), run.spec.model.precision))

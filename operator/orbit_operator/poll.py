@@ -1,6 +1,6 @@
-"""Asking the pods: `GET /status` of every live attempt, few at a time, and never for long.
+"""Polls the pods: `GET /status` of every live attempt, a few at a time, each with a short time limit.
 
-Belongs here: HTTP to pods, and reading an answer that may be anything. Does not belong here: what follows from it.
+Belongs here: HTTP to pods, and reading an answer that may be anything. Does not belong here: acting on it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from orbit_operator.metrics import Metrics
 ANSWER_SECONDS = 3.0
 LARGEST_ANSWER = 64 * 1024
 POLLS_PER_SECOND, POLLS_AT_ONCE = 10.0, 50
-"""All pods together; with many, each is asked less often. Few at a time, or passes over other runs wait for them; not
-one by one, or waking up for each costs twice as much as asking."""
+"""Limits for all pods together, so with many pods each is polled less often. More at once would delay passes over other
+runs; one at a time would spend twice as much on waking up as on polling."""
 
 
 class Poller:
-    """Asks in rounds. What was heard stands in `progress`; `changed` is told whose it is."""
+    """Polls in rounds. Stores reports in `progress`, and calls `changed` with the key of their run."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class Poller:
         self._session: aiohttp.ClientSession | None = None
 
     def ask_first(self, key: Key) -> None:
-        """Its pod has changed and may now answer: with thousands its turn would come minutes later."""
+        """Moves a run up: its pod has changed and may now answer. With thousands, its turn would be minutes away."""
         self._first[key] = None
 
     async def ask(self, key: Key) -> None:
-        """Now, whoever else waits: what is to happen to the pod depends on it."""
+        """Polls a run's pod at once, ahead of all others: what happens to the pod depends on its answer."""
         target = self._target(key)
         if target is not None:
             await self._ask(key, *target)
 
     async def run(self, seconds: float) -> None:
-        """For ever. A round lasts so long at least, and with many pods as long as their questions take."""
+        """Polls for ever. A round takes at least `seconds`, and longer if there are many pods."""
         limit = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         async with aiohttp.ClientSession(
             timeout=limit, trust_env=False, cookie_jar=aiohttp.DummyCookieJar()
@@ -74,12 +74,12 @@ class Poller:
                 await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
 
     async def round(self) -> int:
-        """Every live pod once, no faster than the limit; returns how many."""
+        """Polls every live pod once, no faster than the limit; returns the number of pods."""
         asked = 0
         async with asyncio.TaskGroup() as group:
             for key in self._keys():
                 await self._places.acquire()
-                # As late as possible: a round of thousands takes minutes, in which one pod may follow another.
+                # Look up the pod as late as possible: a round over thousands takes minutes, and a pod may be replaced.
                 target = self._target(key)
                 self._asked[key] = time.monotonic()
                 if target is None:
@@ -92,7 +92,7 @@ class Poller:
         return asked
 
     def _keys(self) -> Iterator[Key]:
-        """Whose turn it is: who was not asked for longest, and between any two of them one that has changed."""
+        """Runs in order of polling: least recently polled first, with one that has changed after each."""
         began, keys = time.monotonic(), self._cache.pods.keys_now()
         self._asked = {key: self._asked[key] for key in keys if key in self._asked}
         for key in sorted(keys, key=lambda key: self._asked.get(key, 0.0)):
@@ -107,10 +107,10 @@ class Poller:
             yield key
 
     def _target(self, key: Key) -> tuple[PodFacts, int] | None:
-        """The pod that speaks for a run, and its port."""
+        """The pod that represents a run, and its port."""
         run = self._cache.run(key)
         own = [child.facts for child in self._cache.pods.of(key) if run is not None and child.run_uid == run.uid]
-        # Only the newest: one that was left behind on a lost node may still answer, and speaks for nobody.
+        # Only the newest pod: one left behind on a lost node may still answer, but no longer represents the run.
         pod = newest_pod(own)
         if pod is None or not pod.ip or not pod.started or pod.is_terminal:
             return None
@@ -126,7 +126,7 @@ class Poller:
             return
         known = self._progress.get(key)
         if known is not None and known.pod_uid == pod.uid and known.step > heard.step:
-            return  # A pod never unlearns; what says so is not taken over.
+            return  # A pod never forgets: an answer that says less than before is ignored.
         if known is not None and replace(heard, at=known.at) == known:
             return
         self._progress[key] = heard
@@ -153,7 +153,7 @@ class Poller:
 
 
 def read_progress(answer: Any, run: str, pod_uid: str, now: float) -> Progress | None:
-    """What an answer says, as far as it can be true; `None` where it is not this run's."""
+    """The plausible parts of an answer; `None` if it is from another run."""
     if not isinstance(answer, Mapping) or answer.get("run") != run:
         return None
     return Progress(

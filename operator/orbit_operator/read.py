@@ -1,4 +1,4 @@
-"""One API object, one noun: which field says what. Pure.
+"""Turns one API object into its facts: which field means what. Pure.
 
 Belongs here: reading a single OrbitRun, Job, pod or node. Does not belong here: fetching or gathering (`observe`).
 """
@@ -21,7 +21,7 @@ from orbit_runtime.spec import lifecycle as spec_lifecycle
 from orbit_runtime.spec.status import MAX_COUNT
 
 GPU_CONDITIONS = ("GPU", "XID", "NVLink", "NVML", "InfiniBand")
-"""A node condition whose type holds one of these and that is True speaks of broken hardware."""
+"""A node condition that is True and whose type contains one of these reports broken hardware."""
 _BY_POLICY, _EXIT_CODE = "PodFailurePolicy", re.compile(r"failed with exit code (\d+)")
 _TEXT = 900
 
@@ -29,15 +29,15 @@ Object = Mapping[str, Any]
 
 
 def pack_run(body: Object) -> RawRun:
-    """What is kept of an OrbitRun: everything but who manages which field."""
+    """The parts of an OrbitRun that are kept: everything but its managed fields."""
     metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
     kept = {"metadata": metadata, "spec": body.get("spec") or {}, "status": body.get("status") or {}}
-    # Copied: what orjson returns holds on to the buffer it was written in, more than twice its size.
+    # Copy: the object that orjson returns keeps its output buffer alive, which is more than twice its size.
     return RawRun(metadata["uid"], bytes(memoryview(orjson.dumps(kept))), str(metadata.get("resourceVersion") or ""))
 
 
 def has_ended(run: RawRun) -> bool:
-    """It succeeded or failed for good, and nobody deletes it: from now on only news makes a pass worthwhile."""
+    """Whether the run succeeded or permanently failed and is not being deleted: then only news justifies a pass."""
     body = orjson.loads(run.body)
     return bool((body.get("status") or {}).get("completionTime")) and "deletionTimestamp" not in body["metadata"]
 
@@ -51,7 +51,7 @@ def run_uid_of(child: Object) -> str:
 
 
 def lifecycle_of(spec: Object) -> Lifecycle:
-    """The block as the API server has it; a field that its CRD does not know stands at its default."""
+    """The block as the API server has it; a field that its CRD lacks gets its default."""
     raw = spec.get("lifecycle") or {}
     known = {field.alias or name for name, field in spec_lifecycle.Lifecycle.model_fields.items()}
     read = spec_lifecycle.Lifecycle.model_validate({name: value for name, value in raw.items() if name in known})
@@ -149,7 +149,7 @@ def _is_killed_engine(container: Object) -> bool:
 
 
 def _exit_code(condition: Object) -> int | None:
-    """The Job's failure policy makes its controller write the exit code down."""
+    """The exit code, which the controller records because of the Job's failure policy."""
     found = _EXIT_CODE.search(str(condition.get("message") or "")) if condition.get("reason") == _BY_POLICY else None
     return None if found is None else int(found[1])
 
@@ -174,6 +174,6 @@ def _labels(body: Object) -> Mapping[str, str]:
 
 
 def _attempt(body: Object) -> int:
-    """0 for a child that is no attempt."""
+    """The attempt's number; 0 for a child that is not an attempt."""
     text = _labels(body).get(ATTEMPT) or ""
     return int(text) if text.isdecimal() and int(text) <= MAX_COUNT else 0

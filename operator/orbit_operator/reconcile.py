@@ -1,6 +1,6 @@
 """One pass over one run: observe → plan → apply → status.
 
-Belongs here: that order. Does not belong here: what any of the four does.
+Belongs here: this order. Does not belong here: what any of the four does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from orbit_operator.timestamps import read_time
 
 @dataclass(frozen=True)
 class Parts:
-    """What a pass works with."""
+    """The parts that a pass uses."""
 
     observer: Observer
     writer: Writer
@@ -35,12 +35,12 @@ class Parts:
     limits: Limits
     progress_seconds: float
     ask: Callable[[Key], Awaitable[None]]
-    """Hears what the run's pod says now."""
+    """Polls the run's pod now."""
     clock: Callable[[], float] = time.time
 
 
 async def reconcile(key: Key, parts: Parts) -> float | None:
-    """Returns the seconds after which time alone makes another pass worthwhile; `None` if it never does."""
+    """Makes one pass; returns the seconds until time alone calls for another, or `None` if it never does."""
     now = parts.clock()
     seen = await parts.observer.look(key, now)
     if seen is None:
@@ -57,12 +57,12 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         run, body, observed = seen
         chosen = plan(run, observed, now, parts.limits, run.plan)
     if chosen.state is None:
-        # A run that is being deleted: it may be gone with the next action, and then nobody could tell.
+        # The run is being deleted and may be gone after the next action: post its events first.
         for event in chosen.events:
             await parts.recorder.post(run, event)
         chosen = replace(chosen, events=())
     state, events, refused = await _act(chosen, run, body, observed.stored, parts)
-    # Before the status: what it says is known, and whoever comes after a crash does not tell it again.
+    # Before the status: events that the status implies are not posted again after a crash.
     for event in events:
         await parts.recorder.post(run, event)
     written = await _write(run, body, observed, state, now, parts)
@@ -75,7 +75,7 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
 async def _write(
     run: RunFacts, body: Body, observed: Observed, state: State | None, now: float, parts: Parts
 ) -> float | None:
-    """The status, if it is due; else in how many seconds it will be, if it ever is."""
+    """Writes the status if it is due; else returns the seconds until it is, or `None` if it never is."""
     if state is None:
         return None
     status = drop_fields(build_status(run, observed, state, now), parts.writer.crd_lacks)
@@ -90,7 +90,7 @@ async def _write(
 async def _act(
     chosen: Plan, run: RunFacts, body: Body, stored: Stored, parts: Parts
 ) -> tuple[State | None, tuple[RunEvent, ...], Exception | None]:
-    """Carries out every action, or those before one that is refused: then the run says why nothing happens."""
+    """Carries out the actions up to the first that is refused, if any; the state then says why nothing happens."""
     state = chosen.state
     for action in chosen.actions:
         try:
@@ -107,13 +107,13 @@ async def _act(
 
 
 def write_due(stored: Stored, status: dict[str, object], now: float, patience: float) -> float | None:
-    """In how many seconds this status is to be written: 0 for at once, `None` when it is what stands there."""
+    """Seconds until this status should be written: 0 for now, `None` if it need not be."""
     if stored.raw == status:
         return None
     if not is_progress_only(stored.raw, status):
         return 0.0
     written = read_time(stored.raw.get("lastReportTime"))
     if written is None or status.get("lastReportTime") == stored.raw.get("lastReportTime"):
-        # Nothing was reported since; GPU time that passes by itself is not worth a write.
+        # No report since the last write; GPU time that merely passes is not worth a write.
         return 0.0 if written is None and "lastReportTime" in status else None
     return max(0.0, written + patience - now)

@@ -1,6 +1,6 @@
-"""The API server refuses to make an attempt's objects: what the run says of it.
+"""What a run reports when the API server refuses to create an attempt's objects.
 
-Belongs here: which refusals last until somebody acts, and their words. Does not belong here: trying again (`main`).
+Belongs here: which refusals last until somebody acts, and their wording. Does not belong here: trying again (`main`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from orbit_operator.api import ApiError
 from orbit_operator.apply import NameTakenError
 
 LASTING = (400, 403, 413, 422)
-"""A quota, an admission rule, a right that is missing, an object that is not accepted; others pass by themselves."""
+"""Status codes for a quota, an admission rule, a missing right or an invalid object; others resolve themselves."""
 
 
 def tell_refusal(action: Action, error: ApiError | NameTakenError, state: State) -> State | None:
-    """The state of a run whose attempt cannot be made; `None` where the refusal is none of the run's business."""
+    """The state of a run whose attempt cannot be created; `None` if the refusal does not concern the run."""
     match action:
         case CreateAttempt(number):
             what = f"attempt {number}"

@@ -1,6 +1,6 @@
-"""Is what we believe still so? Every object's version is compared with the API server's, now and then.
+"""Checks the cache now and then: compares every object's version with the API server's.
 
-Belongs here: dropping what is gone although nobody said so, and noticing that watching has stopped bringing news.
+Belongs here: dropping objects whose deletion was never reported, and noticing that watching no longer brings news.
 Does not belong here: watching (`handlers`), or deciding to restart (`health`).
 """
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("orbit.operator")
 
 
 class Resync:
-    """One check at a time. A difference counts when two checks in a row find it: news may be under way."""
+    """One check at a time. A difference counts when two checks in a row find it: an update may be in transit."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Resync:
         self._missing: set[str] = set()
 
     async def check(self) -> bool:
-        """Whether everything is as we believe.
+        """Whether the cache agrees with the API server.
 
-        Raises ApiError where the API server does not answer: then nothing is known, and nothing concluded. So it is for
-        one kind in one namespace where that alone is refused; why is `sight`'s to say.
+        Raises ApiError if the API server does not answer: then nothing is known and nothing is concluded. The same
+        holds, without an error, for one kind in a namespace where listing it is refused; `sight` knows why.
         """
         behind: dict[str, int] = {}
         missing: set[str] = set()
@@ -57,7 +57,7 @@ class Resync:
             missing |= {uid for uid, (namespace, _) in before.items() if namespace not in refused} - there.keys()
         self._drop(self._missing & missing)
         self._missing = missing
-        # Still without a version that it should have had one check ago.
+        # The cache still lacks a version that it should have had one check ago.
         stale = [uid for uid, version in self._behind.items() if uid in behind and self._version(uid) < version]
         self._behind = behind
         if not stale:
@@ -68,7 +68,7 @@ class Resync:
         return not behind and not missing
 
     async def _versions(self, kind: Kind, query: dict[str, str]) -> tuple[dict[str, int], set[str]]:
-        """Versions by uid, and the namespaces whose answer was a refusal."""
+        """Versions by uid, and the namespaces in which the list was refused."""
         found, refused = {}, set()
         for namespace in self._namespaces:
             try:

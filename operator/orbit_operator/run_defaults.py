@@ -1,6 +1,7 @@
-"""What an installation adds to every run, read from its settings.
+"""Defaults that an installation adds to every run, read from its settings.
 
-Belongs here: reading and checking it; the shapes are the manifest's own. Does not belong here: adding it (`manifests`).
+Belongs here: reading and checking them; their types are the manifest's. Does not belong here: adding them
+(`manifests`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ RESERVED = re.compile(
     r"([^/]+\.)?orbitrl\.dev/.*|app\.kubernetes\.io/(name|instance|component|part-of|managed-by)"
     r"|batch\.kubernetes\.io/.*|controller-uid|job-name"
 )
-"""Keys that we, or the Job's controller, give a run's pod: selectors, policies and monitors rest on them."""
+"""Label keys that we or the Job's controller set on a run's pod: selectors, policies and monitors rely on them."""
 
 
 def read_node_selector(where: str, text: str) -> Mapping[str, str]:
@@ -66,11 +67,11 @@ READERS: dict[str, Callable[[str, str], Any]] = {
     "run_pod_labels": read_labels,
     "run_pod_annotations": read_annotations,
 }
-"""Settings that are JSON. Each takes the variable's name and text, and raises UsageError."""
+"""Readers of settings that are JSON. Each takes the variable's name and text, and raises UsageError."""
 
 
 def _read_placement(where: str, name: str, text: str) -> Placement:
-    """A block `placement` with this one field."""
+    """A `placement` block with this one field."""
     try:
         placement = Placement.model_validate({name: _read_json(where, text)}, by_name=False)
     except ValidationError as error:

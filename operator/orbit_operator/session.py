@@ -1,10 +1,10 @@
-"""The HTTP session that kopf lists and watches with: answers pass through the intake before kopf parses them.
+"""The HTTP session with which kopf lists and watches: responses pass through the intake before kopf parses them.
 
-Belongs here: HTTP. Does not belong here: what becomes of an object (`intake`), or of a list or a refusal (`sight`).
-kopf takes any aiohttp session from its login handler, and aiohttp any class of answers. Left to itself kopf parses
-every object whole, into ten times the size of its text, and then spends as long again on an event that most often says
-nothing new. A refusal in one namespace would end it for all of them, so there it is told that there is nothing, and a
-little later to list anew.
+Belongs here: HTTP. Does not belong here: handling objects (`intake`), or lists and refusals (`sight`).
+kopf accepts any aiohttp session from its login handler, and aiohttp any response class. By itself, kopf parses every
+object whole, into ten times the size of its text, and then spends as long again on an event that mostly says nothing
+new. A refusal in one namespace would end kopf for all namespaces; so we answer with an empty list there, and a little
+later ask kopf to list again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTHING = {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "
 
 
 def open_session(info: kopf.ConnectionInfo, intake: Intake, sight: Sight) -> kopf.AiohttpSession:
-    """As kopf opens one by itself, but for the class of its answers. kopf closes it."""
+    """Opens a session as kopf does, but with our response class. kopf closes it."""
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
         headers=info.as_http_headers(),
@@ -45,11 +45,11 @@ def open_session(info: kopf.ConnectionInfo, intake: Intake, sight: Sight) -> kop
 
 
 def build_response_class(intake: Intake, sight: Sight) -> type[aiohttp.ClientResponse]:
-    """Lists come to kopf by `json`, watches by the lines of `content`."""
+    """The response class. kopf reads lists by `json`, and watches by the lines of `content`."""
 
     class Answer(aiohttp.ClientResponse):
         place: tuple[str, str] | None = None
-        """Namespace, or `EVERYWHERE`, and plural of what was listed or watched."""
+        """Namespace, or `EVERYWHERE`, and plural that this response lists or watches."""
 
         async def start(self, connection: Any) -> aiohttp.ClientResponse:
             await super().start(connection)
@@ -61,7 +61,7 @@ def build_response_class(intake: Intake, sight: Sight) -> type[aiohttp.ClientRes
                 sight.refuse(*self.place, why=_read_message(await self.read()))
                 self.status = 200
             elif self.status == 410 and not watches:
-                # Between two pages the rest has become too old: kopf would end.
+                # The continuation of a paged list has expired: kopf would end.
                 sight.expire(*self.place)
                 self.status = 200
             elif self.status != 200 or not watches:
@@ -85,7 +85,7 @@ def build_response_class(intake: Intake, sight: Sight) -> type[aiohttp.ClientRes
 
 
 def read_place(path: str) -> tuple[str, str] | None:
-    """Namespace and plural in a path such as `/apis/batch/v1/namespaces/lab/jobs`; `EVERYWHERE` in one without."""
+    """Namespace and plural in a path such as `/apis/batch/v1/namespaces/lab/jobs`; `EVERYWHERE` without a namespace."""
     *_, word, namespace, plural = ("", "", "", *path.split("/"))
     if plural not in PLURALS:
         return None
@@ -102,7 +102,7 @@ def _read_message(body: bytes) -> str:
 
 
 class Lines:
-    """A stream whose lines are others: `take` says which, `None` leaves one out. All else is the stream's own."""
+    """A stream with its lines replaced by `take`, which drops a line by returning `None`. All else is the stream's."""
 
     def __init__(self, stream: aiohttp.StreamReader, take: Callable[[bytes], bytes | None]) -> None:
         self._stream = stream
@@ -124,7 +124,7 @@ class Lines:
 
 
 class Refused(Lines):
-    """A stream that says, after a pause, that its version is too old: whoever watches then lists anew."""
+    """A stream that reports, after a pause, that its version is too old, so that the watcher lists again."""
 
     def __init__(self, stream: aiohttp.StreamReader, seconds: float) -> None:
         super().__init__(stream, lambda line: line)

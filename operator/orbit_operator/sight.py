@@ -1,8 +1,8 @@
-"""What can be seen now: where not all was listed yet, or may not be, too little is known and nothing is done.
+"""Which namespaces are in sight: where listing is incomplete or forbidden, too little is known to act.
 
-Belongs here: which namespaces are out of sight, and for how long to wait before asking again. Does not belong here:
-the requests (`session`), or what depends on it (`main`, `resync`).
-One namespace whose rights were taken away, or that was deleted, must not keep the others waiting.
+Belongs here: which namespaces are out of sight, and how long to wait before asking again. Does not belong here: the
+requests (`session`), or what depends on sight (`main`, `resync`).
+A namespace that was deleted, or for which we lost our rights, must not delay the others.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ import logging
 from collections.abc import Callable, Iterable
 
 EVERYWHERE = ""
-"""In place of a namespace: the whole cluster is listed at once."""
+"""Stands for all namespaces: the whole cluster is listed at once."""
 PLURALS = ("orbitruns", "jobs", "pods")
 LONGEST_PAUSE = 15.0
 _log = logging.getLogger("orbit.operator")
 
 
 class Sight:
-    """For one event loop. A namespace is in sight when each kind of object in it was listed since the last refusal.
+    """Belongs to one event loop. A namespace is in sight once each kind in it was listed since the last refusal.
 
     Args:
-        changed: told of a namespace that went out of sight (False) or is in sight, all of it listed (True).
-        places: namespaces that nothing is known of yet, or `EVERYWHERE`.
+        changed: called with a namespace that went out of sight (False) or is in sight, completely listed (True).
+        places: namespaces of which nothing is known yet, or `EVERYWHERE`.
     """
 
     def __init__(self, changed: Callable[[str, bool], None] = lambda *_: None, places: Iterable[str] = ()) -> None:
         self._changed = changed
         self._unlisted: dict[str, set[str]] = {place: set(PLURALS) for place in places}
-        """What is to be listed there."""
+        """Plurals still to be listed, by namespace."""
         self._refused: set[str] = set()
         self._refusals: dict[tuple[str, str], int] = {}
-        """In a row, since it was watched last."""
+        """Consecutive refusals since the kind was last watched."""
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Namespaces that may not be read."""
+        """Namespaces that the operator may not read."""
         return tuple(sorted(self._refused))
 
     @property
     def waits(self) -> bool:
-        """Whether anything that is not refused has yet to be listed."""
+        """Whether any list that is not refused is still incomplete."""
         return not self._unlisted.keys() <= self._refused
 
     def sees(self, namespace: str) -> bool:
@@ -51,7 +51,7 @@ class Sight:
         return plural in self._unlisted.get(namespace, ())
 
     def refuse(self, namespace: str, plural: str, why: str) -> None:
-        """The API server refused to list or watch this kind here."""
+        """Records that the API server refused to list or watch this kind here."""
         self.expire(namespace, plural)
         self._refusals[namespace, plural] = self._refusals.get((namespace, plural), 0) + 1
         if namespace not in self._refused:
@@ -64,15 +64,15 @@ class Sight:
             self._changed(namespace, False)
 
     def expire(self, namespace: str, plural: str) -> None:
-        """What was listed of this kind here has no end, and has to be listed anew."""
+        """Records that the list of this kind here broke off and must be repeated."""
         self._unlisted.setdefault(namespace, set()).add(plural)
 
     def watch(self, namespace: str, plural: str) -> None:
-        """This kind is watched here again."""
+        """Records that this kind is watched here again."""
         self._refusals.pop((namespace, plural), None)
 
     def list_whole(self, namespace: str, plural: str) -> None:
-        """This kind was listed here, to the last page."""
+        """Records that this kind was listed here to the last page."""
         kinds = self._unlisted.get(namespace)
         if kinds is None:
             return
@@ -86,5 +86,5 @@ class Sight:
         self._changed(namespace, True)
 
     def pause(self, namespace: str, plural: str) -> float:
-        """Seconds until this kind is asked for again: longer with each refusal."""
+        """Seconds until this kind is requested again: longer with each refusal."""
         return min(LONGEST_PAUSE, 0.5 * 2.0 ** min(self._refusals.get((namespace, plural), 0), 10))

@@ -1,8 +1,8 @@
-"""kopf, told to keep nothing of objects: no copy to compare with, no progress.
+"""Makes kopf keep no state of objects: neither a copy for comparison nor its progress.
 
 Belongs here: two storages that store nothing. Does not belong here: the other settings (`handlers`).
-We handle events alone. Left to itself, kopf would copy every object twice for each of them, for a comparison nobody
-asks for: a third of all its time.
+We handle only events. By default, kopf copies every object twice per event for a comparison that we do not use, which
+takes a third of its time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import kopf
 
 
 class NoDiffBase(kopf.DiffBaseStorage):
-    """Every object is as empty as it was before."""
+    """Always returns an empty object, so that nothing ever differs."""
 
     def build(self, **_: Any) -> Any:
         return {}
@@ -26,7 +26,7 @@ class NoDiffBase(kopf.DiffBaseStorage):
 
 
 class NoProgress(kopf.ProgressStorage):
-    """No handler is ever under way."""
+    """Stores no handler's progress."""
 
     def fetch(self, **_: Any) -> None:
         return None

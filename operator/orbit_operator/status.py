@@ -1,6 +1,6 @@
-"""A state in the words of the API: `status` of the OrbitRun, whole, as it is applied once per pass.
+"""Turns a state into the OrbitRun's whole `status`, which is applied once per pass.
 
-Belongs here: conditions, and which fact stands in which field. Does not belong here: reading it back (`stored`).
+Belongs here: conditions, and which fact goes into which field. Does not belong here: reading it back (`stored`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ CONDITIONS = (
     "PlanAccepted", "Admitted", "PodScheduled", "ModelReady", "EnginesReady", "Progressing", "CheckpointFresh",
     "GPUHealthy", "Suspended", "Interrupted", "Succeeded", "Complete", "Failed",
 )  # fmt: skip
-"""All of them stand in every status, in this order."""
+"""Every status contains all of them, in this order."""
 STALE_CHECKPOINTS = 2
-"""A checkpoint is stale when so many that were due did not become durable."""
+"""The newest checkpoint is stale once this many due checkpoints did not become durable."""
 
 Truth = Literal["True", "False", "Unknown"]
 Judgement = tuple[Truth, str, str]
@@ -56,7 +56,7 @@ def build_status(run: RunFacts, observed: Observed, state: State, now: float) ->
 
 
 def build_conditions(run: RunFacts, observed: Observed, state: State, now: float) -> dict[str, Condition]:
-    """Every condition; one whose status did not change keeps its time."""
+    """Every condition; a condition whose status did not change keeps its transition time."""
     judged = _judge(run, observed, state)
     built = {}
     for kind in CONDITIONS:
@@ -160,7 +160,7 @@ def _interrupted(state: State, attempt: Attempt | None, lives: bool) -> Judgemen
 
 
 def _progress(observed: Observed, run: RunFacts) -> dict[str, Any]:
-    """What the pod said last; what it did not say stays as it was."""
+    """The pod's last report; fields that it omits keep their values."""
     before = observed.stored.raw
     kept = {name: before[name] for name in PROGRESS_FIELDS if name in before}
     fresh = observed.progress
@@ -183,7 +183,7 @@ def _progress(observed: Observed, run: RunFacts) -> dict[str, Any]:
         "lastReportTime": format_time(fresh.at),
     }
     if fresh.phase in STARTING_PHASES and fresh.step < kept.get("step", 0):
-        del values["step"]  # It has not read the checkpoint yet from which it goes on.
+        del values["step"]  # The pod has not read the checkpoint yet from which it resumes.
     return {**kept, **_set(values)}
 
 
@@ -191,7 +191,7 @@ PROGRESS_FIELDS = (
     "step", "steps", "reward", "parity", "policyVersion", "adapterDigest", "checkpoint", "tokensPerSecond",
     "secondsLeft", "execution", "lastReportTime",
 )  # fmt: skip
-"""Fields that only a pod can fill. A change of these alone is written less often."""
+"""Fields that only a pod can fill. A change in these alone is written less often."""
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _condition(condition: Condition) -> dict[str, Any]:
 
 
 def is_progress_only(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """The two differ in nothing but what the pod reports of itself and the GPU time that passes meanwhile."""
+    """Whether the two differ only in what the pod reports about itself and in the GPU time that passed."""
     return _settled(before) == _settled(after)
 
 
@@ -263,7 +263,7 @@ def _first(attempts: tuple[Attempt, ...], name: str) -> float | None:
 
 
 def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is not known: a field that is absent says that, and null is refused by the API server."""
+    """The known fields: an absent field means unknown, and the API server refuses null."""
     return {name: value for name, value in fields.items() if value is not None and value != ""}
 
 
@@ -276,5 +276,5 @@ def _time(seconds: float | None) -> str | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Six digits are what a reader compares; more would make every status differ from the last."""
+    """Six significant digits, enough for a reader; more would make every status differ from the last."""
     return None if value is None else float(f"{value:.6g}")

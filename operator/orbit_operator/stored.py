@@ -1,6 +1,6 @@
 """The run's own `status`, read back as facts.
 
-Belongs here: the inverse of `status`, forgiving where somebody else wrote into it. Does not belong here: judging it.
+Belongs here: the inverse of `status`, tolerant of what others wrote there. Does not belong here: judging it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from orbit_operator.timestamps import read_time
 
 
 def read_stored(status: Mapping[str, Any]) -> Stored:
-    """What the status remembers; parts that cannot be read are as if they were not there."""
+    """What the status remembers; unreadable parts count as absent."""
     attempts = [_attempt(each) for each in _list(status.get("attempts"))]
     conditions = [_condition(each) for each in _list(status.get("conditions"))]
     retired = status.get("retired")
@@ -67,7 +67,7 @@ def _verdict(fields: Mapping[str, Any]) -> Verdict | None:
 
 
 def read_owner(fields: Mapping[str, Any]) -> Owner:
-    """`whoActs` of a status or an ending."""
+    """The owner in `whoActs` of a status or an ending."""
     owner = _text(fields, "whoActs").lower()
     return cast(Owner, owner if owner in ("user", "cluster", "hardware", "orbit") else "none")
 

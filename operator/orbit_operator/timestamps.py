@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 
 REMEMBERED = 4096
-"""A status is written again and again with the same times in it, and formatting one costs more than all the rest."""
+"""Number of formatted times cached: statuses repeat their times, and formatting them would cost more than all else."""
 
 
 def format_time(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""Which runs must be looked at: every key once, never two workers on one, failures later and later.
+"""The queue of runs to look at: each key once, one worker per key, growing delays after failures.
 
-Belongs here: order, delays, back-off. Does not belong here: looking (`reconcile`).
+Belongs here: order, delays, back-off. Does not belong here: the look itself (`reconcile`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ LONGEST_RETRY = 30.0
 
 
 class WorkQueue[K]:
-    """For one event loop. A key that is added while it is worked on is worked on once more afterwards.
+    """Belongs to one event loop. A key that is added while a worker holds it is queued once more afterwards.
 
     Args:
         draw: a number in [0, 1) for the jitter.
-        waited: told for how many seconds a key that is taken was ready.
-        clock: what that is measured with.
+        waited: called with the seconds for which a key was ready before a worker took it.
+        clock: measures those seconds.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class WorkQueue[K]:
         self._waited = waited
         self._clock = clock
         self._ready: OrderedDict[K, float] = OrderedDict()
-        """Since when."""
+        """Ready keys, and when each became ready."""
         self._working: set[K] = set()
         self._again: set[K] = set()
         self._timers: dict[K, asyncio.TimerHandle] = {}
@@ -49,7 +49,7 @@ class WorkQueue[K]:
             self._filled.set()
 
     def add_after(self, key: K, seconds: float) -> None:
-        """One timer for each key: the earlier wins."""
+        """Adds the key after a delay. There is one timer per key: the earlier wins."""
         loop = asyncio.get_running_loop()
         due = loop.time() + max(0.0, seconds)
         timer = self._timers.get(key)
@@ -72,12 +72,12 @@ class WorkQueue[K]:
         return key
 
     def done(self, key: K) -> None:
-        """The key was worked on, well."""
+        """The key was handled successfully."""
         self._failures.pop(key, None)
         self._release(key)
 
     def failed(self, key: K, at_least: float = 0.0) -> float:
-        """The key is tried again after a while that doubles; returns the while."""
+        """Schedules the key again after a delay that doubles with each failure; returns the delay."""
         count = self._failures[key] = self._failures.get(key, 0) + 1
         delay = max(at_least, min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** (count - 1)) * (0.5 + self._draw()))
         self._release(key)
@@ -85,7 +85,7 @@ class WorkQueue[K]:
         return delay
 
     def forget(self, key: K) -> None:
-        """There is nothing left to do for this key."""
+        """Forgets a key that needs no more work."""
         self._failures.pop(key, None)
         timer = self._timers.pop(key, None)
         if timer is not None:

@@ -1,7 +1,7 @@
-"""For people who collect what an agent does and improve it from Python; loads no torch before it trains.
+"""Collecting an agent's trajectories and improving the agent from Python; loads no torch before training.
 
-Belongs here: datasets of trajectories, making and cleaning data, drivers of training and evolution, and a door to the
-loop. Does not belong here: training itself (`loop`), which is the same as a manifest's.
+Belongs here: datasets of trajectories, generating and cleaning data, drivers of training and evolution, and access to
+the loop. Does not belong here: training itself (`loop`), which is the same as for a manifest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is asked of values and functions that users hand over, said in one clear error.
+"""Checks of values and functions supplied by users, each with one clear error.
 
-Belongs here: refusing, with the place and the fix. Does not belong here: what happens with what is accepted.
+Belongs here: refusing, with the place and the fix. Does not belong here: using accepted values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from orbit_runtime.errors import DataError, UsageError
 
 
 def check_number(where: str, value: object, *, low: float, high: float = math.inf, above: bool = False) -> None:
-    """`value` is a finite number in `[low, high]`, with `above` in `(low, high]`."""
+    """Checks that `value` is a finite number in `[low, high]`, with `above` in `(low, high]`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UsageError(f"{value!r} is no number", where=where, fix=f"give {_range(low, high, above)}")
     if value > high or value < low or (above and value == low):
@@ -22,13 +22,13 @@ def check_number(where: str, value: object, *, low: float, high: float = math.in
 
 
 def check_count(where: str, value: object, *, low: int = 1) -> None:
-    """`value` is a whole number, `low` or more."""
+    """Checks that `value` is a whole number, `low` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise UsageError(f"{value!r} is no whole number of {low} or more", where=where, fix=f"give {low} or more")
 
 
 def check_items(data: object, where: str) -> list[Any]:
-    """`data` as a new list; a text or a mapping, which could be read as one, is refused."""
+    """`data` as a new list; a text or a mapping, which are iterable too, is refused."""
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
         raise DataError(
             f"a {type(data).__name__} is no collection of items", where=where, fix="give a list of items, or a dataset"
@@ -37,7 +37,7 @@ def check_items(data: object, where: str) -> list[Any]:
 
 
 def check_sync(function: object, where: str) -> None:
-    """A plain function, as the caller does not await."""
+    """Checks for a plain function, as the caller does not await."""
     if not callable(function):
         raise UsageError(f"{function!r} cannot be called", where=where, fix="give a function")
     if is_async(function):
@@ -47,7 +47,7 @@ def check_sync(function: object, where: str) -> None:
 
 
 def check_async(function: object, where: str) -> None:
-    """A function that can be awaited; one wrapped so that it looks plain is found when it is called (`awaited`)."""
+    """Checks for an async function; one that is wrapped to look plain is detected when called (`awaited`)."""
     if not callable(function):
         raise UsageError(f"{function!r} cannot be called", where=where, fix="give an async function")
     if not is_async(function) and (inspect.isfunction(function) or inspect.ismethod(function)):
@@ -57,7 +57,7 @@ def check_async(function: object, where: str) -> None:
 
 
 def is_async(function: object) -> bool:
-    """Whether calling it gives something to await, as far as that shows from outside."""
+    """Whether calling it gives an awaitable, as far as that is visible from outside."""
     return any(
         inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
         for each in (function, getattr(function, "func", None), type(function).__dict__.get("__call__"))
@@ -65,7 +65,7 @@ def is_async(function: object) -> bool:
 
 
 async def awaited(answer: object, where: str) -> Any:
-    """The result of a call that was to be awaited."""
+    """The result of a call that must be awaited."""
     if not inspect.isawaitable(answer):
         raise UsageError(
             f"the call gave a {type(answer).__name__} and nothing to await", where=where, fix="make it an `async def`"
@@ -74,7 +74,7 @@ async def awaited(answer: object, where: str) -> Any:
 
 
 def plain(answer: Any, where: str) -> Any:
-    """The result of a call that was not to be awaited."""
+    """The result of a call that must not be awaited."""
     if inspect.isawaitable(answer):
         if inspect.iscoroutine(answer):
             answer.close()
@@ -85,7 +85,7 @@ def plain(answer: Any, where: str) -> Any:
 
 
 def num_taken(function: Callable[..., Any], most: int) -> int:
-    """How many of `most` positional arguments it takes."""
+    """How many of `most` positional arguments the function takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""Evolution: a population is evaluated, selected and mutated, epoch after epoch, and goes on after it was interrupted.
+"""Evolution: evaluates, selects and mutates a population, epoch after epoch, and continues after an interruption.
 
-Belongs here: the walk and its state. Does not belong here: what an individual is, which only the strategy knows.
+Belongs here: the loop and its state. Does not belong here: what an individual is, which only the strategy knows.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class EvolutionPhase(StrEnum):
 
 @dataclass(frozen=True)
 class EvolutionConfig:
-    """How long, and how hard, is selected."""
+    """Length and strength of the selection."""
 
     epochs: int = 10
     population_size: int = 20
-    """Individuals of an epoch; survivors are followed by their children until there are so many."""
+    """Individuals per epoch; survivors are supplemented by children up to this number."""
     selection_ratio: float = 0.5
     """Share of the population that survives an epoch."""
     mutation_rate: float = 0.1
-    """Given to the strategy's `mutate`; where that takes an individual only, the chance that a child is mutated."""
+    """Passed to the strategy's `mutate`; if that takes only an individual, the chance that a child is mutated."""
     seed: int = 0
     concurrency: int = 16
-    """Evaluations and mutations under way at one time, at most."""
+    """Most evaluations and mutations in progress at a time."""
 
     def __post_init__(self) -> None:
         check_count("EvolutionConfig.epochs", self.epochs)
@@ -58,19 +58,19 @@ class EvolutionConfig:
 
 
 class EvolutionStrategy(ABC):
-    """What an individual is worth, who survives, and what a child looks like. All three are async."""
+    """Scores individuals, selects survivors, and makes children. All three methods are async."""
 
     @abstractmethod
     async def evaluate(self, individual: Any) -> float:
-        """Its score: higher is better."""
+        """The individual's score: higher is better."""
 
     async def select(self, population: list[Any], scores: list[float], selection_ratio: float) -> list[Any]:
-        """The survivors. The population comes best first; an own `select` may take fewer of these arguments."""
+        """The survivors. The population is given best first; an override may take fewer of these arguments."""
         return population[: max(1, round(selection_ratio * len(population)))]
 
     @abstractmethod
     async def mutate(self, individual: Any, mutation_rate: float) -> Any:
-        """A changed copy. An own `mutate` may leave out `mutation_rate`."""
+        """A changed copy. An override may omit `mutation_rate`."""
 
 
 @dataclass(frozen=True)
@@ -85,38 +85,38 @@ class EvolutionEpoch:
 
 @dataclass(frozen=True)
 class EvolutionResult:
-    """What came of it."""
+    """The result of an evolution."""
 
     best_score: float
     """The highest of all epochs."""
     best: Any
-    """The individual that had it."""
+    """The individual with the best score."""
     epochs_completed: int
     history: list[EvolutionEpoch]
     population: list[Any]
-    """That of the last epoch, best first."""
+    """The population of the last epoch, best first."""
 
 
 @dataclass
 class _Progress:
-    """All that a later process needs in order to go on."""
+    """Everything that a later process needs to continue."""
 
     population: list[Any]
     scores: list[float | None]
-    """None: not evaluated yet."""
+    """None for individuals not evaluated yet."""
     history: list[EvolutionEpoch] = field(default_factory=list)
     best: Any = None
     best_score: float = -math.inf
     is_counted: bool = False
-    """The population is that of the last epoch in `history`; else of the one after it."""
+    """Whether the population is that of the last epoch in `history`; otherwise it is that of the next epoch."""
 
 
 class EvolutionPipeline:
-    """Evaluates every individual once: one that survives keeps its score.
+    """Evaluates every individual once; survivors keep their scores.
 
     Args:
-        checkpoint: a file that is written after each evaluation. A pipeline with the same config goes on from it, and
-            the population that `run` is given then is not looked at. Individuals must be JSON values.
+        checkpoint: a file that is written after each evaluation. A pipeline with the same config continues from it, and
+        ignores the population given to `run`. Individuals must be JSON values.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class EvolutionPipeline:
         self._progress: _Progress | None = None
 
     async def run(self, population: Sequence[Any]) -> EvolutionResult:
-        """Through all epochs. After an error or a kill, another call goes on with what was not evaluated yet.
+        """Runs all epochs. After an error or a kill, another call continues with what was not evaluated yet.
 
         Raises:
-            DataError: a population of fewer than two, or a score that is no finite number.
+            DataError: a population of fewer than two, or a score that is not a finite number.
         """
         progress = self._progress or self._load() or _Progress(check_items(population, "population"), [])
         if len(progress.population) < 2:
@@ -170,7 +170,7 @@ class EvolutionPipeline:
         )
 
     async def _evaluate(self, progress: _Progress) -> None:
-        """Fills in what is missing, and sorts the population, best first."""
+        """Fills in missing scores, and sorts the population, best first."""
         self.phase = EvolutionPhase.EVALUATING
         places = asyncio.Semaphore(self.config.concurrency)
 
@@ -247,7 +247,7 @@ class EvolutionPipeline:
             content = json.loads(Path(self._checkpoint).read_text(encoding="utf-8"))
             history = [EvolutionEpoch(**each) for each in content["history"]]
             config = {**content["config"], "epochs": self.config.epochs, "concurrency": self.config.concurrency}
-            # Files of 0.1 say it by this: only behind the last epoch did they keep the population that was counted.
+            # Files from 0.1 imply it: they kept the counted population only after the last epoch.
             is_counted = bool(content.get("is_counted", len(history) == content["config"]["epochs"]))
             progress = _Progress(
                 decode(content["population"]), content["scores"], history, decode(content["best"]),
@@ -264,7 +264,7 @@ class EvolutionPipeline:
 
 
 async def _together(calls: list[Any]) -> None:
-    """All of them; the first error ends the others and is raised itself."""
+    """Awaits all calls; the first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for call in calls:

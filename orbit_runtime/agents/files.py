@@ -1,8 +1,8 @@
 """Trajectory items as JSON and CSV, written and read back unchanged.
 
-A CSV cell holds a text as it is, and anything else as JSON. A text that a reader would take for something else gets an
-apostrophe before it, spreadsheets' own sign for text: one that is JSON itself, and one that a spreadsheet would run as
-a formula (`=`, `+`, `-`, `@`). Reading takes the apostrophe off.
+A CSV cell holds a text unchanged, and anything else as JSON. A text that would be misread gets a leading apostrophe,
+which marks text in spreadsheets: a text that is valid JSON, and one that a spreadsheet would run as a formula (`=`,
+`+`, `-`, `@`). Reading removes the apostrophe.
 
 Belongs here: both formats. Does not belong here: which values can be written (`values`).
 """
@@ -25,7 +25,7 @@ from orbit_runtime.errors import DataError, OutputError
 
 COLUMNS = ("state", "action", "reward", "metadata")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""With their full-width forms, which spreadsheets take for the same."""
+"""Includes full-width forms, which spreadsheets treat alike."""
 
 
 def to_json(items: Sequence[TrajectoryItem]) -> str:
@@ -81,7 +81,7 @@ def from_csv(text: str, where: str) -> list[TrajectoryItem]:
 
 
 def save(path: str | os.PathLike[str], text: str) -> None:
-    """Whole or not at all: a reader never sees half a file."""
+    """Writes atomically: a reader never sees half a file."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.partial")
     try:
@@ -96,7 +96,7 @@ def save(path: str | os.PathLike[str], text: str) -> None:
 def load(
     source: str | os.PathLike[str], read: Callable[[str, str], list[TrajectoryItem]], *, is_text: Callable[[str], bool]
 ) -> list[TrajectoryItem]:
-    """Items of a file, or of the text itself."""
+    """Items from a file, or from the text itself."""
     if isinstance(source, str) and is_text(source):
         return read(source, "text")
     try:
@@ -111,7 +111,7 @@ def load(
 
 def _to_cell(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        # A number that is none has no digits that a spreadsheet could run.
+        # NaN and infinities contain nothing that a spreadsheet could run.
         return json.dumps(value) if isinstance(value, float) else _dump(encode(value, where))
     if value.startswith((*_FORMULA, "'")) or _is_json(value) or not _is_unicode(value):
         return f"'{value}" if _is_unicode(value) else _dump(value)
@@ -136,7 +136,7 @@ def _is_json(text: str) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    """Half a surrogate pair, which Python's texts may hold, has no UTF-8."""
+    """Whether UTF-8 can encode the text: Python's texts may contain lone surrogates, which it cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -158,7 +158,7 @@ def _parse(text: str, where: str, kind: str) -> Any:
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """Python's CSV reader refuses cells above 128 KiB, and an agent's state may be a whole page."""
+    """Raises the limit of Python's CSV reader, 128 KiB per cell: an agent's state may be a whole page."""
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
         yield

@@ -24,9 +24,9 @@ class TrajectoryItem:
     state: Any
     """What the agent saw: text, messages, numbers."""
     action: Any = ""
-    """What it did then."""
+    """What it did in response."""
     reward: float | None = 0.0
-    """What that was worth; None: nobody has said."""
+    """The reward of the action; None if unknown."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Anything else that is worth keeping."""
 
@@ -38,10 +38,10 @@ class TrajectoryItem:
 
 
 Item = TrajectoryItem | dict[str, Any]
-"""What the functions of this package take beside each other: items, and plain dicts."""
+"""Functions of this package accept both items and plain dicts."""
 
 PAIRS = (("state", "action"), ("input", "output"), ("prompt", "completion"))
-"""Keys under which a plain dict may hold what the agent saw and what it did."""
+"""Pairs of keys under which a plain dict may hold state and action."""
 
 
 def item_from(value: object, where: str) -> TrajectoryItem:
@@ -63,7 +63,7 @@ def item_from(value: object, where: str) -> TrajectoryItem:
 
 
 def score_of(item: object, where: str) -> float | None:
-    """An item's reward, a dict's `score` or else `reward`; None where it is None or NaN."""
+    """An item's reward, or a dict's `score` or else `reward`; None if it is None or NaN."""
     if isinstance(item, TrajectoryItem):
         value: Any = item.reward
     elif isinstance(item, Mapping) and ("score" in item or "reward" in item):
@@ -78,7 +78,7 @@ def score_of(item: object, where: str) -> float | None:
 
 
 def pair_keys(item: object, where: str) -> tuple[str, str]:
-    """The names under which an item holds what was seen and what was done."""
+    """The names under which an item holds state and action."""
     if isinstance(item, TrajectoryItem):
         return PAIRS[0]
     keys = set(item) if isinstance(item, Mapping) else set()
@@ -93,7 +93,7 @@ def pair_keys(item: object, where: str) -> tuple[str, str]:
 
 
 def seen_key(item: object, where: str) -> str:
-    """The name under which an item holds what was seen."""
+    """The name under which an item holds the state."""
     if isinstance(item, TrajectoryItem):
         return "state"
     keys = set(item) if isinstance(item, Mapping) else set()
@@ -108,7 +108,7 @@ def get(item: Any, key: str) -> Any:
 
 
 def changed(item: Any, **values: Any) -> Any:
-    """A copy with other values; the item itself stays as it is."""
+    """A copy with other values; the item itself is unchanged."""
     return replace(item, **values) if isinstance(item, TrajectoryItem) else {**item, **values}
 
 
@@ -116,7 +116,7 @@ _NO_TEXT = ("reward", "score", "metadata")
 
 
 def text_of(item: object, where: str) -> str:
-    """What makes an item the same as another: state and action, or all of a dict but scores and metadata."""
+    """What identifies an item: state and action, or everything in a dict but scores and metadata."""
     if isinstance(item, str):
         return item
     if isinstance(item, TrajectoryItem):

@@ -1,4 +1,4 @@
-"""`deduplicate`: items without those that say nearly the same as an earlier one.
+"""`deduplicate`: removes items that are nearly the same as an earlier one.
 
 Two texts are near-duplicates when the sets of their trigrams (case and white space folded) have a Jaccard similarity of
 `threshold` or more. Nothing is approximated. Candidates come from two filters that no near-duplicate passes by: parts
@@ -24,19 +24,19 @@ from orbit_runtime.agents.checks import check_items, check_number
 from orbit_runtime.agents.items import text_of
 
 _MOST_KEYS = 30
-"""Of one prefix in the index: more keys each are rarer, so that fewer candidates are verified, and take more memory."""
+"""Most index keys of one prefix: more keys are rarer, so fewer candidates are verified, but take more memory."""
 _CROWD = 200
-"""Sets with one and the same part: beyond that, comparing them all costs more than the keys of a prefix do."""
+"""Most sets with the same part: beyond this, comparing them all costs more than the keys of a prefix."""
 _LEAST_PART = 2
-"""Tokens of a part on average; smaller ones are equal too often."""
+"""Least mean number of tokens in a part; smaller parts are equal too often."""
 _SIGNATURE_BITS = 509
-"""Several times an item's trigrams, so that few share a bit; and no more, as comparing costs time by its words."""
+"""Several times an item's trigrams, so that few share a bit, but no more, as each word costs time to compare."""
 _SLACK = 1e-9
-"""Against rounding: a similarity that is the threshold exactly counts."""
+"""Tolerance for rounding: a similarity of exactly the threshold counts."""
 
 
 def deduplicate(data: Iterable[Any], threshold: float = 0.9) -> list[Any]:
-    """Keeps an item unless one that was kept before it is a near-duplicate; the order stays.
+    """Keeps an item unless an earlier kept one is a near-duplicate; the order is preserved.
 
     Args:
         data: trajectory items (state and action are compared), plain dicts (all but `reward`, `score`, `metadata`) or
@@ -82,16 +82,16 @@ class _Kept:
         ranks = {number: rank for rank, number in enumerate(order)}
         self._sets = [sorted([ranks[number] for number in each]) for each in numbered]
         """The tokens of each as ranks, rarest first."""
-        # A token of one set only is shared with none.
+        # A token in only one set is shared with no other.
         self._first_shared = sum(times == 1 for times in frequency.values())
         self._bits = [1 << rank % _SIGNATURE_BITS for rank in range(len(order))]
         draw = Random(0)
         self._codes = [draw.getrandbits(60) for _ in order]
-        """The exclusive or of its tokens' stands for a part; what is equal by chance is verified as all is."""
+        """The XOR of its tokens' codes represents a part; chance collisions are verified like all candidates."""
         own = (self._part_keys(each, self._parts(len(each))) for each in self._sets)
         self._crowded = {key for key, times in Counter(chain.from_iterable(own)).items() if times > _CROWD}
         self._index: dict[int, list[tuple[int, list[int]]]] = {}
-        """Signature and set of those that are kept, under each of their keys."""
+        """Key → signature and set of each kept item with that key."""
 
     def add(self, place: int) -> bool:
         """Whether this set is kept."""
@@ -101,7 +101,7 @@ class _Kept:
             signature |= self._bits[rank]
         entries: list[int] = []
         needs_prefix = own_prefix = False
-        # Those under which sets stand that may be near, its own among them.
+        # Keys under which near sets may be found, including its own.
         for parts in self._parts_near(size):
             keys = self._part_keys(ranks, parts)
             rare = [key for key in keys if key not in self._crowded]
@@ -123,7 +123,7 @@ class _Kept:
         return True
 
     def _has_near(self, mine: frozenset[int], signature: int, keys: list[int]) -> bool:
-        # A set may stand under several keys; to compare signatures again is cheaper than to remember who was seen.
+        # A set may have several keys; comparing signatures again is cheaper than remembering which were seen.
         most, entries_of = self._most_unshared(len(mine)), self._index.get
         for key in keys:
             for other, ranks in entries_of(key, ()):
@@ -140,7 +140,7 @@ class _Kept:
         return list(map(hash, combinations([rank for rank in prefix if rank >= self._first_shared], depth)))
 
     def _part_keys(self, ranks: list[int], parts: int) -> list[int]:
-        """None where there are no parts."""
+        """None if there are no parts."""
         if not parts:
             return []
         codes = [0] * parts
@@ -152,14 +152,14 @@ class _Kept:
         return ceil(self._threshold * size - _SLACK)
 
     def _most_unshared(self, size: int) -> int:
-        """Tokens that only one of two sets has, at most, where one is of this size and they are near."""
+        """Most tokens in only one of two near sets, given the size of one."""
         return int((1 - self._threshold) / self._threshold * size + _SLACK)
 
     def _sizes_near(self, size: int) -> range:
         return range(self._least_shared(size), int(size / self._threshold + _SLACK) + 1)
 
     def _find_parts(self, size: int) -> int:
-        """0: the threshold is too low for them."""
+        """Number of parts; 0 if the threshold is too low for parts."""
         parts = self._most_unshared(size) + 1
         return parts if size >= _LEAST_PART * parts else 0
 

@@ -1,6 +1,6 @@
-"""Making data from data: synthesisers, and a pipeline of steps that ends with filters.
+"""Generates data from data: synthesisers, and a pipeline of steps that ends with filters.
 
-Belongs here: who makes items, and what is kept of them. Does not belong here: single changes (`transforms`).
+Belongs here: generating and filtering items. Does not belong here: single changes (`transforms`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from orbit_runtime.seeds import stream_key
 
 @dataclass(frozen=True)
 class SynthesisConfig:
-    """What a pipeline is to end with."""
+    """The desired result of a pipeline."""
 
     target_size: int = 100
-    """Items of the result, at most: synthesisers are asked for what is missing."""
+    """Most items in the result: synthesisers generate what is missing."""
     min_score: float | None = None
-    """Items with a smaller score, or none, are left out; None: no item is."""
+    """Items with a smaller score, or without one, are dropped; None keeps all."""
     dedup_threshold: float | None = 0.9
-    """Near-duplicates are left out from this similarity on (`deduplicate`); None: none are."""
+    """Near-duplicates of this similarity or more are dropped (`deduplicate`); None keeps all."""
 
     def __post_init__(self) -> None:
         check_count("SynthesisConfig.target_size", self.target_size)
@@ -42,14 +42,14 @@ class SynthesisConfig:
 
 @dataclass(frozen=True)
 class SynthesisResult:
-    """What came of a pipeline."""
+    """The result of a pipeline."""
 
     items: list[Any] = field(default_factory=list)
-    """Seeds first, as far as they passed the filters."""
+    """Items that passed the filters, seeds first."""
     generated_count: int = 0
     """Items that the steps added to the seeds."""
     filtered_count: int = 0
-    """Items, seeds too, that were left out for their score or as near-duplicates."""
+    """Items, including seeds, that were dropped for their score or as near-duplicates."""
 
 
 class DataSynthesiser(ABC):
@@ -57,16 +57,16 @@ class DataSynthesiser(ABC):
 
     @abstractmethod
     async def generate(self, count: int) -> list[Any]:
-        """So many items."""
+        """Generates `count` items."""
 
 
 class TemplateSynthesiser(DataSynthesiser):
-    """Fills templates: every one with every combination of values before any is repeated, in an order of the seed.
+    """Fills templates, using each with every combination of values before repeating any, in an order set by the seed.
 
     Args:
         templates: texts such as `"What is {a}+{b}?"`, each the state of an item; or dicts of an item's fields, whose
             texts are filled: `{"state": "{a}+{a}=", "action": "2*{a}"}`.
-        variables: for each name its values.
+        variables: name → values.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TemplateSynthesiser(DataSynthesiser):
         check_count("count", count, low=0)
         combinations = [self._num_combinations(names) for names in self._names]
         total = sum(combinations)
-        # Numbers are drawn and not lists shuffled: the product of all values may be astronomical.
+        # Draw numbers instead of shuffling a list: the number of combinations may be astronomical.
         draw = Random(stream_key(self._seed, "templates"))
         numbers: list[int] = []
         while len(numbers) < count:
@@ -128,11 +128,11 @@ class TemplateSynthesiser(DataSynthesiser):
 
 
 Step = DataSynthesiser | Callable[[list[Any]], Any]
-"""A synthesiser, which adds items; or a function, plain or async, from the whole data to new data."""
+"""A synthesiser, which adds items; or a function, plain or async, that turns all data into new data."""
 
 
 class SynthesisPipeline:
-    """Seeds pass through the steps, in the order in which they were added, and then through the filters."""
+    """Passes seeds through the steps, in the order in which they were added, and then through the filters."""
 
     def __init__(self, config: SynthesisConfig | None = None) -> None:
         self.config = SynthesisConfig() if config is None else config
@@ -141,7 +141,7 @@ class SynthesisPipeline:
         self._steps: list[Step] = []
 
     def add_step(self, step: Step) -> Self:
-        """Returns the pipeline, so that calls can follow each other."""
+        """Adds a step; returns the pipeline, so that calls can be chained."""
         where = f"steps[{len(self._steps)}]"
         if hasattr(step, "generate"):
             check_async(step.generate, f"{where}.generate")
@@ -151,7 +151,7 @@ class SynthesisPipeline:
         return self
 
     async def run(self, seed_data: Iterable[Any] = ()) -> SynthesisResult:
-        """The seeds, what the steps made of them, and what the filters left."""
+        """Runs the steps and the filters on the seeds."""
         data = check_items(seed_data, "seed_data")
         num_seeds = len(data)
         synthesisers = sum(hasattr(step, "generate") for step in self._steps)

@@ -1,6 +1,6 @@
-"""`Trainer`: a driver that walks a training of your own from its checks to its evaluation.
+"""`Trainer`: a driver that takes your own training from its checks to its evaluation.
 
-Belongs here: states, and who is called in which. Does not belong here: Orbit's own training (`verl`).
+Belongs here: states, and the methods called in each. Does not belong here: Orbit's own training (`verl`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orbit_runtime.errors import UsageError
 
 
 class TrainerState(StrEnum):
-    """Where a trainer stands."""
+    """The state of a trainer."""
 
     CREATED = "created"
     VALIDATING = "validating"
@@ -38,7 +38,7 @@ class TrainConfig:
     learning_rate: float = 1e-4
     warmup_steps: int = 0
     eval_every: int = 0
-    """Steps between evaluations; 0: only at the end."""
+    """Steps between evaluations; 0 evaluates only at the end."""
 
     def __post_init__(self) -> None:
         check_count("TrainConfig.epochs", self.epochs)
@@ -50,22 +50,21 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TrainMetrics:
-    """What a training came to; None: it was not measured."""
+    """The results of training; None for what was not measured."""
 
     loss: float | None = None
     accuracy: float | None = None
     reward: float | None = None
     steps: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else there is to say."""
+    """Any other results."""
 
 
 class Trainer(ABC):
-    """Subclass it with `train` and `evaluate`, and with checks of your own where the usual ones do not fit.
+    """Subclass it with `train` and `evaluate`, and override the checks that do not fit.
 
-    A check raises, or returns False, where something is wrong. `self.reward_fn` is the function that was given, and
-    raises UsageError where a call gives something to await: what looks plain from outside, such as a lambda, is found
-    then.
+    A check raises or returns False if something is wrong. `self.reward_fn` is the given function; it raises UsageError
+    if a call returns an awaitable, which detects async functions that look plain from outside, such as a lambda.
     """
 
     def __init__(self, agent: Any, dataset: Any, reward_fn: Callable[..., Any], config: TrainConfig) -> None:
@@ -75,23 +74,23 @@ class Trainer(ABC):
         self.config = config
         self.state = TrainerState.CREATED
         self.error: BaseException | None = None
-        """What ended the walk in `ERROR`."""
+        """The exception that led to `ERROR`."""
 
     async def check_agent(self) -> bool | None:
-        """There is one."""
+        """Checks that there is an agent."""
         return self.agent is not None
 
     async def check_dataset(self) -> bool | None:
-        """It is not empty."""
+        """Checks that the dataset is not empty."""
         return self.dataset is not None and (not hasattr(self.dataset, "__len__") or len(self.dataset) > 0)
 
     async def check_reward(self) -> bool | None:
-        """It can be called, and gives a value and nothing to await."""
+        """Checks that the reward can be called, and returns a value instead of an awaitable."""
         check_sync(self.reward_fn, "Trainer.reward")
         return True
 
     async def check_config(self) -> bool | None:
-        """It is there."""
+        """Checks that there is a config."""
         return self.config is not None
 
     @abstractmethod
@@ -103,10 +102,10 @@ class Trainer(ABC):
         """Measures the agent as it is now."""
 
     async def run(self) -> TrainMetrics:
-        """Checks, trains and evaluates; what the evaluation measured. May be called again when it has ended.
+        """Checks, trains and evaluates; returns the evaluation's results. May be called again after it has ended.
 
         Raises:
-            Exception: what a check, the training or the evaluation raised; `state` is then ERROR, `error` this.
+            Exception: raised by a check, the training or the evaluation; `state` is then ERROR, `error` the exception.
         """
         ended = (TrainerState.CREATED, TrainerState.COMPLETE, TrainerState.ERROR)
         if self.state not in ended:
@@ -138,7 +137,7 @@ class Trainer(ABC):
 
 
 def _valued(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose calls must give a value; what shows from outside is left to `check_reward`."""
+    """The function, wrapped so that its calls must return a value; `check_reward` handles what is visible before."""
     if not callable(function) or is_async(function):
         return function
 

@@ -1,4 +1,4 @@
-"""Collecting what an agent does: which items are kept, in what form, and files of them.
+"""Collects what an agent does: which items are kept, in what form, and their files.
 
 Belongs here: the dataset and its strategies. Does not belong here: the file formats (`files`), changing data
 (`transforms`).
@@ -22,22 +22,22 @@ class TrajectoryStrategy(ABC):
 
     @abstractmethod
     def should_capture(self, item: TrajectoryItem) -> bool:
-        """Whether to keep it."""
+        """Whether to keep the item."""
 
     def process(self, item: TrajectoryItem) -> TrajectoryItem | None:
-        """What is kept of it; None: nothing after all."""
+        """The item to keep; None to drop it after all."""
         return item
 
 
 class DefaultStrategy(TrajectoryStrategy):
-    """Keeps everything, as it is."""
+    """Keeps everything unchanged."""
 
     def should_capture(self, item: TrajectoryItem) -> bool:
         return True
 
 
 class _Import:
-    """A reader that makes a dataset when it is called on the class, and fills the one that it is called on."""
+    """A reader that creates a dataset if called on the class, and fills the dataset if called on an instance."""
 
     def __init__(self, read: Callable[[str, str], list[TrajectoryItem]], is_text: Callable[[str], bool]) -> None:
         self._read = read
@@ -61,8 +61,8 @@ class TrajectoryDataset:
     class they make a dataset; called on a dataset they add to it, past its strategy. Both return the dataset.
 
     Args:
-        strategy: an object with `should_capture` and `process`; unset, everything is kept as it is.
-        items: what stands in it from the start.
+        strategy: an object with `should_capture` and `process`; by default everything is kept unchanged.
+        items: the initial items.
     """
 
     import_json = _Import(files.from_json, lambda text: text.lstrip().startswith("["))
@@ -84,11 +84,11 @@ class TrajectoryDataset:
 
     @property
     def items(self) -> list[TrajectoryItem]:
-        """A copy of the list: changing it changes no dataset."""
+        """A copy of the list: changing it does not change the dataset."""
         return list(self._items)
 
     def capture(self, item: TrajectoryItem | Mapping[str, Any]) -> TrajectoryItem | None:
-        """Asks the strategy, keeps what it makes of the item, and returns that; None: it was not captured."""
+        """Applies the strategy, keeps its result and returns it; None if the item was not captured."""
         given = item_from(item, "capture")
         if not plain(self.strategy.should_capture(given), "strategy.should_capture"):
             return None
@@ -100,15 +100,15 @@ class TrajectoryDataset:
         return kept
 
     def extend(self, items: Iterable[TrajectoryItem | Mapping[str, Any]]) -> None:
-        """Adds items past the strategy."""
+        """Adds items without the strategy."""
         self._items += [item_from(each, f"items[{index}]") for index, each in enumerate(check_items(items, "items"))]
 
     def export_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The items as a JSON list; written to `path` if there is one."""
+        """The items as a JSON list; also written to `path` if given."""
         return _export(files.to_json(self._items), path)
 
     def export_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The items as CSV, which no spreadsheet will run as formulas; written to `path` if there is one."""
+        """The items as CSV, with no formulas that a spreadsheet would run; also written to `path` if given."""
         return _export(files.to_csv(self._items), path)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Values of items as JSON that gives back what was written: NaN, infinities and tuples too, in files that are valid.
+"""Values of items as JSON with an exact round trip, including NaN, infinities and tuples, in valid files.
 
 Belongs here: one value ↔ JSON. Does not belong here: files and columns (`files`).
 """
@@ -16,7 +16,7 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` in JSON's own types. Raises DataError, with the path, where it holds anything else."""
+    """`value` in JSON's types. Raises DataError, with the path, if it contains anything unsupported."""
     if isinstance(value, float) and not math.isfinite(value):
         return {FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if value is None or isinstance(value, str | bool | int | float):
@@ -39,7 +39,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """The value that was given to `encode`."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):

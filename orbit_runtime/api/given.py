@@ -1,6 +1,6 @@
-"""What Python gives a run in place of what its manifest would name: functions, and rows of prompts.
+"""Functions and rows of prompts given from Python in place of those that a manifest names.
 
-Belongs here: the manifest that says so. Does not belong here: calling the functions (`workers`, `algorithms`).
+Belongs here: the manifest that records this. Does not belong here: calling the functions (`workers`, `algorithms`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_given(
     advantages: Callable[..., Any] | None,
     prompts: Iterable[Mapping[str, Any]] | None,
 ) -> OrbitRun:
-    """The manifest with `FROM_PYTHON` wherever a function was given, and with the rows' file."""
+    """The manifest with `FROM_PYTHON` in place of every given function, and with the file of the rows."""
     changes: dict[str, Any] = {}
     if rewards is not None:
         changes["spec.environment.rewards"] = _rewards(manifest, rewards)
@@ -62,10 +62,10 @@ def _rewards(manifest: OrbitRun, functions: Functions) -> list[dict[str, Any]]:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
-    """A file of the download cache, named by what is in it: equal rows are the same prompts, today and on resume.
+    """A file in the download cache, named by its content: equal rows are the same prompts, now and on resume.
 
     Raises:
-        DataError: a row is no mapping of plain values.
+        DataError: a row is not a mapping of plain values.
         OutputError: the cache cannot be written.
     """
     lines = []

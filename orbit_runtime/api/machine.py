@@ -1,4 +1,4 @@
-"""What this machine has, without torch: GPUs as the driver names them, and main memory.
+"""The resources of this machine, found without torch: GPUs as the driver names them, and main memory.
 
 Belongs here: asking the driver and the kernel. Does not belong here: judging (`planner`, `doctor`).
 """
@@ -16,7 +16,7 @@ from orbit_runtime.workers.nvidia_smi import ask_driver
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 CUDA_SHARE = 0.97
-"""Of the memory that the driver counts, what programs get."""
+"""Fraction of the memory reported by the driver that programs can use."""
 
 
 def this_machine(placement: Placement) -> Machine:

@@ -1,4 +1,4 @@
-"""A kept adapter as it lies in a folder or a store: its files, what they say, and the base that it was trained on.
+"""A stored adapter in a folder or a store: its files, their contents, and the base on which it was trained.
 
 Belongs here: reading, checking digests, describing by headers; no torch.
 Does not belong here: computing with the tensors (`combine`, `merge`), proving a publish (`loop`).
@@ -26,7 +26,7 @@ REFUSED_FIELDS: dict[str, Any] = {
     "bias": "none", "use_dora": False, "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {},
     "modules_to_save": None, "block_share": False,
 }  # fmt: skip
-"""Fields of PEFT's configuration that would change the arithmetic, and the only value Orbit computes with."""
+"""Fields of PEFT's configuration that would change the arithmetic, each with the only value that Orbit supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class AdapterFolder:
     """adapter_config.json."""
     files: Mapping[str, Buffer]
     header: Header
-    """Of `adapter_model.safetensors`."""
+    """Header of `adapter_model.safetensors`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the publish wrote into `manifest.json`; empty for an adapter that Orbit did not keep."""
+    """Facts that the publish wrote into `manifest.json`; empty for an adapter that Orbit did not write."""
 
     @property
     def type(self) -> str:
@@ -53,7 +53,7 @@ class AdapterFolder:
 
     @property
     def base_weights(self) -> str | None:
-        """Digest of the weights it was trained on; None where nobody wrote it down."""
+        """Digest of the weights on which it was trained; None if not recorded."""
         base = self.facts.get("base")
         return str(base["weights"]) if isinstance(base, Mapping) and base.get("weights") else None
 
@@ -64,18 +64,18 @@ class AdapterFolder:
 
     @property
     def neumann_terms(self) -> int:
-        """OFT: of the series."""
+        """OFT: number of terms of the series."""
         return int(self.config.get("num_cayley_neumann_terms") or NEUMANN_TERMS)
 
     def check_base(self, weights: str, *, who: str, ours: str, where: str, fix: str) -> None:
-        """One that does not say which base it was trained on is let through.
+        """Checks the base. An adapter that does not record its base passes.
 
         Args:
             weights: digest of the base's files.
-            who, ours: what it and this base are called.
+            who, ours: names of the adapter and of this base.
 
         Raises:
-            ModelError: (66) it was trained on another base, or on the same in another format.
+            ModelError: (66) the adapter was trained on another base, or on the same base in another format.
         """
         theirs = self.base_weights
         if theirs not in (None, weights):
@@ -85,7 +85,7 @@ class AdapterFolder:
 
     @property
     def scaling(self) -> float:
-        """What LoRA's product is multiplied by."""
+        """The factor of LoRA's product."""
         root = self.rank**0.5 if self.config.get("use_rslora") else self.rank
         return float(self.config["lora_alpha"]) / root
 
@@ -105,7 +105,7 @@ def is_adapter(store: Store) -> bool:
 
 
 def adapter_address(uri: str) -> str | None:
-    """Of an adapter's folder, or of the newest adapter in a run's; None: there is none."""
+    """The location of an adapter's folder, or of the newest adapter in a run folder; None if there is none."""
     store = open_store(uri, writable=False)
     if is_adapter(store):
         return uri
@@ -114,16 +114,16 @@ def adapter_address(uri: str) -> str | None:
 
 
 def open_adapter(uri: str) -> AdapterFolder:
-    """Reads a folder or a store's prefix, every file against the manifest's digest where there is one.
+    """Reads a folder or a store's prefix, and checks every file against the manifest's digest if there is one.
 
     Raises:
-        ModelError: a file is missing or changed, or it is an adapter that Orbit does not compute with.
+        ModelError: a file is missing or changed, or Orbit does not support the adapter.
     """
     return read_adapter(open_store(uri, writable=False))
 
 
 def read_adapter(store: Store) -> AdapterFolder:
-    """`open_adapter` of an open store, whose root is the adapter's folder."""
+    """`open_adapter` for an open store, whose root is the adapter's folder."""
     config = _parse(_get(store, CONFIG_FILE), store, CONFIG_FILE)
     files: dict[str, Buffer] = {CONFIG_FILE: store.get(CONFIG_FILE), MODEL_FILE: _view(store, MODEL_FILE)}
     if config.get("peft_type") == "OFT" and store.exists(ROTATIONS_FILE):
@@ -137,14 +137,14 @@ def read_adapter(store: Store) -> AdapterFolder:
 
 
 def build_adapter(place: str, files: Mapping[str, Buffer], facts: Mapping[str, Any] | None = None) -> AdapterFolder:
-    """Of files that were checked where they were read. Args: place: for messages."""
+    """An adapter from files that were checked when they were read. Args: place: for messages."""
     data = files[MODEL_FILE]
     header = parse_header(data, size=memoryview(data).nbytes, where=f"{place}/{MODEL_FILE}")
     return AdapterFolder(place, json.loads(bytes(files[CONFIG_FILE])), files, header, facts or {})
 
 
 def describe_adapter(adapter: AdapterFolder) -> dict[str, Any]:
-    """What `orbit inspect` says of an adapter."""
+    """What `orbit inspect` reports about an adapter."""
     shapes = [info.shape for info in adapter.header.tensors.values()]
     targets = Counter(module.rpartition(".")[2] for module in adapter.modules())
     facts: dict[str, Any] = {
@@ -232,7 +232,7 @@ def _check_config(store: Store, config: Mapping[str, Any]) -> None:
 
 
 def _check_names(adapter: AdapterFolder) -> None:
-    """Every module has the tensors of its type, and LoRA's two agree on the rank."""
+    """Checks that every module has the tensors of its type, and that LoRA's two agree on the rank."""
     where = f"{adapter.place}/{MODEL_FILE}"
     kinds = ("lora_A", "lora_B") if adapter.type == "LoRA" else ("oft_R",)
     tensors = adapter.header.tensors

@@ -3,9 +3,9 @@
     LoRA   W + sum_i w_i s_i B_i A_i            one adapter of rank sum_i r_i: [B_1' B_2' …] [A_1; A_2; …]
     OFT    base_n = base_(n-1)(x R_n), so x R_n … R_2 R_1 W^T: one rotation R = R_n … R_2 R_1, block by block
 
-The first adapter named stands next to the base. Rotations do not mix with weights: w_i is 1 for OFT.
+The first adapter named is next to the base. Rotations cannot be weighted: w_i is 1 for OFT.
 
-Belongs here: what adapters multiply by, and their combination. Does not belong here: the base's weights (`deltas`).
+Belongs here: the adapters' matrices and their combination. Does not belong here: the base's weights (`deltas`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LoRAPart:
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """One adapter's arithmetic, whatever it was made of."""
+    """The arithmetic of one adapter, however it was made."""
 
     type: str
     lora: Mapping[str, tuple[LoRAPart, ...]]
@@ -65,18 +65,18 @@ class Combined:
 class CombinedFiles:
     files: Mapping[str, bytes]
     deviation: float
-    """Largest |written - exact| over the largest |exact|, of all products B A or rotations."""
+    """Largest |written - exact| divided by the largest |exact|, over all products B A or rotations."""
     modules: int
     rank: int
     """LoRA: the new rank; OFT: the block size."""
 
 
 def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> Combined:
-    """What the adapters do together.
+    """The combined effect of the adapters.
 
     Raises:
-        UsageError: another number of weights than adapters, or a weight on a rotation.
-        UnsupportedError: LoRA with OFT, or rotations of different blocks.
+        UsageError: the numbers of weights and adapters differ, or a rotation has a weight.
+        UnsupportedError: LoRA with OFT, or rotations with different blocks.
     """
     if len(weights) != len(adapters):
         raise UsageError(
@@ -103,7 +103,7 @@ def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> Comb
     product: dict[str, Tensor] = {}
     for adapter in adapters:
         for module, rotation in _rotations(adapter).items():
-            # The newer adapter meets the input first.
+            # The newer adapter is applied to the input first.
             product[module] = torch.bmm(rotation, product[module]) if module in product else rotation
     return Combined("OFT", {}, {module: R.float() for module, R in product.items()})
 
@@ -112,7 +112,7 @@ def write_combined(adapters: Sequence[AdapterFolder], weights: Sequence[float], 
     """The combination in PEFT's format, with `manifest.json`.
 
     Raises:
-        UnsupportedError: a product of rotations that has no Cayley form (it turns something by 180 degrees).
+        UnsupportedError: a product of rotations has no Cayley form (it rotates something by 180 degrees).
     """
     combined = combine(adapters, weights)
     config = {**adapters[0].config, "target_modules": sorted(_targets(adapters)), "inference_mode": True}
@@ -168,7 +168,7 @@ def _lora_parts(adapter: AdapterFolder, weight: float) -> dict[str, LoRAPart]:
 
 
 def _rotations(adapter: AdapterFolder) -> dict[str, Tensor]:
-    """fp64 R of every module: the published BF16 ones, which were sampled from; without them, PEFT's fp32 ones."""
+    """fp64 R of every module: from the published BF16 values, with which the engine sampled, else from PEFT's fp32."""
     if ROTATIONS_FILE in adapter.files:
         turned = {key.removesuffix(".oft_R"): R.double() for key, R in _tensors(adapter, ROTATIONS_FILE).items()}
         if turned.keys() != set(adapter.modules()):
@@ -188,14 +188,14 @@ def _rotations(adapter: AdapterFolder) -> dict[str, Tensor]:
 
 
 def _concatenated(combined: Combined) -> tuple[dict[str, Tensor], int, float, float]:
-    """Tensors, rank, alpha and deviation. Modules with fewer terms are filled with zeros: one rank for all."""
+    """Tensors, rank, alpha and deviation. Modules with fewer terms are padded with zeros to one rank for all."""
     first = next(iter(combined.lora.values()))[0].scaling or 1.0
     rank = max(sum(part.lora_A.shape[0] for part in parts) for parts in combined.lora.values())
     tensors: dict[str, Tensor] = {}
     largest = wrong = 0.0
     for module, parts in combined.lora.items():
         A = torch.cat([part.lora_A for part in parts])
-        # Where scalings differ by a power of two, nothing is rounded.
+        # If scalings differ by a power of two, nothing is rounded.
         B = torch.cat([part.lora_B * (part.scaling / first) for part in parts], dim=1)
         missing = rank - A.shape[0]
         A, B = torch.nn.functional.pad(A, (0, 0, 0, missing)), torch.nn.functional.pad(B, (0, missing))
@@ -208,8 +208,8 @@ def _concatenated(combined: Combined) -> tuple[dict[str, Tensor], int, float, fl
 
 
 def _cayley(combined: Combined, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """R = (I - Q)(I + Q)^-1, solved for Q. A rotation that was rounded to BF16 has a Q that is nearly skew: its skew
-    part is taken, and what that changes is the deviation."""
+    """Solves R = (I - Q)(I + Q)^-1 for Q. A rotation rounded to BF16 has a nearly skew Q: the skew part is taken, and
+    the change that this causes is the deviation."""
     rows, columns = torch.triu_indices(size, size, 1)
     identity = torch.eye(size, dtype=torch.float64)
     parameters, turned, deviation = {}, {}, 0.0

@@ -1,7 +1,7 @@
-"""`orbit convert`: a checkpoint in another format, with the error that this costs, module by module.
+"""`orbit convert`: writes a checkpoint in another format, and reports the error module by module.
 
 BF16 → any format that Orbit writes; any format that Orbit reads → BF16, which is exact. A packed model is never
-quantised again: its values would be rounded twice.
+quantised again, as its values would be rounded twice.
 
 Belongs here: the checks, the order, the report. Does not belong here: rows (`rewrite`), files (`destination`).
 """
@@ -31,12 +31,12 @@ SHARD_BYTES = 5 * 10**9
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 Show = Callable[[int, int, str], None]
-"""(bytes of the source that are done, all of them, what is being done)."""
+"""(bytes of the source done, total bytes, current activity)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Modules of one name, layer and expert numbers left out."""
+    """Modules of one name, regardless of layer and expert numbers."""
 
     modules: str
     count: int
@@ -49,7 +49,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was written."""
+    """The result of a conversion."""
 
     folder: str
     precision: str
@@ -60,9 +60,9 @@ class Result:
     modules: Mapping[str, Mapping[str, float]]
     """Module → `relative_rms`, `max_error`, `max_weight`."""
     left_alone: tuple[str, ...]
-    """Matrices that kept their format, layer numbers left out."""
+    """Matrices that kept their format, without layer numbers."""
     reused: int
-    """Shards that an earlier start had written."""
+    """Number of shards that an earlier start had written."""
 
     def summaries(self) -> list[Summary]:
         return summarise(self.modules)
@@ -93,7 +93,7 @@ def convert(source: Path, folder: Path, target: Target, *, show: Show, shard_byt
 
 
 def prepare(source: Path, target: Target, change: Change | None = None) -> tuple[Rewrite, Mapping[str, Any]]:
-    """The source read by its headers, and what will be done with each of its modules."""
+    """Reads the source's headers, and decides what to do with each module."""
     headers = folder_headers(source)
     config_file = f"{source}/config.json"
     quant = parse_quantization(headers.config, where=config_file, tensors=headers.infos())
@@ -107,7 +107,7 @@ def prepare(source: Path, target: Target, change: Change | None = None) -> tuple
     tensors = TensorSource(source)
     packed = {name for linear in linears.values() for name in linear.tensors}
     dense = {name: info for name, (_, info) in tensors.tensors.items() if name not in packed}
-    # A changed packed model goes back into packed modules; what stood beside them stays beside them.
+    # In a changed packed model, packed modules are packed again; all others stay as they are.
     packs_again = bool(linears) and target.layout != "BF16"
     chosen = list(linears) if packs_again else choose_modules(headers.config, dense, target)
     check_groups({module: _columns(module, linears, dense) for module in chosen}, target)
@@ -117,7 +117,7 @@ def prepare(source: Path, target: Target, change: Change | None = None) -> tuple
 def write(
     rewrite: Rewrite, config: Mapping[str, Any], folder: Path, facts: Mapping[str, Any], *, show: Show, shard_bytes: int
 ) -> Result:
-    """Writes what `rewrite` says, or what an earlier start of it left to do."""
+    """Writes the output of `rewrite`, or what an earlier start of it left to do."""
     items = rewrite.items()
     shards = split_shards(items, shard_bytes)
     names = [shard_name(number, len(shards)) for number in range(len(shards))]
@@ -201,7 +201,7 @@ def shard_name(number: int, count: int) -> str:
 
 
 def summarise(modules: Mapping[str, Mapping[str, float]]) -> list[Summary]:
-    """By name, the largest error first."""
+    """Groups by name, largest error first."""
     groups: dict[str, list[str]] = {}
     for module in modules:
         groups.setdefault(_NUMBER.sub("*", module), []).append(module)
@@ -215,7 +215,7 @@ def summarise(modules: Mapping[str, Mapping[str, float]]) -> list[Summary]:
 
 
 def _plain_matrices(items: list[Item]) -> list[str]:
-    """Tensors that look like a linear's weight and were copied, and modules that became BF16."""
+    """Tensors that look like a linear's weight but were copied, and modules that became BF16."""
     copied = [item.name for item in items if item.layout is None and _is_matrix(item)]
     return copied + [item.name for item in items if item.layout == "BF16"]
 
@@ -233,7 +233,7 @@ def _left_alone(items: list[Item]) -> tuple[str, ...]:
 
 
 def _source_identity(source: TensorSource) -> dict[str, Any]:
-    """What tells two sources apart without reading every byte: headers, sizes, times, and config.json itself."""
+    """Identifies a source without reading every byte: headers, sizes, times, and config.json itself."""
     files = sorted({path for path, _ in source.tensors.values()})
     facts: dict[str, Any] = {
         path.name: [path.stat().st_size, path.stat().st_mtime_ns, sorted(read_header(path).tensors)] for path in files

@@ -1,9 +1,9 @@
-"""What a merge costs: log-probs of the merged model against those of base and adapter, on the merged model's answers.
+"""The cost of a merge: log-probs of the merged model against those of base and adapter, on its own completions.
 
-The merged model answers the prompts; both score the sampled tokens. With d = logp(base + adapter) - logp(merged),
-mean of exp(d) - 1 - d estimates KL(merged || base + adapter).
+The merged model completes the prompts; both models score the sampled tokens. With d = logp(base + adapter) -
+logp(merged), the mean of exp(d) - 1 - d estimates KL(merged || base + adapter).
 
-Belongs here: loading both, one after the other, and the numbers. Does not belong here: the statistics (`parity`).
+Belongs here: loading both models in turn, and the numbers. Does not belong here: the statistics (`parity`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from orbit_runtime.types import Request, Sampling
 
 SLOT = "merged"
 NEW_TOKENS = 32
-"""Sampled for each prompt."""
+"""Tokens sampled for each prompt."""
 PROMPTS = (
     "What is 17 + 26? Answer with the number only.",
     "Write a function in Python that reverses a list.",
@@ -42,7 +42,7 @@ PROMPTS = (
     "Continue: it was a dark and stormy night,",
     "Sort these numbers: 9, 4, 7, 1.",
 )
-"""Asked where no prompts are given."""
+"""Used if no prompts are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Cost:
 
 
 def measure(base: Path, merged: Path, combined: Combined, prompts: Sequence[str], *, seed: int = 0) -> Cost:
-    """Each model is loaded alone, so memory must hold one of them."""
+    """Measures the cost. Only one model is loaded at a time, so memory must hold one of them."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = ChatTokenizer(merged)
     ids = tokenizer.encode_many([[{"role": "user", "content": prompt}] for prompt in prompts])

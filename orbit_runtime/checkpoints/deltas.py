@@ -1,9 +1,9 @@
-"""What an adapter makes of the base's weights, rows by rows.
+"""Applies an adapter to the base's weights, a run of rows at a time.
 
     LoRA   y = x W^T + s (x A^T) B^T      =>   W' = W + s B A
     OFT    y = (x R) W^T                  =>   W' = W R^T, block by block
 
-Belongs here: applying a combination to runs of rows, and whether it fits the base.
+Belongs here: applying a combination to runs of rows, and checking that it fits the base.
 Does not belong here: reading or writing the base (`rewrite`).
 """
 
@@ -31,7 +31,7 @@ class AdapterChange:
     def apply(self, module: str, rows: Tensor, start: int) -> Tensor:
         """fp32 rows of W → fp32 rows of W'."""
         if module in self.combined.rotation:
-            # (W R^T) of a row w is w R^T: the same product as an input takes, with R transposed.
+            # A row w of W becomes w R^T: the same product as for an input, with R transposed.
             return rotate(rows, self.combined.rotation[module].mT.contiguous())
         for part in self.combined.lora[module]:
             rows = rows + part.delta(start, start + len(rows))
@@ -39,7 +39,7 @@ class AdapterChange:
 
 
 def check_fits(combined: Combined, shapes: Mapping[str, tuple[int, int]], base: str) -> None:
-    """Raises `ModelError` naming the first adapted module that the base does not hold, or not in that shape."""
+    """Raises `ModelError` naming the first adapted module that the base lacks or has in another shape."""
     for module in sorted(combined.modules()):
         if module not in shapes:
             raise ModelError(

@@ -1,10 +1,10 @@
-"""A folder that a checkpoint is written into: taken up where it was left, and a checkpoint only at the very end.
+"""The folder into which a checkpoint is written: writing can be resumed, and only the last file completes it.
 
-Order: shards (each under its name only once whole), other files, `conversion.json` with every digest, config.json.
-Until config.json stands there, `conversion.progress.json` does, and every reader of Orbit refuses the folder; others
-find no config.json.
+Order: shards (each named only once complete), other files, `conversion.json` with every digest, config.json. Until
+config.json exists, `conversion.progress.json` does, with which Orbit refuses to read the folder; other readers find no
+config.json.
 
-Belongs here: files, digests, restarting, one writer at a time. Does not belong here: what the shards hold (`rewrite`).
+Belongs here: files, digests, restarts, a single writer. Does not belong here: the shards' contents (`rewrite`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SPARE_BYTES = 1 << 20
 
 @dataclass
 class Destination:
-    """One conversion's folder. Enter it with `opened`."""
+    """The folder of one conversion. Enter it with `opened`."""
 
     folder: Path
     identity: str
-    """Digest of all that decides the result: another one is another conversion."""
+    """Digest of everything that determines the result: another digest means another conversion."""
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Shard → `sha256`, `bytes` and what its modules deviate by."""
+    """Shard → `sha256`, `bytes` and the deviations of its modules."""
     finished: Mapping[str, Any] | None = None
-    """The manifest, where an earlier start finished the job."""
+    """The manifest, if an earlier start finished the conversion."""
 
     def is_done(self, shard: str) -> bool:
-        """Whether an earlier start wrote it, byte for byte."""
+        """Whether an earlier start wrote this file, byte for byte."""
         entry, path = self.done.get(shard), self.folder / shard
         if entry is None or not path.is_file() or path.stat().st_size != entry["bytes"]:
             return False
@@ -56,7 +56,7 @@ class Destination:
         self._write(UNFINISHED, {"identity": self.identity, "done": self.done})
 
     def check_room(self, num_bytes: int) -> None:
-        """Raises `StorageError` where the disk cannot hold what is still to be written."""
+        """Raises `StorageError` if the disk cannot hold what remains to be written."""
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes + SPARE_BYTES:
             raise _full(self.folder, f"{num_bytes / 2**20:,.1f} MiB are still to be written, {free / 2**20:,.1f} free")
@@ -64,7 +64,7 @@ class Destination:
     def finish(
         self, source: Path, config: Mapping[str, Any], index: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> None:
-        """Everything but the shards; config.json last."""
+        """Writes everything but the shards; config.json last."""
         if len(self.done) > 1:
             self._write("model.safetensors.index.json", index)
         for path in sorted(source.iterdir()):
@@ -89,10 +89,10 @@ class Destination:
 
 @contextmanager
 def opened(folder: Path, identity: str) -> Iterator[Destination]:
-    """The folder, locked; with what an earlier start of the same conversion left in it.
+    """The folder, locked, with what an earlier start of the same conversion left in it.
 
     Raises:
-        OutputError: it cannot be created, holds something else, or another process writes into it.
+        OutputError: the folder cannot be created, holds something else, or another process is writing into it.
         StorageError: the disk is full.
     """
     with _translated(folder):
@@ -132,7 +132,7 @@ def file_digest(path: Path) -> str:
 
 @contextmanager
 def _translated(folder: Path) -> Iterator[None]:
-    """A disk's own complaints as ours."""
+    """Turns a disk's errors into ours."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,7 @@
-"""`orbit inspect`: what a checkpoint holds and what Orbit would do with it, by its headers alone.
+"""`orbit inspect`: what a checkpoint contains and what Orbit would do with it, from its headers alone.
 
-Belongs here: grouping modules, naming formats, the verdict. Does not belong here: tensors' values, memory (`planner`).
+Belongs here: grouping modules, naming formats, the verdict. Does not belong here: values of tensors, memory
+(`planner`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from orbit_runtime.model_info.weights import EXPERT, Architecture, ModelFacts, W
 from orbit_runtime.planner.support import FAMILY_NAMES, MOE_FAMILIES, Combination, find_support
 
 PLACES = (("Torch", "Torch", 1), ("Torch", "SGLang", 1), ("Megatron", "SGLang", 8))
-"""Trainer, engine and GPUs of the ways to run."""
+"""Ways to run: trainer, engine and number of GPUs."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Projections that engines read as one matrix."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -27,7 +28,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Modules of one name, layer and expert numbers left out, that are stored alike."""
+    """Modules of one name, regardless of layer and expert numbers, that are stored alike."""
 
     modules: str
     """`model.layers.*.mlp.up_proj`"""
@@ -42,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a way to run takes this model."""
+    """Whether a way to run supports this model."""
 
     adapter: str
     trainer: str
@@ -54,13 +55,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything that the headers say."""
+    """Everything that the headers tell."""
 
     place: str
     family: str
     precision: str
     refusal: str | None
-    """Why Orbit cannot read the weights; None: it can."""
+    """Why Orbit cannot read the weights; None if it can."""
     groups: tuple[Group, ...]
     files: int
     tensors: int
@@ -70,7 +71,7 @@ class Inspection:
     head: str
     """Format of the output head."""
     targets: tuple[str, ...]
-    """What `adapter.targets` is by default in this family."""
+    """Default of `adapter.targets` for this family."""
     special: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]
@@ -80,7 +81,7 @@ class Inspection:
 
 
 def inspect_headers(headers: Headers) -> Inspection:
-    """Raises `ModelError` where the checkpoint is damaged: nothing could be said of it that is true."""
+    """Inspects a checkpoint. Raises `ModelError` if it is damaged, as nothing true could be reported then."""
     config_file = f"{headers.place}/config.json"
     linears: Mapping[str, StoredLinear] = {}
     quant, refusal = QuantFormat("BF16"), None
@@ -119,7 +120,7 @@ def inspect_headers(headers: Headers) -> Inspection:
 
 
 def inspect_facts(facts: ModelFacts) -> Inspection:
-    """The same of a shipped card, which says what a published model holds before a byte of it is here."""
+    """Inspects a shipped card, which describes a published model before anything is downloaded."""
     groups: dict[tuple[str, str, tuple[int, ...]], Group] = {}
     for stored in facts.weights:
         weight = stored.weight
@@ -152,7 +153,7 @@ def inspect_facts(facts: ModelFacts) -> Inspection:
 
 
 def _facts(headers: Headers) -> tuple[ModelFacts | None, tuple[str, ...]]:
-    """A family that the tables do not know is no damage: the torch trainer builds it by transformers."""
+    """A family missing from the tables is not damage: the torch trainer builds it with transformers."""
     if headers.config.get("model_type") not in (*FAMILY_NAMES, "kimi_k25"):
         kind = headers.config.get("model_type")
         return None, (f"`{kind}` is not in Orbit's tables: `orbit plan` cannot size it; `orbit run` tries to load it",)
@@ -162,7 +163,7 @@ def _facts(headers: Headers) -> tuple[ModelFacts | None, tuple[str, ...]]:
 def _check_family(
     headers: Headers, architecture: Architecture, quant: QuantFormat, linears: Mapping[str, StoredLinear]
 ) -> None:
-    """What the family says of a module must be what its tensors say."""
+    """Checks that a module's tensors agree with what its family says."""
     by_module = {weight.module: weight for weight in architecture.weights if weight.is_linear}
     for name, (file, info) in headers.tensors.items():
         module = name.removesuffix(".weight")
@@ -221,7 +222,7 @@ def _groups(headers: Headers, linears: Mapping[str, StoredLinear], refusal: str 
 
 
 def _special(architecture: Architecture, tied: bool) -> tuple[str, ...]:
-    """Layers that are not treated like the others, and how."""
+    """Layers that are treated differently from the others, and how."""
     roles = {weight.role for weight in architecture.weights}
     lines = []
     if "router" in roles:
@@ -252,7 +253,7 @@ def _verdicts(family: str, precision: str) -> tuple[Verdict, ...]:
 
 
 def _notes(linears: Mapping[str, StoredLinear], headers: Headers, tied: bool) -> list[str]:
-    """What is sound and still worth knowing."""
+    """Notes on what is valid but worth knowing."""
     notes = []
     if "lm_head" in linears:
         notes.append("the output head is quantised: log-probs carry its error; engines differ on whether they read it")

@@ -1,7 +1,7 @@
-"""`orbit merge`: adapters into their base, or several adapters into one.
+"""`orbit merge`: merges adapters into their base, or several adapters into one.
 
-Belongs here: the checks, the order, the report. Does not belong here: arithmetic (`combine`, `deltas`), what a merge
-costs (`cost`), files (`destination`).
+Belongs here: the checks, the order, the report. Does not belong here: arithmetic (`combine`, `deltas`), the cost of a
+merge (`cost`), files (`destination`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def merge_into_base(
     """Writes a model that needs no adapter.
 
     Args:
-        unchecked: also take adapters that do not say which base they belong to; never those that name another.
+        unchecked: also accept adapters that do not record their base, but never those that name another base.
 
     Raises:
-        ModelError: an adapter of another base, or one that does not fit.
+        ModelError: an adapter belongs to another base, or does not fit.
         UnsupportedError: the target would quantise untouched modules a second time.
     """
     combined = combine(adapters, weights)
@@ -84,7 +84,7 @@ def merge_into_base(
 
 
 def base_target(base: Path, precision: str) -> Target | None:
-    """The base's own layout and group, where it is packed in `precision` already; None where it is not."""
+    """The base's own layout and group if it is already packed in `precision`; otherwise None."""
     headers = folder_headers(base)
     quant = parse_quantization(headers.config, where=f"{base}/config.json", tensors=headers.infos())
     if quant.name != precision or precision == "BF16":
@@ -95,7 +95,7 @@ def base_target(base: Path, precision: str) -> Target | None:
 
 
 def check_base(adapters: Sequence[AdapterFolder], digest: str, base: str, *, unchecked: bool) -> None:
-    """Raises `ModelError` for an adapter that was trained on other weights, or does not say on which."""
+    """Raises `ModelError` for an adapter that was trained on other weights, or does not record its base."""
     for adapter in adapters:
         known = adapter.base_weights
         if known is None and not unchecked:
@@ -113,11 +113,11 @@ def check_base(adapters: Sequence[AdapterFolder], digest: str, base: str, *, unc
 
 
 def merge_adapters(adapters: Sequence[AdapterFolder], weights: Sequence[float], folder: Path) -> CombinedFiles:
-    """Writes one adapter that does what all of them do.
+    """Writes one adapter with the combined effect of all of them.
 
     Raises:
-        ModelError: they were trained on different bases.
-        OutputError: the folder holds something.
+        ModelError: the adapters were trained on different bases.
+        OutputError: the folder is not empty.
     """
     bases = {adapter.base_weights for adapter in adapters} - {None}
     if len(bases) > 1:

@@ -1,10 +1,10 @@
-"""A checkpoint written anew, module by module and rows by rows: what convert and merge have in common.
+"""Rewrites a checkpoint module by module, a run of rows at a time: the common core of convert and merge.
 
-At no time does more than one run of rows exist densely, besides the packed bytes of the module at hand: peak memory is
-far below one layer. What a file will hold is known before the first value is computed, so its header comes first.
+At any time, only one run of rows is dense, besides the packed bytes of the current module, so peak memory is far below
+one layer. The contents of a file are known before its first value is computed, so its header is written first.
 
 Belongs here: the order of reading, computing and writing; errors of the new format.
-Does not belong here: files that are whole or not (`destination`), which modules (`target`), adapters (`deltas`).
+Does not belong here: complete and partial files (`destination`), the choice of modules (`target`), adapters (`deltas`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from orbit_runtime.model_info.layouts import StoredLinear
 from orbit_runtime.quant.formats import FORMATS, Codec
 
 RUN_ELEMENTS = 1 << 18
-"""Elements of a run of rows, unless the layout's tiles are higher; temporaries take about 30 bytes an element."""
+"""Elements of a run of rows, unless the layout's tiles are higher; temporaries take about 30 bytes per element."""
 MEASURED_ELEMENTS = 1 << 16
-"""Of a run, so many at once are compared with what they became: in fp64, which takes 20 bytes an element."""
+"""Elements of a run that are compared with the result at once, in fp64, which takes 20 bytes per element."""
 
 Advance = Callable[[int, str], None]
-"""(bytes of the source that are done, what is being done)."""
+"""(bytes of the source done, current activity)."""
 
 
 class Change(Protocol):
-    """What an adapter makes of a weight."""
+    """An adapter's change to weights."""
 
     def modules(self) -> frozenset[str]: ...
 
@@ -46,7 +46,7 @@ class Change(Protocol):
 
 @dataclass(slots=True)
 class Deviation:
-    """How far the written weights of one module are from what they should be."""
+    """How far the written weights of one module are from the intended ones."""
 
     squares: float = 0.0
     reference: float = 0.0
@@ -69,14 +69,14 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Item:
-    """What becomes of one tensor or module of the source, and what it is in the file."""
+    """What happens to one tensor or module of the source, and its form in the file."""
 
     name: str
-    """A module where it is computed, a tensor where it is copied."""
+    """The module's name if it is computed, the tensor's if it is copied."""
     outputs: tuple[Output, ...]
     source_bytes: int
     layout: str | None = None
-    """What the module is written in; None: the tensor is copied."""
+    """The layout in which the module is written; None if the tensor is copied."""
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +97,7 @@ class Rewrite:
     _amax: dict[str, Tensor] = field(default_factory=dict)
 
     def items(self) -> list[Item]:
-        """Everything that will be written, in the order of the source's bytes."""
+        """All items to be written, in the order of the source's bytes."""
         changed = self.change.modules() if self.change else frozenset()
         part_of = {tensor: linear.module for linear in self.linears.values() for tensor in linear.tensors}
         items: dict[str, Item] = {}
@@ -115,7 +115,7 @@ class Rewrite:
         return list(items.values())
 
     def write(self, item: Item, writer: ShardWriter, advance: Advance) -> Deviation | None:
-        """Writes one item; the deviation of a module that was computed."""
+        """Writes one item; returns the deviation if the module was computed."""
         if item.layout is None:
             for offset, count in self.source.blocks(item.name):
                 writer.write_bytes(item.name, offset, self.source.raw(item.name, offset, count))
@@ -132,7 +132,7 @@ class Rewrite:
         return deviation
 
     def _stays(self, module: str) -> bool:
-        """A packed module that nothing changes keeps its bytes; in NVFP4 only with all that share its global scale."""
+        """Whether a packed module keeps its bytes: if unchanged, and in NVFP4 only with all that share its scale."""
         linear = self.linears[module]
         together = self._fused(module) if self.target.precision == "NVFP4" else [module]
         changed = self.change.modules() if self.change is not None else frozenset()
@@ -140,7 +140,7 @@ class Rewrite:
         return same and not changed.intersection(together)
 
     def _fused(self, module: str) -> list[str]:
-        """The modules to quantise that an engine fuses with this one, itself among them."""
+        """The modules to quantise that an engine fuses with this one, including itself."""
         parent, _, leaf = module.rpartition(".")
         group = next((group for group in SHARED_INPUTS if leaf in group), (leaf,))
         return [name for each in group if (name := f"{parent}.{each}") in self.quantised]
@@ -163,7 +163,7 @@ class Rewrite:
         return rows, columns
 
     def _runs(self, module: str) -> Iterator[tuple[int, Tensor]]:
-        """(first row, fp32 rows) of what the module should hold."""
+        """Yields (first row, fp32 rows) of the module's intended weight."""
         rows, columns = self._shape(module)
         layout = self.target.layout if module in self.quantised else "BF16"
         tile = _tile_rows(layout, self._arguments(layout))
@@ -193,7 +193,7 @@ class Rewrite:
         except ModelError as error:
             where = self.source.where(error.where) if error.where in self.source.tensors else error.where
             raise ModelError(error.message, where=where, fix=error.fix) from None
-        # GPTQ and AWQ weights are laid out anew by then.
+        # GPTQ and AWQ weights have been converted to our layout by then.
         own = FORMATS[linear.layout] if linear.layout not in ("GPTQ", "GPTQv2", "AWQ") else FORMATS["INT4Asymmetric"]
         views = own.views(*own.buffers(weight).values())
         return lambda start, stop: own.dense_rows(*(view[start:stop] for view in views), torch.float32)
@@ -205,7 +205,7 @@ class Rewrite:
         members = self._fused(module)
         key = members[0]
         if key not in self._amax:
-            # Numbers, not tensors: small allocations that live on between large ones keep the heap from shrinking.
+            # Numbers, not tensors: small allocations that persist between large ones keep the heap from shrinking.
             self._amax[key] = torch.tensor(
                 max(float(bound.abs()) for each in members for _, rows in self._runs(each) for bound in rows.aminmax())
             )
@@ -214,7 +214,7 @@ class Rewrite:
 
 @functools.cache
 def _tile_rows(layout: str, arguments: tuple[int, ...]) -> int:
-    """Rows that an element of the layout's tensors covers at most, such as a word of 8 zero points: runs end there."""
+    """Most rows that one element of the layout's tensors covers, such as a word of 8 zero points; runs end there."""
     codec = FORMATS[layout]
     assert codec.quantize is not None
     weight = codec.quantize(torch.empty((128, 128), dtype=torch.bfloat16, device="meta"), *arguments)
@@ -223,7 +223,7 @@ def _tile_rows(layout: str, arguments: tuple[int, ...]) -> int:
 
 @functools.cache
 def _outputs(layout: str, shape: tuple[int, int], arguments: tuple[int, ...]) -> tuple[Output, ...]:
-    """What the codec writes for a weight of this shape: found out on tensors that have no memory."""
+    """The tensors that the codec writes for a weight of this shape, determined on meta tensors."""
     codec = FORMATS[layout]
     assert codec.quantize is not None
     assert codec.to_checkpoint is not None
@@ -234,7 +234,7 @@ def _outputs(layout: str, shape: tuple[int, int], arguments: tuple[int, ...]) ->
 def _write_run(
     codec: Codec, module: str, run: tuple[int, Tensor], arguments: tuple[Any, ...], writer: ShardWriter
 ) -> Tensor:
-    """Quantises and writes a run of rows; what it became, in fp32."""
+    """Quantises and writes a run of rows; returns the result in fp32."""
     start, wanted = run
     *positional, named = arguments
     assert codec.quantize is not None
@@ -255,7 +255,7 @@ def _write_run(
 
 
 def split_shards(items: Sequence[Item], limit: int) -> list[list[Item]]:
-    """Items in their order, files of at most `limit` bytes; an item larger than that has a file of its own."""
+    """Items in order, in files of at most `limit` bytes; a larger item has a file of its own."""
     shards: list[list[Item]] = [[]]
     for item in items:
         if shards[-1] and sum(each.num_bytes for each in shards[-1]) + item.num_bytes > limit:

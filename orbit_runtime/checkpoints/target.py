@@ -1,6 +1,6 @@
-"""The format that a checkpoint is written in: which layout, which modules, and what config.json says of them.
+"""The format in which a checkpoint is written: the layout, the modules, and their description in config.json.
 
-Belongs here: choosing, and describing in the vendors' words. Does not belong here: writing (`rewrite`).
+Belongs here: choosing, and describing in the vendors' terms. Does not belong here: writing (`rewrite`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from orbit_runtime.model_info.weights import EXPERT
 
 DEFAULT_LAYOUT = {"BF16": "BF16", "INT4": "INT4", "FP8": "FP8Block", "NVFP4": "NVFP4", "MXFP4": "MXFP4"}
 WRITABLE = ("BF16", "INT4", "INT4Asymmetric", "FP8", "FP8Block", "FP8BlockCT", "NVFP4", "NVFP4ModelOpt", "MXFP4")
-"""Layouts that this command writes. DeepSeek-V4's and gpt-oss' own are made by their authors only."""
+"""Layouts that this command writes. Only their authors make DeepSeek-V4's and gpt-oss' own layouts."""
 GROUPS = {"INT4": 32, "INT4Asymmetric": 32, "NVFP4": 16, "NVFP4ModelOpt": 16, "MXFP4": 32}
-"""Columns under one scale; INT4's can be chosen."""
+"""Columns that share a scale; configurable for INT4."""
 FREE_GROUP = ("INT4", "INT4Asymmetric")
 DEFAULT_IGNORE = (
     "lm_head", r"re:.*embed", r"re:.*norm", r"re:.*router", r"re:.*\.gate$", r"re:.*(vision|visual|mm_projector)",
@@ -36,7 +36,7 @@ class Target:
     layout: str
     group: int | None = None
     ignore: tuple[str, ...] = ()
-    """Patterns of the user's, on top of `DEFAULT_IGNORE`."""
+    """The user's patterns, in addition to `DEFAULT_IGNORE`."""
 
     @property
     def precision(self) -> str:
@@ -44,12 +44,12 @@ class Target:
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """What the codec's `quantize` takes besides the weight."""
+        """Arguments of the codec's `quantize` besides the weight."""
         return (self.group,) if self.layout in FREE_GROUP and self.group else ()
 
 
 def build_target(precision: str, layout: str | None, group: int | None, ignore: Sequence[str]) -> Target:
-    """Raises `UsageError` for a format that cannot be written, or a group size that it cannot have."""
+    """Raises `UsageError` for a format that cannot be written, or a group size that it does not support."""
     if precision not in DEFAULT_LAYOUT:
         known = ", ".join(DEFAULT_LAYOUT)
         raise UsageError(f"`{precision}` is no precision", where="--precision", fix=f"one of {known}")
@@ -76,7 +76,7 @@ def choose_modules(config: Mapping[str, Any], dense: Mapping[str, TensorInfo], t
     """Modules to quantise, among those whose dense weight is `<module>.weight` of shape `[out, in]`.
 
     Raises:
-        ModelError: a weight is neither BF16 nor a matrix that the format can hold.
+        ModelError: a weight is not BF16, or not a matrix that the format can hold.
         UnsupportedError: nothing is left to quantise.
     """
     if target.layout == "BF16":
@@ -104,7 +104,7 @@ def choose_modules(config: Mapping[str, Any], dense: Mapping[str, TensorInfo], t
 
 
 def check_groups(columns: Mapping[str, int], target: Target) -> None:
-    """Raises `UnsupportedError` naming the first module whose columns the target's groups do not divide."""
+    """Raises `UnsupportedError` naming the first module whose columns are no multiple of the target's group."""
     misfits = [(module, count) for module, count in columns.items() if target.group and count % target.group]
     if misfits:
         module, count = misfits[0]
@@ -118,7 +118,7 @@ def check_groups(columns: Mapping[str, int], target: Target) -> None:
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
-    """By name, by the last part of the name, or by `re:` and an expression that matches from the start."""
+    """Matches by name, by the last part of the name, or by `re:` and an expression that matches from the start."""
     for pattern in (*DEFAULT_IGNORE, *ignore):
         if pattern.startswith("re:"):
             if re.match(pattern[3:], module):
@@ -132,7 +132,7 @@ def quantization_block(target: Target, left_alone: Sequence[str]) -> dict[str, A
     """The `quantization_config` of the written model; None for BF16.
 
     Args:
-        left_alone: matrices that were not quantised. Readers take every linear that is not listed for quantised.
+        left_alone: matrices that were not quantised. Readers assume that every unlisted linear is quantised.
     """
     listed = sorted({"lm_head", *left_alone})
     if target.layout == "BF16":
@@ -175,7 +175,7 @@ def quantization_block(target: Target, left_alone: Sequence[str]) -> dict[str, A
 
 
 def build_config(config: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
-    """config.json of the written model: the source's, with the quantisation replaced wherever it stood."""
+    """config.json of the written model: the source's, with its quantisation replaced."""
     inner = config.get("text_config")
     written = {key: value for key, value in config.items() if key not in ("quantization_config", "expert_dtype")}
     if isinstance(inner, Mapping) and "quantization_config" in inner:

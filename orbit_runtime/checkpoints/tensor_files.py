@@ -1,4 +1,4 @@
-"""Tensors of safetensors files by runs of rows: read without the rest of the tensor, written to their final place.
+"""Runs of rows of tensors in safetensors files: read without the rest of the tensor, written in place.
 
 Belongs here: bytes ↔ rows of tensors. Does not belong here: formats (`quant`), what is written (`rewrite`).
 """
@@ -30,7 +30,7 @@ COPY_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor of a file to be written. Example: `Output("lm_head.weight", "BF16", (128, 64))`."""
+    """One tensor of an output file. Example: `Output("lm_head.weight", "BF16", (128, 64))`."""
 
     name: str
     dtype: str
@@ -56,7 +56,7 @@ class TensorSource:
         return f"{self.tensors[name][0]}: {name}"
 
     def in_order(self) -> list[str]:
-        """Names in the order of their bytes."""
+        """Names in the order of their bytes in the file."""
         return sorted(self.tensors, key=lambda name: (str(self.tensors[name][0]), self.tensors[name][1].start))
 
     def read(self, name: str) -> Tensor:
@@ -71,7 +71,7 @@ class TensorSource:
         return rows.view(DTYPES[info.dtype]).view(stop - start, info.shape[1])
 
     def blocks(self, name: str) -> list[tuple[int, int]]:
-        """(offset, bytes) of the pieces in which a tensor is copied."""
+        """Yields (offset, bytes) for each piece in which a tensor is copied."""
         size = self.tensors[name][1].num_bytes
         return [(offset, min(COPY_BYTES, size - offset)) for offset in range(0, size, COPY_BYTES)]
 
@@ -98,9 +98,9 @@ class TensorSource:
 
 
 class ShardWriter:
-    """Writes one safetensors file whose tensors are known beforehand: the header first, then rows, in any order.
+    """Writes one safetensors file whose tensors are known in advance: the header first, then rows, in any order.
 
-    The file has its name only once it is whole; until then it is called `….part`.
+    The file gets its name only once complete; until then it is called `….part`.
     """
 
     def __init__(self, path: Path, outputs: Sequence[Output]) -> None:
@@ -130,7 +130,7 @@ class ShardWriter:
         self._file.write(data)
 
     def write_rows(self, name: str, start: int, rows: Tensor) -> None:
-        """Rows from `start` on; a scalar or a whole tensor is written at 0."""
+        """Writes rows from `start` on; a scalar or a whole tensor is written at 0."""
         output = self._place[name][1]
         assert CODES[rows.dtype] == output.dtype, (name, rows.dtype)
         width = math.prod(output.shape[1:]) * rows.itemsize

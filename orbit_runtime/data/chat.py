@@ -1,7 +1,7 @@
-"""Chat messages to token ids and back, with the tokenizer that lies in the model's folder.
+"""Converts chat messages to token ids and back, with the tokenizer in the model's folder.
 
-Belongs here: the one place that loads a transformers tokenizer; always from local files, never executing code from
-them. Does not belong here: which prompts there are.
+Belongs here: the only place that loads a transformers tokenizer, always from local files and without executing code
+from them. Does not belong here: which prompts there are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orbit_runtime.model_info.content import FILES
 from orbit_runtime.model_info.settings import check_folder, load_settings
 
 Messages = Sequence[Mapping[str, Any]]
-"""Chat messages: `role` and `content`, and what else the template reads, such as `tool_calls`."""
+"""Chat messages: `role`, `content`, and other fields that the template reads, such as `tool_calls`."""
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
@@ -30,10 +30,10 @@ class ChatTokenizer:
     """A model's own tokenizer and chat template.
 
     Args:
-        template_arguments: what the template is rendered with besides the messages, such as `enable_thinking`.
+        template_arguments: arguments of the template besides the messages, such as `enable_thinking`.
 
     Raises:
-        ManifestError: one of `template_arguments` is what the template is rendered with in any case.
+        ManifestError: one of `template_arguments` is an argument that is always set.
         ModelError: the folder holds no tokenizer, no chat template, or names no end-of-sequence token.
     """
 
@@ -65,29 +65,29 @@ class ChatTokenizer:
         return self._eos_ids[0] if pad is None else int(pad)
 
     def encode_chat(self, messages: Messages, *, tools: Tools = ()) -> list[int]:
-        """Ids of the conversation up to where the assistant's answer starts."""
+        """Ids of the conversation up to the start of the assistant's answer."""
         return self.encode_many([messages], tools=tools)[0]
 
     def encode_many(self, conversations: Sequence[Messages], *, tools: Tools = ()) -> list[list[int]]:
-        """`encode_chat` of each, in one call to the tokenizer."""
+        """`encode_chat` for each conversation, in one call to the tokenizer."""
         texts = [self.render(messages, tools) for messages in conversations]
         return self.encode_texts(texts)
 
     def encode_continuation(
         self, messages: Messages, answered: int, last_id: int | None, *, tools: Tools = ()
     ) -> list[int]:
-        """What follows a sampled answer: its end, the messages after it, and the start of the next answer.
+        """Ids of what follows a sampled answer: its end, the messages after it, and the start of the next answer.
 
-        Nothing that was sampled is encoded again. The conversation is rendered with a placeholder for the answer, with
-        and without what follows it; from the placeholder on, the text without must be the start of the text with.
+        Sampled tokens are never encoded again. The conversation is rendered with a placeholder for the answer, with and
+        without what follows; from the placeholder on, the shorter text must be a prefix of the longer.
 
         Args:
             messages: the whole conversation.
             answered: index of the sampled answer; what follows it is new.
-            last_id: last token of the answer; an end token that the template writes as well is not written twice.
+            last_id: last token of the answer; an end token that the template also writes is not repeated.
 
         Raises:
-            ModelError: the template ends a message in another way once others follow, or does not write it out.
+            ModelError: the template ends a message differently if others follow, or omits it.
         """
         mark = _free_placeholder(messages)
         before = [*messages[:answered], {"role": "assistant", "content": mark}]
@@ -108,7 +108,7 @@ class ChatTokenizer:
 
     @property
     def writes_calls(self) -> bool:
-        """Whether the template writes out the field `tool_calls` of a message; some take only its text."""
+        """Whether the template renders a message's `tool_calls`; some render only its text."""
         if self._writes_calls is None:
             call = {"type": "function", "id": "0", "function": {"name": CALL_PROBE, "arguments": {}}}
             messages: list[dict[str, Any]] = [
@@ -118,7 +118,7 @@ class ChatTokenizer:
             try:
                 self._writes_calls = CALL_PROBE in self.render(messages, answer=False)
             except ModelError:
-                # It has a rule of its own for such messages, and will tell.
+                # The template has a rule for such messages, and reports violations itself.
                 self._writes_calls = True
         return self._writes_calls
 
@@ -141,19 +141,19 @@ class ChatTokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def text_of(self, token_id: int) -> str:
-        """Of one token, special ones too; remembered, as there are not many."""
+        """Text of one token, special tokens included; cached, as there are few."""
         if token_id not in self._texts:
             self._texts[token_id] = self.decode_all([token_id])
         return self._texts[token_id]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens, with its spaces as they are."""
+        """Text without special tokens, with spaces unchanged."""
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
     def _check_written(self, message: Mapping[str, Any], text: str) -> None:
-        """Some templates leave out what they do not expect, such as a tool's answer to a call that is no field."""
+        """Checks that the text contains the message: some templates drop, say, a tool's answer without a call field."""
         content = message.get("content")
         if isinstance(content, str) and content.strip() not in text and json.dumps(content)[1:-1] not in text:
             raise ModelError(
@@ -184,7 +184,7 @@ class ChatTokenizer:
                     **self._template_arguments,
                 )
             )
-        except Exception as error:  # templates are programs of the model's author and raise what they like
+        except Exception as error:  # templates are programs by the model's author and may raise anything
             raise ModelError(
                 f"the chat template refuses a prompt: {error}",
                 where=str(self._folder),
@@ -194,7 +194,7 @@ class ChatTokenizer:
 
 
 def _free_placeholder(messages: Messages) -> str:
-    """A word that no message holds, and no template changes."""
+    """A word that occurs in no message and that no template changes."""
     everything = repr(list(messages))
     return next(mark for number in count() if (mark := f"orbit{number}answer") not in everything)
 
@@ -244,7 +244,7 @@ def _find_backend(tokenizer: Any) -> Any | None:
 
 
 def _check_settings(folder: Path) -> None:
-    """The library reads config.json as well, and blames the tokenizer for whatever file is broken."""
+    """Checks config.json, which the library also reads: it blames the tokenizer for any broken file."""
     for name in FILES:
         if name.endswith(".json") and (folder / name).is_file():
             load_settings(folder / name)
@@ -261,7 +261,7 @@ def _check_settings(folder: Path) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """The first two lines: the library names a field in one and what is wrong with it in the next."""
+    """The first two lines: the library names a field in the first, and what is wrong with it in the second."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__
 

@@ -1,7 +1,7 @@
-"""Demonstrations: conversations whose answers are learned, as tokens with a mask over exactly those answers.
+"""Demonstrations: conversations whose answers are learned, as tokens with a mask over exactly these answers.
 
-Belongs here: which messages a row holds, which of them are answers, their tokens, and the check that the chat template
-lets them be learned. Does not belong here: reading files (`rows`), order and cursor (`prompts`), training.
+Belongs here: the messages of a row, which of them are answers, their tokens, and the check that the chat template
+allows learning them. Does not belong here: reading files (`rows`), order and cursor (`prompts`), training.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from orbit_runtime.spec.data import Prompts
 from orbit_runtime.types import FLAGS, TOKENS, Prompt
 
 ENCODED_AT_ONCE = 256
-"""Conversations; between them progress is told, and a request to stop is heard."""
+"""Conversations per batch; between batches, progress is reported and a request to stop is honoured."""
 SHOWN = 40
-"""Characters of two texts around the place where they part."""
+"""Characters shown of two texts around the place where they diverge."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One conversation, and which of its messages are answers to learn."""
+    """One conversation, and the indexes of the messages that are answers to learn."""
 
     where: str
-    """The row, for messages to people."""
+    """The row, for messages to the user."""
     messages: Messages
     answers: tuple[int, ...]
     tools: Tools = ()
@@ -38,18 +38,18 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Its tokens up to the end of the last answer."""
+    """Tokens up to the end of the last answer."""
 
     token_ids_T: array[int]
     loss_mask_T: array[int]
-    """1 where the token is an answer's, the one that ends it among them."""
+    """1 for the tokens of an answer, including the one that ends it."""
 
 
 def read_demonstrations(table: PromptTable, sources: Sequence[Prompts], *, last_only: bool) -> list[Demonstration]:
-    """Every row, by what its source says of its columns.
+    """Reads every row, according to its source's columns.
 
     Raises:
-        DataError: a row holds no answer to learn.
+        DataError: a row has no answer to learn.
     """
     of_row = [source for source, rows in zip(sources, table.rows, strict=True) for _ in range(rows)]
     return [
@@ -63,15 +63,15 @@ def read_demonstrations(table: PromptTable, sources: Sequence[Prompts], *, last_
 def read_demonstration(
     prompt: Prompt, *, completion_field: str | None, tools_field: str | None = None, last_only: bool = False
 ) -> Demonstration:
-    """Of a row as `data.prompts` reads it.
+    """The demonstration in a row as `data.prompts` reads it.
 
     Args:
-        completion_field: its answer, text or messages; None: the prompt is a whole conversation, whose assistant
-            messages are the answers.
-        last_only: only the last answer is learned.
+        completion_field: column of the answer, text or messages; None if the prompt is a whole conversation, whose
+        assistant messages are the answers.
+        last_only: learn only the last answer.
 
     Raises:
-        DataError: the row holds no answer, or what it holds is none.
+        DataError: the row has no answer, or an invalid one.
     """
     where = prompt.prompt_id
     messages = list(prompt.messages)
@@ -114,15 +114,15 @@ def encode_demonstrations(
     max_tokens: int,
     tell: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Encoded]:
-    """Every demonstration as the policy would have met it: what stands before an answer is what a rollout's prompt
-    would be, token by token, and the answer ends with the token that ends one.
+    """Encodes every demonstration as in a rollout: the tokens before an answer are exactly those of a rollout's prompt,
+    and the answer ends with the token that ends an answer.
 
-    For that the template must have the **prefix property**: the tokens of a conversation's beginning are the beginning
-    of its tokens, at the start and the end of every answer that is learned. It is checked on each.
+    This requires the **prefix property** of the template: the tokens of a conversation's beginning are the beginning of
+    its tokens, at the start and the end of every learned answer. It is checked for each.
 
     Args:
         max_tokens: longer ones are refused, not cut.
-        tell: progress: how many are done, of how many.
+        tell: called with progress: number done, total.
 
     Raises:
         DataError: a conversation lacks the property, an answer has no end, or conversations are too long.
@@ -147,7 +147,7 @@ def encode_demonstrations(
 
 
 def _encode(demonstrations: Sequence[Demonstration], tokenizer: ChatTokenizer) -> list[tuple[Demonstration, Encoded]]:
-    """Of each conversation the texts before and behind every answer, tokenised in one call."""
+    """The texts before and after every answer of each conversation, tokenised in one call."""
     texts: list[str] = []
     for each in demonstrations:
         for answer in each.answers:
@@ -165,7 +165,7 @@ def _encode(demonstrations: Sequence[Demonstration], tokenizer: ChatTokenizer) -
 def _mask(
     demonstration: Demonstration, texts: Sequence[str], ids: Sequence[Sequence[int]], tokenizer: ChatTokenizer
 ) -> Encoded:
-    """Args: texts, ids: before and behind each answer, in turn; the last is the whole."""
+    """Args: texts, ids: up to the start and the end of each answer, in turn; the last is the whole conversation."""
     whole = ids[-1]
     mask_T = array(FLAGS, bytes(len(whole)))
     length = 0

@@ -1,4 +1,4 @@
-"""Permutations that depend on a key alone, so that an order needs no state.
+"""Permutations that depend only on a key, so that an order needs no state.
 
 Belongs here: computing them. Does not belong here: what is ordered (`stream`, `shapes`).
 """
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import overload
 
 SORTED_PROMPTS = 1 << 20
-"""Of more the order is computed a place at a time: sorting would take gigabytes."""
+"""Beyond this number, the order is computed one place at a time: sorting would take gigabytes."""
 
 
 def shuffled(count: int, key: int) -> Sequence[int]:
-    """A permutation of `range(count)` that depends on (count, key) only: indexes sorted by their keyed hash, or of more
-    than `SORTED_PROMPTS` a permutation whose places are computed as they are read."""
+    """A permutation of `range(count)` that depends on (count, key) only: indexes sorted by their keyed hash, or above
+    `SORTED_PROMPTS` a permutation whose places are computed on access."""
     if count > SORTED_PROMPTS:
         return Permutation(count, key)
     key_bytes = key.to_bytes(8, "little")
@@ -27,10 +27,11 @@ def shuffled(count: int, key: int) -> Sequence[int]:
 
 
 class Permutation(Sequence[int]):
-    """A pseudorandom permutation of `range(count)` in no memory.
+    """A pseudorandom permutation of `range(count)` that takes no memory.
 
-    A Feistel network of four rounds over twice half the bits (Luby and Rackoff, 1988), walked on until it lands within
-    the range (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002): fewer than four rounds of it on average.
+    A Feistel network of four rounds over two halves of the bits (Luby and Rackoff, 1988), applied repeatedly until the
+    result is within the range (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002): fewer than four times
+    on average.
     """
 
     def __init__(self, count: int, key: int, chosen: range | None = None) -> None:

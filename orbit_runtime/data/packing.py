@@ -1,4 +1,4 @@
-"""Cutting a step's samples into mini-batches (one optimizer update each) and micro-batches (one forward pass each).
+"""Divides a step's samples into mini-batches (one optimiser update each) and micro-batches (one forward pass each).
 
 Belongs here: which sample goes where, as index tuples. Does not belong here: padding, tensors, attention.
 `_D` samples.
@@ -12,8 +12,8 @@ from orbit_runtime.types import Sample
 
 
 def split_mini_batches(samples_D: Sequence[Sample], prompts_per_batch: int | None) -> list[tuple[int, ...]]:
-    """Indexes of each mini-batch: `prompts_per_batch` prompts at a time, in order of appearance; `None` is one of
-    all."""
+    """Indexes of each mini-batch: `prompts_per_batch` prompts at a time, in order of appearance; `None` for a single
+    one."""
     by_prefix = _group_by_prefix(samples_D, range(len(samples_D)))
     size = prompts_per_batch or max(1, len(by_prefix))
     chunks = [by_prefix[start : start + size] for start in range(0, len(by_prefix), size)]
@@ -25,9 +25,9 @@ def pack_micro_batches(
 ) -> list[tuple[int, ...]]:
     """Index tuples whose cost fits `budget_T` tokens; `indexes` restricts them to one mini-batch.
 
-    A micro-batch costs the response tokens of its samples and each distinct prefix once. Samples that share a prefix
-    stay together, longest response first, and so do the groups, so that neighbours pad little; a group is cut only
-    where it alone exceeds the budget, and a sample above the budget goes alone. Equal input gives equal output.
+    A micro-batch costs the response tokens of its samples, and each distinct prefix once. Samples that share a prefix
+    stay together, longest response first; groups are ordered likewise, so that neighbours need little padding. A group
+    is split only if it alone exceeds the budget; a sample above the budget goes alone. Equal input gives equal output.
     """
     groups = _group_by_prefix(samples_D, range(len(samples_D)) if indexes is None else indexes)
     for members in groups:
@@ -61,7 +61,7 @@ def batch_cost(samples_D: Sequence[Sample], indexes: Sequence[int]) -> int:
 
 
 def _cut_group(samples_D: Sequence[Sample], members: Sequence[int], budget_T: int) -> list[list[int]]:
-    """The members of one group in as few runs as fit, each paying for the prefix again."""
+    """Splits the members of one group into as few runs as possible, each of which pays for the prefix again."""
     prefix_length = samples_D[members[0]].prefix_length
     parts: list[list[int]] = []
     cost = 0

@@ -1,10 +1,10 @@
-"""How often the policy solves each prompt, and which prompts are worth drawing for it.
+"""How often the policy solves each prompt, and which prompts are therefore worth drawing.
 
 Belongs here: running pass rates, their bounds, their state. Does not belong here: drawing (`stream`).
 
-What a draw may know depends on its step alone, never on when it is made. With `maxStaleness` k the prompts of step t
-are drawn once t - 1 - k steps are trained, so they see what those told and nothing of later ones; after a resume, where
-several steps are drawn at once, they see the same.
+The results that a draw may use depend only on its step, never on when it is made. With `maxStaleness` k, the prompts of
+step t are drawn once t - 1 - k steps are trained, so they use the results of those steps and of no later ones. After a
+resume, when several steps are drawn at once, they use the same results.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from dataclasses import dataclass
 from typing import Any
 
 NEWEST = 0.5
-"""Share of the newest visit in a running rate: as much as all before it, as the policy changes."""
+"""Weight of the newest visit in a running rate: as much as all earlier ones together, as the policy changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Between which pass rates a prompt teaches."""
+    """Bounds of the pass rate within which a prompt is worth training on."""
 
     low: float
     high: float
     passes: float
-    """Reward from which on a rollout passed."""
+    """Smallest reward with which a rollout passes."""
     revisit: int | None = None
-    """Epochs after which a prompt that was left out is drawn once more; None: never."""
+    """Epochs after which an excluded prompt is drawn once more; None for never."""
 
 
 class PassRates:
-    """Running pass rates by prompt. A prompt that nobody tried is always worth drawing."""
+    """Running pass rates by prompt. An untried prompt is always worth drawing."""
 
     def __init__(self, bounds: Bounds, *, delay: int = 0) -> None:
-        """Args: delay: how many steps may be sampled beside the one that trains."""
+        """Args: delay: number of steps that may be sampled ahead of the one that trains."""
         self._bounds, self._delay = bounds, delay
         self._settled: dict[int, tuple[float, int]] = {}
-        """Prompt → running rate, and the visit of the newest try; without the steps in `_recent`."""
+        """Prompt → running rate, and visit of the newest try, excluding the steps in `_recent`."""
         self._recent: dict[int, dict[int, tuple[float, int]]] = {}
-        """Step → prompt → pass rate of that step, and its visit."""
+        """Step → prompt → pass rate in that step, and its visit."""
 
     @property
     def patience(self) -> int:
-        """Epochs, besides one, after which no further one would find what they did not."""
+        """Number of further epochs after which another would find no new prompt."""
         return 0 if self._bounds.revisit is None else self._bounds.revisit + 1
 
     def may_draw(self, prompt: int, visit: int, step: int) -> bool:
-        """Whether the prompt's rate, as it is known to a draw for `step`, lies within the bounds."""
+        """Whether the prompt's rate, as known to a draw for `step`, is within the bounds."""
         known = self._known(prompt, step - 1 - self._delay)
         if known is None or self._bounds.low <= known[0] <= self._bounds.high:
             return True
         return self._bounds.revisit is not None and visit - known[1] > self._bounds.revisit
 
     def record(self, step: int, tried: Iterable[tuple[int, int, Sequence[float | None]]]) -> None:
-        """What a finished step's rollouts were rewarded with.
+        """Adds the rewards of a finished step's rollouts.
 
         Args:
-            tried: prompt, visit and rewards; None is a rollout without a reward, which says nothing.
+            tried: prompt, visit and rewards; None for a rollout without a reward, which does not count.
         """
         found: dict[int, tuple[float, int]] = {}
         for prompt, visit, rewards in tried:
@@ -70,7 +70,7 @@ class PassRates:
                 self._settled[prompt] = _joined(self._settled.get(prompt), tried_then)
 
     def counts(self) -> tuple[int, int, int]:
-        """Prompts that were tried, and those whose rate is below and above the bounds, all steps known."""
+        """Numbers of prompts tried, and with rates below and above the bounds, after all known steps."""
         newest = max(self._recent, default=0)
         everything = {*self._settled}.union(*self._recent.values())
         rates = [known[0] for prompt in everything if (known := self._known(prompt, newest)) is not None]
@@ -92,7 +92,7 @@ class PassRates:
         self._recent = {int(step): _read(tried) for step, tried in state["recent"].items()}
 
     def _known(self, prompt: int, newest: int) -> tuple[float, int] | None:
-        """From the steps up to `newest`."""
+        """Rates from the steps up to `newest`."""
         known = self._settled.get(prompt)
         for step in sorted(self._recent):
             if step <= newest and prompt in self._recent[step]:

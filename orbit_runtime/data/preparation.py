@@ -1,10 +1,10 @@
-"""`orbit data prepare`: a file of some shape becomes JSON lines that a run reads, and a manifest that proves which.
+"""`orbit data prepare`: turns a file of a known shape into JSON lines for a run, with a manifest of their origin.
 
-Belongs here: reading, dropping and writing rows, digests. Does not belong here: what a row becomes (`shapes`), fetching
+Belongs here: reading, dropping and writing rows, digests. Does not belong here: converting a row (`shapes`), fetching
 (`storage.inputs`).
 
-The manifest is written before the rows get their name, so that rows under their name always have one. Nothing in either
-depends on when or where it was made.
+The manifest is written before the rows get their final name, so that named rows always have a manifest. Neither depends
+on when or where it was made.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from orbit_runtime.errors import DataError, OutputError, StorageError
 FORMAT = 1
 SUFFIX = ".manifest.json"
 TOLD = 1000
-"""Rows between two words of progress."""
+"""Rows between two reports of progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What is made of a source."""
+    """How to prepare a source."""
 
     asked: Asked
     limit: int | None = None
-    """Rows of the result."""
+    """Most rows in the result."""
     deduplicate: bool = False
-    """A question that was there before is left out, case and white space aside."""
+    """Whether to drop repeated questions, ignoring case and white space."""
     skip_broken: bool = False
-    """Rows that cannot be prepared are counted and left out, not an error."""
+    """Whether to count and drop rows that cannot be prepared, instead of raising an error."""
 
     def to_json(self) -> dict[str, Any]:
         shape = {
@@ -57,7 +57,7 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A result, and whether it was there already."""
+    """A result, and whether it already existed."""
 
     manifest: Mapping[str, Any]
     is_new: bool
@@ -72,12 +72,12 @@ def prepare(
     force: bool = False,
     tell: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> Prepared:
-    """Writes `target` and its manifest beside it; does nothing where they are there already.
+    """Writes `target` and its manifest beside it; does nothing if both already exist.
 
     Args:
         revision: the commit of a source on a hub.
-        force: replace what another preparation left.
-        tell: progress: rows done, of how many.
+        force: replace the result of another preparation.
+        tell: called with progress: rows done, total.
 
     Raises:
         DataError: the source cannot be read, or rows cannot be prepared: up to five are named, the rest counted.
@@ -126,7 +126,7 @@ def manifest_path(target: Path) -> Path:
 def _write(
     opened: Opened, source: PromptSource, part: Path, preparation: Preparation, tell: Callable[[int, int], None]
 ) -> tuple[Counter[str], str]:
-    """Counts and the digest of what was written."""
+    """Returns counts, and the digest of what was written."""
     store, digest, counts = opened.store, hashlib.sha256(), Counter[str](rows=0)
     seen: set[bytes] = set()
     problems: list[str] = []
@@ -190,7 +190,7 @@ def _read_manifest(target: Path) -> dict[str, Any] | None:
 
 
 def _is_there(target: Path, before: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """The rows are those that the manifest names, and it was asked for the same."""
+    """Whether the rows are those in the manifest, and the manifest is for the same preparation."""
     if any(before.get(key) != value for key, value in asked.items()) or not target.is_file():
         return False
     with target.open("rb") as file:

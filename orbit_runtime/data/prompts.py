@@ -1,4 +1,4 @@
-"""The prompts of a run: rows of several sources under one numbering, and what is checked of them before it starts.
+"""The prompts of a run: rows of several sources in one numbering, and the checks on them before the run starts.
 
 Belongs here: concatenating sources, `limit`, holding out, columns, lengths. Does not belong here: file formats
 (`rows`), drawing (`stream`).
@@ -23,7 +23,7 @@ from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Prompt
 
 ALL_ENCODED = 32_768
-"""Prompts whose tokens are all counted before a run starts, some seconds of it."""
+"""Number of prompts whose tokens are all counted before a run starts, which takes some seconds."""
 ENCODED_AT_ONCE = 1024
 
 
@@ -39,15 +39,15 @@ class NamedRows:
         return _build_prompt(f"{self.name}/{number}", self.opened.store.read(number), self.source.prompt_field)
 
     def place(self, number: int) -> str:
-        """Where a person finds a row."""
+        """The place of a row, for the user."""
         return f"{self.source.uri}, {self.opened.store.place(number)}"
 
 
 class PromptRows(Sequence[Prompt]):
-    """The prompts of several sources by number, each read when it is asked for: none is held."""
+    """The prompts of several sources by number, each read on access; none is kept in memory."""
 
     def __init__(self, sources: Sequence[NamedRows], chosen: Sequence[int] | None = None) -> None:
-        """Args: chosen: numbers of all that these are; None: all of them."""
+        """Args: chosen: numbers of the selected prompts; None for all."""
         self.sources = tuple(sources)
         self._ends = list(accumulate(len(each.opened.store) for each in sources))
         self.chosen: Sequence[int] = range(self._ends[-1] if self._ends else 0) if chosen is None else chosen
@@ -69,16 +69,16 @@ class PromptRows(Sequence[Prompt]):
         return (self[index] for index in range(len(self)))
 
     def select(self, indexes: Iterable[int]) -> PromptRows:
-        """Those of these numbers, in this order."""
+        """The table of these numbers, in this order."""
         return PromptRows(self.sources, array(OFFSETS, (self.chosen[index] for index in indexes)))
 
     def spans(self) -> list[range]:
-        """Of each source, which of these are its: they stand in the order of their sources."""
+        """The span of each source's prompts, which are in the order of their sources."""
         ends = [bisect_left(self.chosen, end) for end in self._ends]
         return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def number_of(self, prompt_id: str) -> int:
-        """Of a prompt among all rows, `limit` and what is held out aside."""
+        """Number of a prompt among all rows, regardless of `limit` and of rows held out."""
         name, _, number = prompt_id.rpartition("/")
         source = next(place for place, each in enumerate(self.sources) if each.name == name)
         return (self._ends[source - 1] if source else 0) + int(number)
@@ -94,7 +94,7 @@ class PromptRows(Sequence[Prompt]):
         return next(each for each in self.sources if each.name == name).build_prompt(int(number))
 
     def bound(self, index: int) -> int:
-        """Bytes that the prompt's text has at most."""
+        """Upper bound of the bytes of the prompt's text."""
         source, number = self.find(index)
         return self.sources[source].opened.store.bound(number)
 
@@ -105,7 +105,7 @@ class PromptRows(Sequence[Prompt]):
 
 @dataclass(frozen=True, slots=True)
 class PromptTable:
-    """Every prompt of a run in file order, visit 0, and what identifies the data."""
+    """Every prompt of a run in file order, at visit 0, and the digests that identify the data."""
 
     prompts_P: PromptRows
     digest: str
@@ -113,7 +113,7 @@ class PromptTable:
     file_digests: tuple[str, ...]
     """`sha256:<hex>` of each source's bytes."""
     rows: tuple[int, ...] = ()
-    """How many each source has, those beyond the limit among them."""
+    """Rows of each source, including those beyond the limit."""
 
 
 def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -> PromptTable:
@@ -147,7 +147,7 @@ def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -
 
 
 def hold_out(table: PromptTable, share: float, seed: int) -> tuple[PromptTable, tuple[Prompt, ...]]:
-    """What is left of a table, and the share of its rows that is held out: at least one, none of a share of 0.
+    """Splits a table into the rows that remain and those held out: at least one, or none for a share of 0.
 
     Raises:
         DataError: nothing would be left.
@@ -169,11 +169,11 @@ def hold_out(table: PromptTable, share: float, seed: int) -> tuple[PromptTable, 
 
 
 def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
-    """Every prompt has the columns that rewards will read, each of one kind; `required` maps a column to the reward
-    that reads it.
+    """Checks that every prompt has the columns that rewards read, each of one type; `required` maps a column to its
+    reward.
 
     Raises:
-        DataError: a row lacks one, holds null, or holds another kind than the rows before it. The row is named.
+        DataError: a row lacks a column, has null, or has another type than earlier rows. The message names the row.
     """
     for each in table.prompts_P.sources:
         columns = each.opened.columns
@@ -211,10 +211,10 @@ def check_lengths(
     *,
     max_prompt_tokens: int,
 ) -> None:
-    """No prompt is longer than what the model's context leaves beside the completion.
+    """Checks that no prompt is longer than the model's context leaves beside the completion.
 
-    Of the first `ALL_ENCODED` prompts every one is counted. Of the others those alone that could be longer: a token
-    stands for a byte or more, and the template adds about what it adds to the first prompt.
+    The tokens of the first `ALL_ENCODED` prompts are all counted; of the others, only those of prompts that could be
+    too long: a token covers at least a byte, and the template adds about as much as for the first prompt.
     """
     prompts_P = table.prompts_P
     added = len(encode_many([prompts_P[0].messages])[0])

@@ -1,11 +1,11 @@
-"""Files of rows: one pass checks every row of one, and leaves what reads any of them again.
+"""Files of rows: one pass checks every row of a file, and returns a store that can read any row again.
 
 Belongs here: JSON lines, CSV, Parquet and Arrow, plain or compressed, a file at a time. Does not belong here: which
 files a source has (`rows`), what a row must hold (`scan`).
 
-JSON lines and Arrow are read where they lie. What cannot be read from the middle, CSV and compressed files, is written
-once more as JSON lines: into memory while that is short, then into a file of the system's temporary folder that has no
-name and goes with the process.
+JSON lines and Arrow are read in place. CSV and compressed files, which cannot be read from the middle, are written
+again as JSON lines: into memory while short, then into an unnamed file in the system's temporary folder, which
+disappears with the process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from orbit_runtime.errors import DataError, StorageError
 Format = Literal["Auto", "JSONL", "CSV", "Parquet", "Arrow"]
 
 IN_MEMORY = 1 << 26
-"""Bytes of a file that is read whole, so that what is written to it later changes nothing."""
+"""Largest file, in bytes, that is read whole, so that later writes to it change nothing."""
 MAX_GROUP = 1 << 31
-"""Bytes that a row group may decode to: one row of it cannot be read without all of them."""
+"""Most bytes of a decoded row group, all of which must be decoded to read one row."""
 MAX_LISTED_BYTES = 1 << 28
-"""Of a file that is one list of JSON, which has to be read whole."""
+"""Most bytes of a file that is a single JSON list, which must be read whole."""
 DECODED_ROWS = 512
-"""Of a batch, at a time."""
+"""Rows of a batch decoded at once."""
 SUFFIXES: dict[str, Format] = {
     ".jsonl": "JSONL",
     ".ndjson": "JSONL",
@@ -51,13 +51,13 @@ BOM = b"\xef\xbb\xbf"
 
 
 def format_of(path: Path) -> Format | None:
-    """By the end of its name, `.gz` and `.zst` left out; None: not by that."""
+    """The format by file extension, ignoring `.gz` and `.zst`; None if that does not tell."""
     suffixes = [each for each in path.suffixes if each not in COMPRESSED]
     return SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
 
 
 def read_file(path: Path, file: IO[bytes], asked: Format, scan: Scan, where: str) -> RowStore:
-    """Every row of an open file, checked.
+    """Reads and checks every row of an open file.
 
     Raises:
         DataError: the file is broken or empty, or has broken rows: up to five are named by line, the rest counted.
@@ -111,7 +111,7 @@ def _scan_lines(file: IO[bytes], scan: Scan, where: str, unchanged: Unchanged | 
 
 
 def _listed_rows(file: IO[bytes], where: str) -> IO[bytes] | None:
-    """Of a `.json` file that holds one list, its rows as lines; None: it holds lines."""
+    """The rows of a `.json` file with one list, as lines; None if the file has lines."""
     head = file.read(64).removeprefix(BOM).lstrip()
     file.seek(0)
     if not head.startswith(b"["):
@@ -150,7 +150,7 @@ def _scan_line(line: bytes, scan: Scan, number: int, offset: int) -> None:
 
 
 def _has_half_pair(line: bytes, row: Any) -> bool:
-    r"""JSON can write one, `\ud83d` alone; no tokenizer takes it, and no file of UTF-8 holds it."""
+    r"""Whether text has a lone surrogate: valid in JSON (`\ud83d`), but not in UTF-8, nor for any tokenizer."""
     if b"\\ud" not in line and b"\\uD" not in line:
         return False
     try:
@@ -161,7 +161,7 @@ def _has_half_pair(line: bytes, row: Any) -> bool:
 
 
 def _scan_csv(file: IO[bytes], spool: IO[bytes], scan: Scan, where: str) -> Lines:
-    """With a header, RFC 4180: every cell is text as it stands, `=1+1` and `007` among them. An empty line is none."""
+    """CSV with a header (RFC 4180): every cell is literal text, including `=1+1` and `007`. Empty lines are skipped."""
     csv.field_size_limit(MAX_ROW)
     reader = csv.reader(_text_lines(file, where), strict=True)
     offset = 0
@@ -194,7 +194,7 @@ def _scan_csv(file: IO[bytes], spool: IO[bytes], scan: Scan, where: str) -> Line
 
 
 def _text_lines(file: IO[bytes], where: str) -> Iterator[str]:
-    # Line ends as they stand; a byte that is no UTF-8 waits for its line to be named.
+    # Keep line ends as they are; bytes that are not UTF-8 are kept until their line can be named.
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     number = 0
     while line := text.readline(MAX_ROW):
@@ -229,7 +229,7 @@ def _read_parquet(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batche
 
 
 def _read_arrow(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batches:
-    """A file or a stream of Arrow's: `datasets` writes streams. Both are mapped, and decode as they are read."""
+    """An Arrow file or stream (`datasets` writes streams). Both are memory-mapped, and decoded on reading."""
     with _arrow(where, "Arrow"):
         import pyarrow
 
@@ -274,7 +274,7 @@ def _loading(load: Callable[[int], Any], where: str, kind: str) -> Callable[[int
 
 @contextmanager
 def _arrow(where: str, kind: str) -> Iterator[None]:
-    """What pyarrow raises about a file, as an error of the file."""
+    """Turns what pyarrow raises about a file into an error of the file."""
     try:
         import pyarrow
     except ImportError:

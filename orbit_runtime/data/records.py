@@ -1,4 +1,4 @@
-"""The rollout record on disk: one JSON object a line, a step's lines compressed together.
+"""The rollout record on disk: one JSON object per line, with a step's lines compressed together.
 
 Belongs here: the exact round trip of `Rollout`. Does not belong here: where the file is kept (`storage`).
 """
@@ -23,8 +23,7 @@ PIECE_BYTES = 1 << 24
 
 
 def rollout_to_line(rollout: Rollout) -> bytes:
-    """JSON of the record's fields under their names. Floats keep every bit; a non-finite one is a bug and is
-    refused."""
+    """JSON of the record's fields by name. Floats keep every bit; a non-finite float is a bug and is refused."""
     numbers = (math.fsum(rollout.logprobs_T), math.fsum(rollout.teacher_logprobs_T or ()), rollout.reward or 0.0)
     if not all(map(math.isfinite, numbers)):
         raise InternalError(
@@ -59,7 +58,7 @@ def rollout_from_line(line: bytes | str) -> Rollout:
 def compress_rollouts(rollouts: Iterable[Rollout], advantages: Iterable[float | None] | None = None) -> bytes:
     """The bytes of `rollouts/step-*.jsonl.zst`.
 
-    Args: advantages: what each was trained with, if it was.
+    Args: advantages: the advantage with which each was trained, if it was.
     """
     lines = (rollout_to_line(rollout) for rollout in rollouts)
     if advantages is not None:
@@ -68,7 +67,7 @@ def compress_rollouts(rollouts: Iterable[Rollout], advantages: Iterable[float | 
 
 
 def _with_advantage(line: bytes, advantage: float | None) -> bytes:
-    """It belongs to the step that trained, and not to the rollout: `rollout_from_line` does not ask for it."""
+    """Adds the advantage, which belongs to the step and not to the rollout: `rollout_from_line` ignores it."""
     return line if advantage is None else line[:-1] + b',"advantage":' + orjson.dumps(advantage) + b"}"
 
 
@@ -85,7 +84,7 @@ def decompress_rollouts(data: bytes, *, where: str = "rollouts") -> list[Rollout
 
 
 def decompressed_lines(data: bytes) -> Iterator[bytes]:
-    """Those that are not empty, without their ends; of the text no more than a few lines are held.
+    """Yields lines that are not empty, without line ends; only a few lines are in memory at a time.
 
     Raises:
         ValueError: there are more than `MAX_BYTES`. ZstdError: the bytes are damaged or cut off.
@@ -93,7 +92,7 @@ def decompressed_lines(data: bytes) -> Iterator[bytes]:
     pending: list[bytes] = []
     size = 0
     with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-        # The reader sets aside as much memory as it is asked for, and so is asked for little at a time.
+        # The reader allocates as much memory as requested, so request little at a time.
         while piece := reader.read(PIECE_BYTES):
             size += len(piece)
             if size > MAX_BYTES:

@@ -1,11 +1,11 @@
-"""The experts that rollout chose, in as few bits as keep them exactly.
+"""The experts that rollout chose, in as few bits as represent them exactly.
 
 Belongs here: arrays ↔ `RoutedExperts`. Does not belong here: what is done with them (`policy.routing`).
 
-A rollout of 100,000 tokens through 60 layers of 8 experts is 96 MB as 16-bit numbers. Ids are close to random, so that
-what compresses them is to store the bits that they need and no more: of 384 experts nine, 54 MB.
+A rollout of 100,000 tokens through 60 layers with 8 experts each is 96 MB as 16-bit numbers. Ids are nearly random, so
+the only compression is to store just the bits that they need: nine for 384 experts, hence 54 MB.
 
-Legend: `T` tokens that were an input, `L` layers with routed experts, `C` experts that a token goes to.
+Legend: `T` tokens that were an input, `L` layers with routed experts, `C` experts chosen per token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_BITS = 15
 
 
 def pack_experts(chosen_TLC: np.ndarray) -> RoutedExperts:
-    """Args: chosen_TLC: integers, 0 up, below 2^15."""
+    """Args: chosen_TLC: integers from 0 to 2^15 - 1."""
     ids = chosen_TLC.astype(np.uint16).reshape(-1)
     bits = int(ids.max()).bit_length() if ids.size else 0
     planes = [np.packbits((ids >> bit).astype(np.uint8) & 1) for bit in range(bits)]

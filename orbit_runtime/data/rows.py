@@ -1,4 +1,4 @@
-"""A source of rows: a file, a folder of them, or one that `datasets` saved; checked whole before anything starts.
+"""A source of rows: a file, a folder of files, or a folder saved by `datasets`; checked completely before a run starts.
 
 Belongs here: URIs, and which files a source has. Does not belong here: file formats (`readers`), order and cursor
 (`prompts`).
@@ -23,7 +23,7 @@ BUILTIN = {
     for name in ("small-functions", "sums-of-99", "two-digit-addition", "two-digit-multiplication")
 }
 SPLITS, STATE = "dataset_dict.json", "state.json"
-"""What `datasets` writes: `DatasetDict.save_to_disk` the first, `Dataset.save_to_disk` the second."""
+"""Files of `datasets`: `DatasetDict.save_to_disk` writes the first, `Dataset.save_to_disk` the second."""
 MAX_FILES = 100_000
 
 
@@ -39,9 +39,9 @@ class PromptSource:
     format: Format = "Auto"
     prompt_field: str = "prompt"
     kept_name: str | None = None
-    """What the file was called when the run started: ids key the random draws, so a renamed file keeps them."""
+    """The file's name when the run started: ids key the random draws, so they survive renaming the file."""
     local: Path | None = None
-    """Where the file or folder is, when it was fetched."""
+    """Local path of the file or folder, if it was fetched."""
 
     @property
     def name(self) -> str:
@@ -51,11 +51,11 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A source whose every row was checked."""
+    """A source of which every row was checked."""
 
     store: RowStore
     digest: str
-    """SHA-256 of the file's bytes; of several files over theirs, in order."""
+    """SHA-256 of the file's bytes; for several files, of all their digests in order."""
     columns: Columns
 
 
@@ -66,11 +66,11 @@ def source_name(uri: str) -> str:
 
 
 def open_rows(source: PromptSource, counted: int | None = None, *, prompts: bool = True) -> Opened:
-    """Reads every row of a source once, and keeps where they are.
+    """Reads every row of a source once, and keeps their places.
 
     Args:
-        counted: only the first so many rows are used, so that only their columns matter; None: all.
-        prompts: every row must hold a prompt.
+        counted: number of rows that are used, and whose columns therefore matter; None for all.
+        prompts: whether every row must have a prompt.
 
     Raises:
         DataError: the file is missing, empty or not UTF-8, or has broken rows: up to five are named by line, the rest
@@ -109,7 +109,7 @@ def _open_file(path: Path, where: str, asked: Format, scan: Scan) -> tuple[RowSt
 
 
 def resolve_path(uri: str) -> Path:
-    """The local file behind a URI."""
+    """The local file of a URI."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return Path(uri)
@@ -123,7 +123,7 @@ def resolve_path(uri: str) -> Path:
 
 
 def needs_arrow(source: PromptSource) -> bool:
-    """pyarrow reads it; a broken source is told of where it is opened."""
+    """Whether pyarrow reads the source; a broken source is reported when it is opened."""
     if source.format != "Auto":
         return source.format in ("Parquet", "Arrow")
     path = source.local or resolve_path(source.uri)
@@ -168,7 +168,7 @@ def _files(path: Path, source: PromptSource) -> tuple[Sequence[Path], Format]:
 
 
 def _read_names(path: Path, key: str, where: str) -> list[str]:
-    """File names or splits that a file of `datasets` lists."""
+    """File names or splits listed in a file of `datasets`."""
     try:
         read = json.loads(path.read_bytes())
         if read.get("_indices_files") or read.get("_indices_data_files"):

@@ -1,4 +1,4 @@
-"""From scored rollouts, or demonstrations, to what trains.
+"""Turns scored rollouts or demonstrations into training samples.
 
 Belongs here: which rollouts become samples, what they share, their columns. Does not belong here: the numbers in the
 columns, tensors.
@@ -51,7 +51,7 @@ def _build_sample(rollout: Rollout, prefix_id: int, prefix_length: int) -> Sampl
 
 
 def build_demonstration_samples(encoded: Sequence[Encoded]) -> list[Sample]:
-    """One sample each; their prefixes are their own. Every token that is learned is worth the same."""
+    """One sample for each demonstration, with its own prefix. Every learned token has the same weight."""
     return [
         Sample(
             each.token_ids_T,
@@ -65,7 +65,7 @@ def build_demonstration_samples(encoded: Sequence[Encoded]) -> list[Sample]:
 
 
 def with_column(samples_D: Sequence[Sample], name: ColumnName, columns_D: Sequence[array[float]]) -> list[Sample]:
-    """The samples with one column more; an array is taken as it is, not copied."""
+    """The samples with an additional column; an array is used without a copy."""
     return [
         replace(sample, columns={**sample.columns, name: column})
         for sample, column in zip(samples_D, columns_D, strict=True)
@@ -73,8 +73,7 @@ def with_column(samples_D: Sequence[Sample], name: ColumnName, columns_D: Sequen
 
 
 def with_end(sample: Sample) -> Sample:
-    """The sample with a token more, for what is to be known of the state behind its last one: which token it is says
-    nothing of that."""
+    """The sample with one more token, to evaluate the state after the last one; which token it is does not matter."""
     last = sample.token_ids_T[-1:]
     columns = {name: column + array(FLOATS, [0.0]) for name, column in sample.columns.items()}
     mask_T = sample.loss_mask_T + array(sample.loss_mask_T.typecode, [1])
@@ -84,12 +83,12 @@ def with_end(sample: Sample) -> Sample:
 
 
 def spread(value: float | Sequence[float], mask_T: array[int]) -> array[float]:
-    """A column that says the same of every token that trains, or to each its own of `value`."""
+    """A column over the tokens that train: one value for all, or each its own from `value`."""
     column_T = np.zeros(len(mask_T), np.float32)
     column_T[np.flatnonzero(mask_T)] = value
     return array(FLOATS, column_T.tobytes())
 
 
 def trained(column_T: array[float], mask_T: array[int]) -> array[float]:
-    """A column's numbers of the tokens that train."""
+    """The column's values for the tokens that train."""
     return array(FLOATS, [number for number, flag in zip(column_T, mask_T, strict=True) if flag])

@@ -1,6 +1,6 @@
-"""What one pass over the rows of a source learns: where they are, what their columns hold, which are broken.
+"""What one pass over a source's rows learns: their places, the types of their columns, which rows are broken.
 
-Belongs here: rules that a row must keep to. Does not belong here: file formats (`readers`).
+Belongs here: the rules for a row. Does not belong here: file formats (`readers`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from orbit_runtime.data.stores import BLOCK, OFFSETS, SIZES
 from orbit_runtime.errors import DataError
 
 MAX_ROW = 1 << 27
-"""Bytes of one row: a longer one is a file that is no JSON lines, or was damaged."""
+"""Most bytes of one row: a longer row means that the file is not JSON lines, or is damaged."""
 MAX_COLUMNS = 4096
-"""That are told apart; a file with more has objects for rows whose keys are data."""
+"""Most columns that are distinguished; a file with more has rows whose keys are data."""
 MAX_LISTED = 5
-"""Broken rows named in one message."""
+"""Most broken rows named in one message."""
 
 
 class Columns:
-    """What the columns of a source hold, by kind: how many rows, and which is the first of them."""
+    """The types in each column of a source: the number of rows, and the first of them."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -50,9 +50,9 @@ class Scan:
     def __init__(self, prompt_field: str | None, columns: Columns, counted: int | None) -> None:
         """
         Args:
-            prompt_field: None: a row need not hold a prompt.
-            columns: of the source, which may have several files.
-            counted: only so many rows are used, so that only their columns matter; None: all.
+            prompt_field: column of the prompt; None if a row needs no prompt.
+            columns: columns of the source, which may have several files.
+            counted: number of rows that are used, and whose columns therefore matter; None for all.
         """
         self.offsets, self.lines, self.longest = array(OFFSETS), array(OFFSETS), array(SIZES)
         self.count = 0
@@ -62,11 +62,11 @@ class Scan:
 
     @property
     def reads_prompts(self) -> bool:
-        """The rows are a run's; else something is made of them first, and tells what it cannot use."""
+        """Whether a run uses the rows directly; otherwise they are prepared first, which reports unusable rows."""
         return self._prompt_field is not None
 
     def add(self, row: Any, size: int, *, at: str, line: int = 0, offset: int = 0) -> None:
-        """Args: at: where a person finds the row; size: its bytes as JSON."""
+        """Args: at: the row's place, for the user; size: its bytes as JSON."""
         problem = row_problem(row, self._prompt_field) if self._prompt_field is not None else _object_problem(row)
         if problem is None and size > MAX_ROW:
             problem = f"longer than {MAX_ROW >> 20} MiB"
@@ -92,7 +92,7 @@ class Scan:
     def check(self, where: str, fix: str = "one JSON object a line, each with the prompt's key") -> None:
         """
         Raises:
-            DataError: there are broken rows, or none at all.
+            DataError: there are broken rows, or no rows at all.
         """
         if self.num_problems:
             count = "1 broken row" if self.num_problems == 1 else f"{self.num_problems} broken rows"
@@ -106,7 +106,7 @@ def _object_problem(row: Any) -> str | None:
 
 
 def row_problem(row: Any, prompt_field: str) -> str | None:
-    """What keeps this row from being a prompt, or `None`."""
+    """Why this row is not a prompt, or `None`."""
     if not isinstance(row, dict):
         return _object_problem(row)
     if prompt_field not in row:
@@ -131,7 +131,7 @@ def row_problem(row: Any, prompt_field: str) -> str | None:
 
 
 def _content_problem(message: Mapping[str, Any], where: str) -> str | None:
-    """Text, a list of parts, or nothing beside calls of tools."""
+    """Whether the content is text, a list of parts, or absent beside tool calls."""
     content, calls = message.get("content"), message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         return f"{where}.tool_calls is a list of objects, this is {kind_of(calls)}"
@@ -148,8 +148,8 @@ def _content_problem(message: Mapping[str, Any], where: str) -> str | None:
 def as_json(row: Mapping[str, Any]) -> str:
     """
     Raises:
-        ValueError: JSON cannot hold a column, which is named: rewards run in other processes and receive columns as
-            JSON.
+        ValueError: JSON cannot represent a column, which the message names: rewards run in other processes and
+        receive columns as JSON.
     """
     try:
         return json.dumps(row, allow_nan=False)
@@ -166,7 +166,7 @@ def as_json(row: Mapping[str, Any]) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """JSON could hold it, were it not for a number."""
+    """Whether only a number prevents representing the value as JSON."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -175,7 +175,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def listed(problems: Sequence[str], count: int | None = None) -> str:
-    """The first of them, a line each, and how many more there are of `count`."""
+    """The first few, one per line, and how many more of `count` there are."""
     more = (len(problems) if count is None else count) - MAX_LISTED
     return "\n".join(f"  {problem}" for problem in problems[:MAX_LISTED]) + (f"\n  and {more} more" if more > 0 else "")
 

@@ -1,4 +1,4 @@
-"""Rows of well-known files become Orbit's: a prompt, what its reward expects, and nothing that has to be guessed later.
+"""Converts rows of well-known files to Orbit's: a prompt and what its reward expects, with nothing left to guess.
 
 Belongs here: which columns such files have, extracting an answer, lettering choices. Pure: a row in, a row out.
 Does not belong here: files (`preparation`), scoring (`environments.rewards`).
@@ -22,25 +22,25 @@ LETTER = 'End with "Answer: " and the letter of the right choice.'
 
 
 class RowError(ValueError):
-    """What keeps a row from being prepared; it names the column."""
+    """Why a row cannot be prepared; names the column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a file's columns are. A column is a name, or a path through objects, such as `reward_model.ground_truth`;
-    of several the first that the row has."""
+    """The columns of a file. A column is a name, or a path through objects such as `reward_model.ground_truth`; of
+    several, the first that the row has."""
 
     prompt: tuple[str, ...]
     answer: tuple[str, ...] = ()
     extract: str = "none"
     """A name of `EXTRACT`."""
     choices: tuple[str, ...] = ()
-    """One column with a list of them, or a column each; the first of those is the right one."""
+    """One column with a list of choices, or one column per choice, of which the first is the right one."""
     tests: tuple[str, ...] = ()
     instruction: str = ""
-    """What stands behind the prompt."""
+    """Text appended to the prompt."""
     kept: tuple[str, ...] = ()
-    """Further columns that the result has, where a row has them."""
+    """Further columns that are copied to the result if a row has them."""
     reward: str = "Math"
     """The shipped reward that reads the result."""
 
@@ -71,16 +71,16 @@ SHAPES: dict[str, Shape] = {
     ),
     "plain": Shape(("prompt", "question", "problem"), ("answer",)),
 }  # fmt: skip
-"""`--format` → the columns of its files. `verl`: what that package's scripts prepare, DAPO-Math-17k among it."""
+"""`--format` → the columns of its files. `verl`: files prepared by that package's scripts, such as DAPO-Math-17k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A shape, and what is decided for the whole file."""
+    """A shape, and the choices made for the whole file."""
 
     shape: Shape
     seed: int = 0
-    """Of the order of choices."""
+    """Seed of the order of choices."""
     shuffle: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ def build_row(row: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
     """Example: `{"prompt": "1+1?\\n\\nPut …", "answer": "2"}`
 
     Raises:
-        RowError: a column is missing, or holds what it cannot.
+        RowError: a column is missing or has an invalid value.
     """
     shape = asked.shape
     name, prompt = _first(row, shape.prompt, "the prompt")
@@ -103,7 +103,7 @@ def build_row(row: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         built["tests"] = _tests(row, shape.tests)
     else:
         column, answer = _first(row, shape.answer, "the answer")
-        # Of several columns the last is the worked solution; one before it holds the answer alone.
+        # Of several columns, the last is the worked solution; an earlier one has only the answer.
         is_alone = shape.extract in ("hash", "boxed") and column != shape.answer[-1]
         extract = "none" if is_alone else shape.extract
         built["answer"] = EXTRACT[extract](_text(answer, column), column)
@@ -136,7 +136,7 @@ def _lettered(row: Mapping[str, Any], question: str, asked: Asked) -> tuple[str,
     if len(set(choices)) < len(choices):
         raise RowError("two of its choices are the same")
     order = range(len(choices))
-    # A file without a list names the right one first: its order must be drawn, or every answer would be A.
+    # A file without a list has the right choice first: the order must be drawn, or every answer would be A.
     if asked.shuffle or listed is None:
         order = shuffled(len(choices), stream_key(asked.seed, "choices", question))  # type: ignore[assignment]
     lines = "\n".join(f"{LETTERS[place]}) {choices[index]}" for place, index in enumerate(order))
@@ -144,7 +144,7 @@ def _lettered(row: Mapping[str, Any], question: str, asked: Asked) -> tuple[str,
 
 
 def _right(row: Mapping[str, Any], choices: Sequence[str], columns: Sequence[str]) -> int:
-    """By its number from 0, its letter, or its text."""
+    """Index of the right choice, given by number from 0, letter or text."""
     column, answer = _first(row, columns, "the answer")
     if isinstance(answer, int) and not isinstance(answer, bool):
         if 0 <= answer < len(choices):
@@ -211,7 +211,7 @@ def _after_hashes(text: str, column: str) -> str:
 
 
 def _boxed(text: str, column: str) -> str:
-    r"""What the last `\boxed` or `\fbox` holds, braces balanced; without braces the number or letter that follows."""
+    r"""The content of the last `\boxed` or `\fbox`, braces balanced; without braces, the number or letter after it."""
     marks = [*re.finditer(r"\\(?:boxed|fbox)\s*", text)]
     rest = text[marks[-1].end() :] if marks else ""
     if rest and not rest.startswith("{"):
@@ -249,4 +249,4 @@ EXTRACT: dict[str, Callable[[str, str], str]] = {
     "boxed": _boxed,
     "integer": _integer,
 }
-"""`--extract` → what of a column is the answer."""
+"""`--extract` → the part of a column that is the answer."""

@@ -1,4 +1,4 @@
-"""Rows by number, read when they are asked for: a file of a hundred gigabytes is never in memory.
+"""Rows by number, read on access: a file of a hundred gigabytes is never in memory.
 
 Belongs here: random access. Does not belong here: what a row must hold (`rows`), the first pass over a file
 (`readers`).
@@ -19,9 +19,9 @@ from typing import IO, Any, Protocol
 from orbit_runtime.errors import DataError
 
 BLOCK = 16
-"""Rows between two entries of an index: of a hundred million rows it takes 100 MB, and finding one reads eight."""
+"""Rows between index entries: a hundred million rows take 100 MB, and finding a row reads eight on average."""
 HELD_BYTES = 1 << 28
-"""Of decoded row groups that are kept for the next row."""
+"""Bytes of decoded row groups kept for later rows."""
 OFFSETS, SIZES = "Q", "I"
 """Type codes of arrays."""
 
@@ -34,19 +34,18 @@ class RowStore(Protocol):
     def __len__(self) -> int: ...
 
     def bound(self, number: int) -> int:
-        """Bytes that the row has at most, as JSON: no text in it has more."""
+        """Upper bound of the row's bytes as JSON, and so of any text in it."""
         ...
 
     def read(self, number: int) -> Row: ...
 
     def place(self, number: int) -> str:
-        """Where a person finds it, such as `line 7`."""
+        """The row's place, for the user, such as `line 7`."""
         ...
 
 
 class Unchanged:
-    """Knows whether an open file is as it was: a file that is replaced is not read, one that is written to is
-    refused."""
+    """Checks that an open file is unchanged: a replacement is not read, and a file that was written to is refused."""
 
     def __init__(self, file: IO[bytes], where: str) -> None:
         self._file, self._where = file, where
@@ -66,7 +65,7 @@ class Unchanged:
 
 
 class Lines:
-    """Lines of JSON in a file: the place of every sixteenth is known, the others are counted from there."""
+    """Lines of JSON in a file: the index holds the place of every sixteenth; others are counted from there."""
 
     def __init__(
         self,
@@ -81,16 +80,16 @@ class Lines:
     ) -> None:
         """
         Args:
-            offsets, lines: byte and number, from 1, of the first line of every `BLOCK` that are not blank.
-            longest: bytes of the longest of each.
-            unit: what a person counts in the file that they know; where these lines were made from it, its rows.
+            offsets, lines: byte offset and line number, from 1, of the first line of every `BLOCK` non-blank lines.
+            longest: bytes of the longest line of each block.
+            unit: what the user counts in the original file; if these lines were derived from it, its rows.
         """
         self._file, self._count, self._offsets, self._lines = file, count, offsets, lines
         self._longest = longest
         self._unit, self._unchanged = unit, unchanged
         self._lock = threading.Lock()
         self._next, self._next_line = -1, 0
-        """The row that the file stands at, and its line or that of a blank one before it."""
+        """The row at the file's position, and its line or that of a blank line before it."""
 
     def __len__(self) -> int:
         return self._count
@@ -106,7 +105,7 @@ class Lines:
         return f"{self._unit} {self._find(number)[0] if self._unit == 'line' else number + 1}"
 
     def _find(self, number: int) -> tuple[int, bytes]:
-        """Its line's number, and the line."""
+        """The number of the row's line, and the line."""
         with self._lock:
             if self._unchanged:
                 self._unchanged.check()
@@ -137,8 +136,8 @@ class Batches:
     ) -> None:
         """
         Args:
-            load: decodes the batch of a number.
-            counts: rows of each.
+            load: decodes the batch with a given number.
+            counts: rows of each batch.
         """
         self._load, self._ends, self._unchanged = load, list(accumulate(counts)), unchanged
         self._longest = longest
@@ -172,7 +171,7 @@ class Batches:
 
 
 class Shards:
-    """Rows of several files, one after the other."""
+    """Rows of several files, one after another."""
 
     def __init__(self, stores: Sequence[RowStore], names: Sequence[str]) -> None:
         self._stores, self._names = stores, names
@@ -199,7 +198,7 @@ class Shards:
 
 
 def without_nulls(row: Row) -> Row:
-    """As JSON lines would hold it: messages of one column have the same keys in Arrow, with null where one has none."""
+    """The row as in JSON lines: in Arrow, all messages of a column have the same keys, with null for missing ones."""
     return {key: _trimmed(value) for key, value in row.items()}
 
 

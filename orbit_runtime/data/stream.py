@@ -1,6 +1,6 @@
 """Prompts in a reproducible order, with a cursor that a checkpoint keeps.
 
-Belongs here: epochs, shuffling, mixing sources by weight, passing over prompts, resuming. Does not belong here: rows
+Belongs here: epochs, shuffling, mixing sources by weight, skipping prompts, resuming. Does not belong here: rows
 (`prompts`), what a policy scores on them (`pass_rates`).
 """
 
@@ -22,7 +22,7 @@ from orbit_runtime.types import Group, Prompt
 
 @dataclass
 class _Part:
-    """Prompts that are drawn in an order of their own: those of a source with a weight, or all."""
+    """Prompts with an order of their own: those of a source with a weight, or all."""
 
     span: range
     """Their indexes in the table."""
@@ -32,16 +32,16 @@ class _Part:
     position: int = 0
     order: Sequence[int] = field(default_factory=tuple)
     visit: int = 0
-    """Epoch of the prompt that was drawn last."""
+    """Epoch of the last drawn prompt."""
     is_passed_over: bool = False
-    """No prompt of it may be drawn any more."""
+    """Whether none of its prompts may be drawn any more."""
 
 
 class PromptStream:
     """Draws prompts epoch after epoch. The order is a function of (seed, epoch); the cursor is a few integers.
 
-    With weights every draw chooses a source by its number, and the source's own epochs go on; a prompt's visit is its
-    source's epoch. `epochs=None` never ends. Otherwise `take` returns fewer than asked at the end, and then nothing:
+    With weights, the draw's number determines the source, which has its own epochs; a prompt's visit is its source's
+    epoch. `epochs=None` never ends. Otherwise `take` returns fewer prompts than requested at the end, and then none:
     the caller stops.
     """
 
@@ -57,8 +57,8 @@ class PromptStream:
     ) -> None:
         """
         Args:
-            weights: of each source; None: all prompts are drawn as one source.
-            rates: which prompts are passed over; None: none is.
+            weights: weight of each source; None to draw all prompts as one source.
+            rates: decides which prompts to skip; None to skip none.
 
         Raises:
             DataError: a source with a weight has no prompts within `data.limit`.
@@ -84,7 +84,7 @@ class PromptStream:
         """The next n prompts. One draw may cross an epoch's end, so a prompt can appear twice with different visits.
 
         Args:
-            step: what they are drawn for: it says which pass rates may be known by then.
+            step: the step for which they are drawn, which determines the pass rates that may be known.
         """
         taken: list[Prompt] = []
         while len(taken) < n and (part := self._choose()):
@@ -100,17 +100,17 @@ class PromptStream:
         return not self._live()
 
     def epochs(self, cursor: Mapping[str, Any]) -> dict[str, float]:
-        """Source → how often it had been gone through at a `state()`; empty without weights."""
+        """Source → epochs completed at a `state()`, fractions included; empty without weights."""
         spans = {each.name: len(each.span) for each in self._parts}
         return {name: epoch + at / spans[name] for name, (epoch, at) in cursor.get("sources", {}).items()}
 
     @property
     def passed_over(self) -> bool:
-        """Prompts are left, and none of them may be drawn."""
+        """Whether prompts are left but none of them may be drawn."""
         return any(each.is_passed_over for each in self._parts)
 
     def record(self, step: int, groups_P: Sequence[Group]) -> None:
-        """A finished step's rewards, where pass rates are kept."""
+        """Adds a finished step's rewards, if pass rates are kept."""
         if self._rates is not None:
             rows = self._table.prompts_P
             self._rates.record(
@@ -136,11 +136,11 @@ class PromptStream:
         return {**cursor, **({"passed_over": passed_over} if passed_over else {}), "digest": self._table.digest}
 
     def with_rates(self, cursor: Mapping[str, Any]) -> Mapping[str, Any]:
-        """An earlier `state()` with what is known of prompts by now: draws behind it see no more than they did."""
+        """An earlier `state()` with the current pass rates: draws after it see no more than they did."""
         return cursor if self._rates is None else {**cursor, "rates": self._rates.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues after the prompts that were taken when `state` was saved.
+        """Continues after the prompts taken when `state` was saved.
 
         Raises:
             DataError: the prompts are not those of the saved cursor.
@@ -170,7 +170,7 @@ class PromptStream:
         ]  # fmt: skip
 
     def _choose(self) -> _Part | None:
-        """The part of the next draw: by its number, among those that have prompts left."""
+        """The part for the next draw: chosen by the draw's number among those that have prompts left."""
         live = self._live()
         if len(live) < 2:
             return live[0] if live else None
@@ -179,7 +179,7 @@ class PromptStream:
         return live[min(bisect_right(ends, place), len(live) - 1)]
 
     def _next(self, part: _Part, step: int) -> int | None:
-        """The part's next prompt that may be drawn; None where its epochs end before one is found, or none is left."""
+        """The part's next prompt that may be drawn; None if its epochs end first, or none is left."""
         for _ in range(len(part.span) * (1 + (self._rates.patience if self._rates else 0))):
             if self._epochs is not None and part.epoch >= self._epochs:
                 return None

@@ -1,5 +1,5 @@
-"""Measuring a policy: the same prompts asked of several models, every answer kept, scores with intervals.
+"""Measures policies: several models answer the same prompts, every answer is kept, scores have intervals.
 
-Belongs here: playing an environment against a model, what came of each sample, its statistics, the table and the page.
-Does not belong here: engines and checkpoints (`loop` hands them in), or anything that trains. No torch.
+Belongs here: playing an environment against a model, the result of each sample, statistics, the table and the page.
+Does not belong here: engines and checkpoints (`loop` supplies them), or anything that trains. No torch.
 """

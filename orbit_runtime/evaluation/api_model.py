@@ -1,10 +1,10 @@
-"""A model behind an OpenAI-compatible API, as the environments of a run ask a model.
+"""A model behind an OpenAI-compatible API, with the interface that the environments of a run expect.
 
-Belongs here: chat messages in place of tokens, requests, patience with a server. Does not belong here: what is asked
-(`environments`), how many at a time (`player`).
+Belongs here: chat messages in place of tokens, requests, retries. Does not belong here: the prompts (`environments`),
+concurrency (`player`).
 
-Environments speak in tokens. An API speaks in messages, so here one token stands for a whole conversation, or for an
-answer of the model; an answer has as many as the API counts, so that limits in tokens hold.
+Environments use tokens and an API uses messages, so here one token stands for a whole conversation, or for an answer of
+the model. An answer counts as many tokens as the API reports, so that limits in tokens hold.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from orbit_runtime.planner.sampling import IS_SET
 from orbit_runtime.types import Completion, FinishReason, Sampling
 
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-"""Answers that another try may mend."""
+"""Status codes for which a retry may succeed."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
 CONNECT_SECONDS = 10.0
 MAX_ANSWER = 1 << 26
-"""Bytes of an answer: far more than the longest one, and little enough for as many as are under way."""
+"""Most bytes of an answer: far above the longest, and small enough for all requests in flight."""
 GIVEN = ("temperature", "topP", "stop")
-"""Settings of sampling, besides `maxNewTokens`, that every such API takes."""
+"""Sampling settings, besides `maxNewTokens`, that every such API accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiModel:
-    """Where to ask, and how patiently."""
+    """The address of an API, and how patiently to ask."""
 
     url: str
-    """Such as `http://127.0.0.1:8000/v1`."""
+    """Example: `http://127.0.0.1:8000/v1`."""
     model: str
     key: str | None = None
     retries: int = 5
     timeout_seconds: float = 600.0
-    """For one answer."""
+    """Time limit of one answer."""
 
     @property
     def shown(self) -> str:
-        """The address without the name and password that it may hold."""
+        """The address without any user name and password."""
         return str(URL(self.url).with_user(None))
 
     def told(self, text: str) -> str:
-        """What a server says, without the key, which some repeat."""
+        """A server's message without the API key, which some servers repeat."""
         return text.replace(self.key, "***") if self.key else text
 
 
 def check_api_sampling(sampling: Sampling) -> None:
-    """Raises UnsupportedError (78) for settings that an OpenAI-compatible API does not promise to take."""
+    """Raises UnsupportedError (78) for settings that an OpenAI-compatible API need not accept."""
     refused = [name for name, is_set in IS_SET.items() if is_set(sampling) and name not in GIVEN]
     if refused:
         raise UnsupportedError(
@@ -74,7 +74,7 @@ def check_api_sampling(sampling: Sampling) -> None:
 
 
 class Conversations:
-    """A `Tokenizer` whose tokens stand for conversations and for answers. For one event loop."""
+    """A `Tokenizer` whose tokens stand for conversations and answers. Belongs to one event loop."""
 
     eos_ids: tuple[int, ...] = ()
 
@@ -105,7 +105,7 @@ class Conversations:
         raise AssertionError("the text of an API's answer is told, not decoded")
 
     def asked(self, prompt_ids_T: Sequence[int]) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        """Messages and tools of the conversation that these tokens end with."""
+        """Messages and tools of the conversation for which the last of these tokens stands."""
         return self._asked[prompt_ids_T[-1]]
 
     def answer(self, prompt_ids_T: Sequence[int], message: Mapping[str, Any]) -> int:
@@ -121,7 +121,7 @@ class Conversations:
 
 
 def _with_call_ids(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Answers of tools name the call that they answer; they come in the calls' order."""
+    """Adds to each tool's answer the id of its call; answers are in the order of the calls."""
     calls = iter(answer.get("tool_calls") or ())
     named: list[Mapping[str, Any]] = []
     for message in messages:
@@ -134,42 +134,42 @@ class _TryAgain(Exception):
     def __init__(self, kind: FailureKind, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
         self.kind, self.reason, self.wait = kind, reason, wait
-        """`wait`: seconds that the server asks for; None: twice as long each time."""
+        """`wait`: seconds that the server requests; None to double the wait each time."""
 
 
 class Connection:
-    """To one API, with as many requests under way as are made, for one event loop.
+    """A connection pool for one API and one event loop, without a limit on requests in flight.
 
-    aiohttp, and not httpx as elsewhere: httpcore's pool looks through all its connections and all that wait at each of
-    its turns, which with 64 under way costs several times what a request does.
+    It uses aiohttp, not httpx as elsewhere: at each turn, httpcore's pool scans all its connections and waiting
+    requests, which with 64 in flight costs several times as much as a request.
     """
 
     def __init__(self, api: ApiModel) -> None:
-        """Raises UsageError where the environment asks for a proxy of another protocol than HTTP."""
+        """Raises UsageError if the environment sets a proxy with a protocol other than HTTP."""
         url = URL(f"{api.url.rstrip('/')}/chat/completions")
         headers = {"Content-Type": "application/json"}
         if api.key:
             headers["Authorization"] = f"Bearer {api.key}"
-            # A name and password of the address would be a second one.
+            # A user name and password in the address would be a second authorisation.
             url = url.with_user(None)
         self._url = url
         self._headers = headers
         self._session = aiohttp.ClientSession(
-            # The certificates of all other requests of Orbit; how many are under way is the player's to bound.
+            # The same certificates as for Orbit's other requests; the player limits how many are in flight.
             connector=aiohttp.TCPConnector(limit=0, ssl=httpx.create_ssl_context() if url.scheme == "https" else True),
             timeout=aiohttp.ClientTimeout(total=api.timeout_seconds, connect=CONNECT_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
-            # Looked up once: `trust_env` asks in a thread at every request, and sends what ~/.netrc holds.
+            # Looked up once: `trust_env` does so in a thread at every request, and sends credentials from ~/.netrc.
             proxy=_proxy_of(url),
         )
 
     async def post(self, content: bytes) -> Answer:
         """
         Raises:
-            _TryAgain: no answer came, or not the whole of it.
+            _TryAgain: there was no answer, or only part of one.
         """
         try:
-            # An address that another one took over is the user's to see, and his key not that one's.
+            # Do not follow redirects: the user should see that the address changed, and the key must not go elsewhere.
             async with self._session.post(
                 self._url, data=content, headers=self._headers, allow_redirects=False
             ) as answer:
@@ -197,7 +197,7 @@ async def _read(content: aiohttp.StreamReader) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came over HTTP, whole."""
+    """Reads the whole body."""
 
     status: int
     body: bytes
@@ -209,7 +209,7 @@ class Answer:
 
 
 def _proxy_of(url: URL) -> str | None:
-    """As environment variables say, which every command of this machine reads alike."""
+    """The proxy from the usual environment variables."""
     if url.host is None or proxy_bypass(url.host):
         return None
     known = getproxies()
@@ -225,7 +225,7 @@ def _proxy_of(url: URL) -> str | None:
 
 @dataclass
 class ApiEpisode:
-    """What one episode asks of the API, and what that takes."""
+    """The requests of one episode to the API, and their usage."""
 
     connection: Connection
     api: ApiModel
@@ -238,7 +238,7 @@ class ApiEpisode:
         return Usage(**self._usage)
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
-        """Raises Unanswered after the last try; CredentialsError and UsageError for what no try mends."""
+        """Raises Unanswered after the last try; CredentialsError and UsageError if no retry would help."""
         messages, tools = self.conversations.asked(prompt_ids_T)
         body = orjson.dumps(build_request(self.api.model, messages, tools, sampling, key))
         for tries in count(1):
@@ -276,7 +276,7 @@ class ApiEpisode:
 
 
 def _spread(key: int) -> float:
-    """1 to 1.5, of each request its own: what was refused together is not to come back together."""
+    """A factor from 1 to 1.5 for each request, so that requests refused together do not return together."""
     return 1 + (key % 1024) / 2048
 
 
@@ -287,7 +287,7 @@ def build_request(
     sampling: Sampling,
     key: int,
 ) -> dict[str, Any]:
-    """The body of a chat completion; what has the API's own default is left out: some models refuse to be told it."""
+    """The body of a chat completion, without settings at the API's default: some models refuse them."""
     body: dict[str, Any] = {"model": model, "messages": list(messages), "max_tokens": sampling.max_new_tokens}
     if sampling.temperature != 1.0:
         body["temperature"] = sampling.temperature
@@ -297,16 +297,16 @@ def build_request(
         body["stop"] = list(sampling.stop)
     if tools:
         body["tools"] = list(tools)
-    # Servers that sample by it give other samples of one prompt for another seed, and the same for the same.
+    # Servers that honour the seed give the same sample for the same seed, and others for other seeds.
     body["seed"] = key & 0x7FFFFFFF
     return body
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
-    """A call as models write it that have no field for it: what environments read."""
+    """A tool call as text, as written by models without a field for calls: this is what environments read."""
     function = call.get("function") or {}
     arguments = function.get("arguments") or "{}"
-    # What is no JSON is for the environment to say.
+    # The environment reports arguments that are not JSON.
     with suppress(ValueError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return f"<tool_call>{json.dumps({'name': function.get('name'), 'arguments': arguments})}</tool_call>"
@@ -331,7 +331,7 @@ def _parse(response: Answer, api: ApiModel) -> dict[str, Any]:
 
 
 def _explain(response: Answer, api: ApiModel) -> Exception:
-    """What an answer that is no completion means."""
+    """The meaning of an answer that is not a completion."""
     status, said = response.status, api.told(response.text)[:300].strip()
     if status in (401, 403):
         return CredentialsError(
@@ -352,7 +352,7 @@ def _explain(response: Answer, api: ApiModel) -> Exception:
 
 
 def retry_after(header: str | None, now: Callable[[], float] = time.time) -> float | None:
-    """Seconds that the server asks to wait: a number, or a date (RFC 9110, 10.2.3). None: it does not say."""
+    """Seconds that the server asks to wait: a number or a date (RFC 9110, 10.2.3). None if it does not."""
     if not header:
         return None
     try:

@@ -1,6 +1,6 @@
-"""An evaluation from its first to its last sample: every model is asked what is not in the folder yet.
+"""Runs an evaluation from the first to the last sample: every model answers what is not in the folder yet.
 
-Belongs here: the order of models and tasks, stopping and going on. Does not belong here: one episode (`player`), a
+Belongs here: the order of models and tasks, stopping and continuing. Does not belong here: one episode (`player`), a
 model (`api_model`; `loop` for engines).
 """
 
@@ -25,11 +25,11 @@ from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.types import Tokenizer
 
 Show = Callable[[str, int, int], None]
-"""Told what is asked, how many samples are there, and how many there will be."""
+"""Called with what is being asked, the number of samples so far, and the total."""
 
 
 class Subject(Protocol):
-    """A model that is measured."""
+    """A model to be measured."""
 
     @property
     def name(self) -> str: ...
@@ -38,11 +38,11 @@ class Subject(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     def to_json(self) -> Mapping[str, Any]:
-        """What it is: a later start under the same name must be the same."""
+        """Identifies the model: a later start under the same name must give the same."""
         ...
 
     def asking(self) -> AbstractAsyncContextManager[Callable[[], Metered]]:
-        """Within it the model answers; what it yields makes the source of tokens of one episode."""
+        """A context in which the model answers; yields a factory of token sources, one per episode."""
         ...
 
 
@@ -76,13 +76,13 @@ class ApiSubject:
 def ask_all(
     subjects: Sequence[Subject], tasks: Sequence[EvalTask], journal: Journal, *, concurrency: int, show: Show
 ) -> None:
-    """Until every model has answered every sample, or did not after every try.
+    """Runs until every model has answered every sample, or failed to after every retry.
 
     Raises:
-        StoppedOnRequest: SIGINT or SIGTERM; every sample that ended is kept.
-        OrbitError: what ended a model, an environment or the scorer.
+        StoppedOnRequest: SIGINT or SIGTERM; every finished sample is kept.
+        OrbitError: a model, an environment or the scorer failed.
     """
-    # Less processor time a request than asyncio's own loop; with many under way that is what they wait for.
+    # uvloop takes less processor time per request than asyncio's loop, which limits the speed of many requests.
     uvloop.run(_ask_all(subjects, tasks, journal, concurrency, show))
 
 
@@ -104,7 +104,7 @@ async def _ask_all(
 async def ask_one(
     subject: Subject, tasks: Sequence[EvalTask], journal: Journal, *, concurrency: int, show: Show
 ) -> None:
-    """One model; it is not even woken where nothing is missing."""
+    """Asks one model, which is not even started if no sample is missing."""
     left = [(task, _missing(subject, task, journal)) for task in tasks]
     total = sum(len(task.table.prompts_P) * task.spec.algorithm.group_size for task in tasks)
     done = total - sum(len(episodes) for _, episodes in left)
@@ -136,7 +136,7 @@ def _missing(subject: Subject, task: EvalTask, journal: Journal) -> list[Episode
 
 @contextmanager
 def _cancelled_by_signals() -> Iterator[list[str]]:
-    """Within it SIGINT and SIGTERM cancel this task; which one did is put into the list that it yields."""
+    """A context in which SIGINT and SIGTERM cancel this task; the signal is put into the list that it yields."""
     stopped: list[str] = []
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -150,7 +150,7 @@ def _cancelled_by_signals() -> Iterator[list[str]]:
         for number in signals:
             loop.add_signal_handler(number, stop, number.name)
     except (RuntimeError, ValueError):
-        # Outside the main thread there are no signals.
+        # Only the main thread receives signals.
         yield stopped
         return
     try:

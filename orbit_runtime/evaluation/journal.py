@@ -1,10 +1,11 @@
-"""The folder of an evaluation: what was asked, every sample as it ends, and what came of them.
+"""The folder of an evaluation: the settings, every finished sample, and the results.
 
-Belongs here: keeping samples so that a killed evaluation asks nothing twice, and refusing to mix two evaluations.
+Belongs here: keeping samples, so that a killed evaluation asks nothing twice; refusing to mix two evaluations.
 Does not belong here: playing (`player`), statistics (`summary`).
 
-`evaluation.json` what was asked · `samples/*.jsonl.zst` as they end, gathered into `samples.jsonl.zst` at the end ·
-`summary.json`, `report.html`. Nothing is appended to: samples that end while one file is written go into the next.
+`evaluation.json`: the settings · `samples/*.jsonl.zst`: samples as they finish, gathered into `samples.jsonl.zst` at
+the end · `summary.json`, `report.html`. Files are never appended to: samples that finish while one file is written go
+into the next.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from orbit_runtime.evaluation.records import EvalSample, compress_samples, decom
 from orbit_runtime.storage import Execution, NotFound, Store
 
 GATHER_SECONDS = 0.05
-"""At least this long between two files; what a kill may cost."""
+"""Shortest time between two files, and so the most that a kill can lose."""
 ASKED, GATHERED, PARTS = "evaluation.json", "samples.jsonl.zst", "samples/"
 
 Key = tuple[str, str, str, int]
 
 
 class Journal:
-    """For one writer. Samples are added by one thread, and written by another, as many at once as have come."""
+    """For one writer. One thread adds samples; another writes all that have arrived at once."""
 
     def __init__(self, store: Store, execution: Execution, folder: str = "") -> None:
-        """Args: folder: of the store, with its last `/`; empty, the store itself."""
+        """Args: folder: folder in the store, with its final `/`; empty for the store itself."""
         self._store = store
         self._execution = execution
         self._folder = folder
@@ -53,12 +54,12 @@ class Journal:
         return list(self._samples.values())
 
     def has(self, key: Key) -> bool:
-        """Whether it is there. One that the model did not answer is not: it is asked again."""
+        """Whether the sample is present. An unanswered one is not: it is asked again."""
         sample = self._samples.get(key)
         return sample is not None and sample.outcome != "unanswered"
 
     def add(self, sample: EvalSample) -> None:
-        """Returns at once. Raises what kept earlier ones from being written."""
+        """Returns at once. Raises the error that prevented earlier samples from being written."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -67,17 +68,17 @@ class Journal:
             self._changed.notify()
 
     def close(self) -> None:
-        """Until all that was added is written. Safe to call twice."""
+        """Waits until everything added is written. Safe to call twice."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._writer.join()
 
     def gather(self) -> None:
-        """All samples in one file, in an order that does not depend on who ended first; the small files go.
+        """Gathers all samples in one file, in an order independent of which finished first; deletes the small files.
 
         Raises:
-            OrbitError: what kept samples from being written.
+            OrbitError: samples could not be written.
         """
         self.close()
         if self._failure is not None:
@@ -100,17 +101,17 @@ class Journal:
                 self._execution.check()
                 self._store.put(name, compress_samples(taken))
             except Exception as error:
-                # A writer that is gone unseen would lose every sample that is still to come.
+                # If the writer died unnoticed, every later sample would be lost.
                 with self._changed:
                     self._failure = error
                 return
             with self._changed:
-                # What ends meanwhile goes into one file: with many under way, one each would take the asker's time.
+                # Samples that finish meanwhile share a file: with many in flight, one file each would cost too much.
                 self._changed.wait_for(lambda: self._closing, GATHER_SECONDS)
 
 
 def read_samples(store: Store, folder: str = "") -> list[EvalSample]:
-    """Every sample of the folder, those that were asked again once only."""
+    """Every sample in the folder, once even if it was asked again."""
     found: dict[Key, EvalSample] = {}
     names = [f"{folder}{GATHERED}", *sorted(store.list(f"{folder}{PARTS}"))]
     for name in names:
@@ -123,7 +124,7 @@ def read_samples(store: Store, folder: str = "") -> list[EvalSample]:
 
 
 def read_asked(store: Store, folder: str = "") -> dict[str, Any] | None:
-    """What was asked in this folder; None where nothing was."""
+    """The settings of the evaluation in this folder; None if there is none."""
     try:
         return dict(json.loads(store.get(f"{folder}{ASKED}")))
     except NotFound:
@@ -135,14 +136,14 @@ def read_asked(store: Store, folder: str = "") -> dict[str, Any] | None:
 def keep_asked(
     store: Store, settings: Mapping[str, Any], subjects: Mapping[str, Mapping[str, Any]], folder: str = ""
 ) -> None:
-    """Writes what is asked, added to what was: further models may come to an evaluation, nothing else.
+    """Writes the settings, merged with existing ones: only further models may be added to an evaluation.
 
     Args:
-        settings: environments, prompts and sampling, by name, with the digests of what they read.
-        subjects: model → what it is, by digest.
+        settings: environments, prompts and sampling, by name, with digests of their inputs.
+        subjects: model → its identity, with digests.
 
     Raises:
-        OutputError: the folder holds samples of other settings, or of another model under the same name.
+        OutputError: the folder has samples for other settings, or for another model under the same name.
     """
     before = read_asked(store, folder)
     if before is not None:

@@ -1,6 +1,6 @@
 """The page of an evaluation: scores with intervals, models against each other, answers side by side.
 
-Belongs here: what a page shows. Does not belong here: numbers (`summary`), drawing (`observability`).
+Belongs here: the contents of a page. Does not belong here: numbers (`summary`), drawing (`observability`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def render_evaluation(title: str, summary: Summary, samples: Sequence[EvalSample
 
 
 def build_chart(title: str, scores: Sequence[Score]) -> Chart | None:
-    """The mean over steps with its interval; None where fewer than two models are steps. The base stands at step 0."""
+    """The mean over steps with its interval; None if fewer than two models are steps. The base is step 0."""
     found = [(_step(score.subject), score) for score in scores]
     steps = [(step, score) for step, score in found if step is not None]
     if len(steps) < 2:
@@ -84,7 +84,7 @@ def _step(subject: str) -> int | None:
 
 
 def _prompts(samples: Sequence[EvalSample]) -> list[_ShownPrompt]:
-    """By how far the models differ on them."""
+    """Orders prompts by how much the models differ on them."""
     groups: dict[tuple[str, str], list[EvalSample]] = {}
     for sample in samples:
         groups.setdefault((sample.environment, sample.prompt_id), []).append(sample)

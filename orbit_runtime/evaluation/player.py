@@ -1,7 +1,7 @@
-"""Playing episodes against a model, so many at a time.
+"""Plays episodes against a model with limited concurrency.
 
-Belongs here: the order of work, and what becomes of an episode whose model did not answer. Does not belong here: an
-episode (`environments`), asking a model (`api_model`; `loop` for engines).
+Belongs here: the order of work, and episodes whose model did not answer. Does not belong here: an episode itself
+(`environments`), asking a model (`api_model`; `loop` for engines).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from orbit_runtime.evaluation.records import EvalSample, Failure, FailureKind, U
 from orbit_runtime.types import Completion, Sampling
 
 GIVE_UP_AFTER = 16
-"""Samples in a row that the model did not answer: it is down, and asking on would only take longer to say so."""
+"""Consecutive unanswered samples after which the model counts as down; asking on would only delay the error."""
 
 
 class Unanswered(Exception):
-    """The model gave no answer to one sample, after every try."""
+    """The model did not answer one sample after every retry."""
 
     def __init__(self, kind: FailureKind, reason: str) -> None:
         super().__init__(reason)
@@ -30,7 +30,7 @@ class Unanswered(Exception):
 
 
 class Metered(Protocol):
-    """A `TokenSource` of one episode that counts what it takes."""
+    """A `TokenSource` of one episode that counts its usage."""
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
         """Raises Unanswered."""
@@ -50,16 +50,16 @@ async def play(
     concurrency: int,
     keep: Callable[[EvalSample], None],
 ) -> None:
-    """Plays all episodes, of which `concurrency` ask at a time; as many more are scored meanwhile.
+    """Plays all episodes. `concurrency` of them ask at a time, while as many more are scored.
 
     Args:
-        name: of the environment.
-        ask: makes the source of tokens of one episode.
-        keep: is given each sample as it ends.
+        name: name of the environment.
+        ask: makes the token source of one episode.
+        keep: called with each finished sample.
 
     Raises:
-        EngineDiedError: the model did not answer `GIVE_UP_AFTER` samples in a row.
-        OrbitError: what ended the model, the environment or the scorer.
+        EngineDiedError: the model did not answer `GIVE_UP_AFTER` consecutive samples.
+        OrbitError: the model, the environment or the scorer failed.
     """
     left = iter(episodes)
     places = Places(concurrency)
@@ -68,7 +68,7 @@ async def play(
     async def work(mine: Iterator[Episode]) -> None:
         nonlocal silent
         for episode in mine:
-            # What an episode may take is counted from here on, and so it begins with a place.
+            # An episode's time limit starts here, so it begins with a place.
             await places.take(begins=True)
             started, tokens = time.monotonic(), ask()
             asking = _InTurn(tokens, places)
@@ -80,7 +80,7 @@ async def play(
             else:
                 sample = build_sample(subject, name, played, tokens.usage, time.monotonic() - started)
                 silent = 0
-            # An environment that failed may have asked nothing.
+            # A failed environment may have asked nothing, and so still have its place.
             asking.give_back()
             keep(sample)
             if silent >= GIVE_UP_AFTER:
@@ -104,7 +104,7 @@ async def play(
 
 
 class Places:
-    """So many that ask at a time. An episode under way comes before one that begins: its time is counted."""
+    """Limits how many ask at a time. A running episode goes before one that begins, as its time is limited."""
 
     def __init__(self, number: int) -> None:
         self._free = number
@@ -112,7 +112,7 @@ class Places:
         self._beginning: deque[asyncio.Future[None]] = deque()
 
     async def take(self, *, begins: bool = False) -> None:
-        """Waits for one. Whoever is cancelled meanwhile has none."""
+        """Waits for a place. A caller that is cancelled meanwhile holds none."""
         if self._free:
             self._free -= 1
             return
@@ -136,9 +136,9 @@ class Places:
 
 
 class _InTurn:
-    """A `TokenSource` that asks when it has a place, so that an episode which is scored keeps none from the model.
+    """A `TokenSource` that asks only with a place, so that an episode being scored does not occupy one.
 
-    It is made with a place.
+    It is created with a place.
     """
 
     def __init__(self, tokens: Metered, places: Places) -> None:
@@ -155,9 +155,9 @@ class _InTurn:
         except Unanswered:
             self.give_back()
             raise
-        # Any other error ends the evaluation: nobody is to ask in its place.
+        # Any other error ends the evaluation, so the place is not given to another episode.
         self.give_back()
-        # Whoever takes the place asks in the loop's next turn, and this answer is scored in the one after that.
+        # The next holder of the place asks in the loop's next turn; this answer is scored in the turn after that.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return completion

@@ -1,4 +1,4 @@
-"""What came of one sample, and its line on disk.
+"""The result of one sample, and its line on disk.
 
 Belongs here: the record and its exact round trip. Does not belong here: where it is kept (`journal`).
 """
@@ -18,24 +18,24 @@ from orbit_runtime.errors import DataError
 from orbit_runtime.types import Outcome
 
 FailureKind = Literal["Unreachable", "Timeout", "RateLimited", "ServerError", "CutStream", "BadAnswer", "Refused"]
-"""Why a model gave no answer."""
+"""Why a model did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one sample took."""
+    """The usage of one sample."""
 
     prompt_tokens: int = 0
-    """Of all its requests: what an API counts, or what the engine was given."""
+    """Prompt tokens of all its requests, as counted by the API or given to the engine."""
     completion_tokens: int = 0
     requests: int = 0
     retries: int = 0
-    """Requests that were made again."""
+    """Number of repeated requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A model that did not answer, after every try."""
+    """A model did not answer after every retry."""
 
     kind: FailureKind
     reason: str
@@ -53,18 +53,18 @@ class EvalSample:
     turns: tuple[tuple[str, str], ...]
     """Role and text."""
     reward: float | None
-    """None where there is no score: a failure is never scored as 0."""
+    """None without a score: a failure is never scored as 0."""
     outcome: Outcome | Literal["unanswered"]
     reward_parts: Mapping[str, float | None] = field(default_factory=dict)
     finish_reason: str = ""
     usage: Usage = Usage()
     seconds: float = 0.0
     failure: Failure | None = None
-    """Of an outcome `unanswered`."""
+    """The failure, if the outcome is `unanswered`."""
     reasons: tuple[str, ...] = ()
-    """Why its reward or environment failed."""
+    """Why rewards or the environment failed."""
     expected: str = ""
-    """What the prompt's row expects, for people."""
+    """The expected answer from the prompt's row, for display."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -72,7 +72,7 @@ class EvalSample:
 
 
 def build_sample(subject: str, environment: str, played: Played, usage: Usage, seconds: float) -> EvalSample:
-    """Of an episode that was played to its end."""
+    """The record of an episode that was played to its end."""
     rollout = played.rollout
     return EvalSample(
         subject=subject,
@@ -96,7 +96,7 @@ def compress_samples(samples: Iterable[EvalSample]) -> bytes:
 
 
 def decompress_samples(data: bytes, *, where: str) -> list[EvalSample]:
-    """Raises DataError where the bytes are not such a file."""
+    """Raises DataError if the bytes are not such a file."""
     try:
         return [_from_row(orjson.loads(line)) for line in decompressed_lines(data)]
     except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Scores of a policy on prompts, with intervals.
 
-Belongs here: the statistics, pure. Does not belong here: which samples there are (`summary`).
+Belongs here: the statistics, pure. Does not belong here: choosing samples (`summary`).
 
-The unit is the prompt: samples of one prompt are alike, so the spread is that of the prompts' own means (clustered
+The unit is the prompt: samples of one prompt are correlated, so the spread is that of the prompts' means (clustered
 standard errors), and two policies are compared prompt by prompt (Miller 2024, arXiv:2411.00640, sections 2.2 and 4.2).
 """
 
@@ -26,9 +26,9 @@ class Estimate:
     """
 
     mean: float | None
-    """None: no prompt has a score."""
+    """None if no prompt has a score."""
     low: float | None
-    """Of the 95 % interval; None where one prompt alone says nothing of a spread."""
+    """Lower end of the 95 % interval; None if there is only one prompt, and so no spread."""
     high: float | None
     prompts: int
 
@@ -38,11 +38,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """One policy minus another, on the prompts that both have a score of."""
+    """One policy minus another, on the prompts for which both have a score."""
 
     difference: Estimate
     better: int
-    """Prompts on which it scores higher."""
+    """Number of prompts with a positive difference."""
     worse: int
 
     @property
@@ -71,10 +71,10 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def estimate(values_P: Sequence[float]) -> Estimate:
-    """Mean of prompts' own scores, and its 95 % interval: the normal one of a mean of independent prompts.
+    """Mean of the prompts' scores, and its 95 % interval: the normal interval of a mean of independent prompts.
 
-    Where all are 0, or all 1, the spread is 0 and that interval a point, which says too much: the exact one for a share
-    is given instead (Clopper and Pearson 1934). Of scores within [0, 1] the interval is too.
+    If all scores are 0, or all 1, that interval would be a point, which claims too much: the exact interval of a
+    proportion is given instead (Clopper and Pearson 1934). For scores within [0, 1], the interval is too.
     """
     count = len(values_P)
     if not count:
@@ -95,7 +95,7 @@ def estimate(values_P: Sequence[float]) -> Estimate:
 def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Paired:
     """`second` minus `first`, prompt by prompt.
 
-    Where every prompt has the same difference its interval is a point: then nothing is known of other prompts.
+    If every prompt has the same difference, the interval is a point, which tells nothing about other prompts.
     """
     differences = [second[prompt] - first[prompt] for prompt in first if prompt in second]
     count = len(differences)
@@ -110,9 +110,9 @@ def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Paired:
 
 
 def pass_ks(samples: int) -> tuple[int, ...]:
-    """The k that are told: powers of two, and the number of samples itself.
+    """The reported values of k: powers of two, and the number of samples itself.
 
-    Example: of 6 samples `(1, 2, 4, 6)`.
+    Example: for 6 samples `(1, 2, 4, 6)`.
     """
     powers = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
     return tuple(dict.fromkeys([*powers, samples]))

@@ -1,4 +1,4 @@
-"""What came of an evaluation: scores of every model on every environment, and models against each other.
+"""The results of an evaluation: scores of every model on every environment, and comparisons of models.
 
 Belongs here: from samples to numbers, pure. Does not belong here: statistics (`scores`), showing them (`page`).
 """
@@ -16,14 +16,14 @@ from orbit_runtime.evaluation.records import EvalSample
 from orbit_runtime.evaluation.scores import Estimate, Paired, estimate, paired, pass_at_k, pass_ks
 
 FAILED = ("timeout", "crash", "unanswered")
-"""Without a score: counted, and part of no mean."""
+"""Outcomes without a score: counted, and part of no mean."""
 MAX_PAIRED = 16
-"""Models of which every two are compared."""
+"""Most models of which all pairs are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of a million tokens, in whatever currency."""
+    """Prices of a million tokens, in any currency."""
 
     prompt: float | None = None
     completion: float | None = None
@@ -46,9 +46,9 @@ class Score:
     """pass@k by k, over the prompts that have k samples with a score."""
     outcomes: Mapping[str, int]
     failures: Mapping[str, int]
-    """Of those that were not answered, by kind."""
+    """Number of unanswered samples by kind."""
     reasons: tuple[str, ...]
-    """Why samples have no score: the first few."""
+    """Why samples have no score: the first few reasons."""
     prompt_tokens: int
     completion_tokens: int
     retries: int
@@ -56,7 +56,7 @@ class Score:
     means: Mapping[str, float]
     """Prompt id → mean reward of its samples."""
     truncated: int
-    """Samples that a limit of tokens cut off."""
+    """Samples cut off by a token limit."""
     per_prompt: int
     """Samples of a prompt: the k of avg@k."""
 
@@ -96,14 +96,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that is told of an evaluation."""
+    """Everything that is reported about an evaluation."""
 
     scores: tuple[Score, ...]
-    """By environment, then by model in their order."""
+    """Ordered by environment, then by model."""
     comparisons: tuple[Comparison, ...]
-    """Each model with the first one, or with the one that was named."""
+    """Each model compared with the first, or with the one that was named."""
     pairs: tuple[Comparison, ...]
-    """Any other two, the earlier one first; of the newest `MAX_PAIRED` where there are more models."""
+    """All other pairs, the earlier model first; only the newest `MAX_PAIRED` models if there are more."""
     pass_at: float
     """A sample passes with at least this reward."""
 
@@ -126,8 +126,8 @@ def build_summary(
 ) -> Summary:
     """
     Args:
-        pass_at: reward from which on a sample passes.
-        against: the model that others are compared with; None, and where an environment lacks it, the first.
+        pass_at: smallest reward with which a sample passes.
+        against: the model with which others are compared; if None, or absent for an environment, the first.
     """
     subjects = sorted({sample.subject for sample in samples}, key=subject_order)
     environments = sorted({sample.environment for sample in samples})
@@ -157,7 +157,7 @@ def _compare(first: Score, second: Score) -> Comparison:
 
 
 def build_score(samples: Sequence[EvalSample], pass_at: float, prices: Prices) -> Score:
-    """Of one model on one environment; at least one sample."""
+    """The score of one model on one environment, from at least one sample."""
     rewards_P: dict[str, list[float]] = {}
     for sample in samples:
         if sample.reward is not None:

@@ -1,7 +1,7 @@
-"""What a model is asked: an environment with its prompts and rewards, opened on this machine.
+"""Tasks for a model: an environment with its prompts and rewards, opened on this machine.
 
-Belongs here: from a manifest's blocks to episodes, and the digests that tell one version of them from another.
-Does not belong here: who answers (`api_model`; `loop` for engines), playing (`player`).
+Belongs here: turning a manifest's blocks into episodes, and the digests that distinguish their versions.
+Does not belong here: the models (`api_model`; `loop` for engines), playing (`player`).
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class EvalTask:
 
     name: str
     spec: RunSpec
-    """The run's, with this environment, these prompts, and as many samples of each as are asked for."""
+    """The run's spec with this environment, these prompts, and the requested number of samples for each."""
     table: PromptTable
     sampling: Sampling
     scorer: RewardScorer
     pool: EnvironmentPool | None
     versions: Mapping[str, str]
-    """Digests of code, and versions of packages, that play and score."""
+    """Digests of the code, and versions of the packages, that play and score."""
     expected_fields: tuple[str, ...]
 
     def environment(self, tokenizer: Tokenizer) -> Environment:
         return build_environment(self.name, self.spec, tokenizer, self.scorer, self.pool, self.sampling)
 
     def expected(self, prompt_id: str) -> str:
-        """What the prompt's row expects, for people."""
+        """The expected answer from the prompt's row, for display."""
         row = self.table.prompts_P.with_id(prompt_id).fields
         return "\n".join(str(row[name]) for name in self.expected_fields if row.get(name) is not None)[:MAX_EXPECTED]
 
     def to_json(self) -> dict[str, Any]:
-        """All that decides what its samples are, for a later start to be held against."""
+        """Everything that determines the samples, for comparison with a later start."""
         environment = self.spec.environment.model_dump(mode="json", by_alias=True, exclude_none=True)
-        # Where it is computed, and how patiently.
+        # These only determine where it is computed and how patiently.
         for name in ("limits", "code", "failureLimit"):
             environment.pop(name, None)
         limits = self.spec.environment.limits
@@ -82,11 +82,11 @@ class Asked:
 
     samples: int = 1
     temperature: float | None = None
-    """None: the run's own; 0: the most likely token."""
+    """None for the run's own; 0 for greedy decoding."""
     max_new_tokens: int | None = None
-    """None: the run's own."""
+    """None for the run's own."""
     limit: int | None = None
-    """Only the first so many prompts of each environment."""
+    """Use only this many of the first prompts of each environment."""
     seed: int = 0
 
 
@@ -100,12 +100,12 @@ def open_task(
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     patience: Patience | None = None,
 ) -> EvalTask:
-    """Reads prompts and starts what scores and plays. What must be closed is pushed on `closing`.
+    """Reads prompts, and starts the environment and rewards. Anything to be closed is pushed on `closing`.
 
     Args:
         spec: with absolute paths; its `data.prompts` and `environment` are this task's.
-        folders: where entry points are looked for after `environment.code`.
-        rewards: functions given from Python, by reward name; they replace the manifest's of that name.
+        folders: where to look for entry points after `environment.code`.
+        rewards: functions given from Python, by reward name; they replace the manifest's rewards of that name.
 
     Raises:
         OrbitError: prompts, rewards or environment cannot be used.
@@ -143,7 +143,7 @@ def open_task(
 
 
 def with_samples(spec: RunSpec, asked: Asked) -> RunSpec:
-    """As many samples of a prompt as are asked for, drawn from streams that training never draws from."""
+    """The requested number of samples of each prompt, from random streams that training never uses."""
     seed = stream_key(asked.seed, "evaluation")
     algorithm = spec.algorithm.model_copy(update={"group_size": asked.samples})
     return spec.model_copy(update={"algorithm": algorithm, "data": spec.data.model_copy(update={"seed": seed})})
@@ -157,7 +157,7 @@ def with_sampling(spec: RunSpec, asked: Asked) -> RunSpec:
 
 
 def environment_versions(spec: RunSpec, folders: Sequence[str]) -> dict[str, str]:
-    """What plays and scores, by version: a package's, or the digest of a module of the user's."""
+    """Versions of what plays and scores: of a package, or the digest of a module of the user's."""
     environment = spec.environment
     found = {}
     if environment.type in PACKAGES:
@@ -176,7 +176,7 @@ def environment_versions(spec: RunSpec, folders: Sequence[str]) -> dict[str, str
 
 
 def _module_file(module: str, folders: Sequence[str]) -> Path | None:
-    """Of a module that lies in one of these folders; None for one that is installed, or in an archive."""
+    """Digest of a module in one of these folders; None for a module that is installed or in an archive."""
     parts = module.split(".")
     for folder in folders:
         base = Path(folder).joinpath(*parts)
@@ -199,10 +199,10 @@ def asked_of(spec: RunSpec) -> Asked:
 
 
 def task_specs(run: str, spec: RunSpec) -> dict[str, RunSpec]:
-    """Environment → the run's spec with its prompts and what plays and scores it; without any, the run's own."""
+    """Environment → the run's spec with its prompts, environment and rewards; without any, the run's own."""
     environments = {}
     for each in spec.evaluation.environments:
-        # `limit` of the run is of its own prompts.
+        # The run's `limit` applies to its own prompts only.
         data = spec.data.model_copy(update={"prompts": each.prompts, "limit": None})
         environment = each.environment or spec.environment
         environments[each.name] = spec.model_copy(update={"data": data, "environment": environment})

@@ -1,5 +1,5 @@
-"""What a run shows of itself: metrics, logs, progress, the status server and the report.
+"""How a run can be observed: metrics, logs, progress, the status server and the report.
 
-Belongs here: the table of metrics, and everything that renders numbers for people, scrapers and scripts.
+Belongs here: the table of metrics, and everything that renders numbers for users, scrapers and scripts.
 Does not belong here: deciding what to measure or when to stop (`loop`), or torch.
 """

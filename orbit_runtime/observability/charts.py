@@ -1,6 +1,6 @@
-"""Which charts a page shows, of a run and of its evaluations, and of several runs over each other.
+"""The charts of a page: for a run, for its evaluations, and for several runs overlaid.
 
-Belongs here: titles, which numbers of a step go into which chart, in which order. Does not belong here: drawing
+Belongs here: titles, order, and which numbers go into which chart. Does not belong here: drawing
 (`plots`).
 """
 
@@ -22,13 +22,13 @@ LIMIT = 9
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A drawing with its title and the lines that its legend names."""
+    """A drawing with its title and the lines named in its legend."""
 
     title: str
     svg: str
     legend: Sequence[Series]
     is_main: bool = True
-    """Shown before a reader asks for more."""
+    """Whether it is shown without expanding the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Plan:
 
     title: str
     lines: tuple[tuple[str, str], ...]
-    """Field and what the legend calls it; `parity_limit` is drawn as a limit."""
+    """Field and its name in the legend; `parity_limit` is drawn as a limit."""
     log: bool = False
     most: float | None = None
     is_main: bool = False
     deviation: str | None = None
     """Field of the standard deviation around the first line."""
     varies: bool = False
-    """Left out where no line ever changes, too: such as of what the run does not do."""
+    """Whether to omit the chart if no line ever changes, as for features that the run does not use."""
 
 
 HELD_OUT_LOSS = "Loss of what was held out (nats a token)"
@@ -82,7 +82,7 @@ SECONDS = "Seconds of a step, by stage"
 
 
 def build_charts(rows: Sequence[MetricsRow]) -> list[Chart]:
-    """Those that the run has numbers for."""
+    """The charts for which the run has numbers."""
     steps = steps_of(rows)
     charts = [_draw(plan, steps, rows) for plan in plans_of(rows)]
     stages = [Series(stage, [row.number(f"seconds_{stage}") for row in rows], at) for at, stage in enumerate(STAGES)]
@@ -92,8 +92,8 @@ def build_charts(rows: Sequence[MetricsRow]) -> list[Chart]:
 
 
 def plans_of(rows: Sequence[MetricsRow]) -> list[Plan]:
-    """Of the fields that these rows have numbers for: each reward of several behind the reward, and where nothing is
-    scored the loss among those that are shown first."""
+    """Charts of the fields for which these rows have numbers: several rewards follow the total reward; if nothing is
+    scored, the loss is among the first."""
     found = []
     has_reward = any(row.number("reward_mean") is not None for row in rows)
     for plan in PLANS:
@@ -136,9 +136,9 @@ def _moved(values: Sequence[float | None], by: Sequence[float | None], sign: int
 
 
 def held_out_chart(rows: Sequence[MetricsRow], before: float | None) -> list[Chart]:
-    """The loss of demonstrations that were held out; none where nothing was.
+    """The loss on held-out demonstrations; empty without any.
 
-    Args: before: the first step.
+    Args: before: the loss before the first step.
     """
     measured = [
         (step, loss)
@@ -147,7 +147,7 @@ def held_out_chart(rows: Sequence[MetricsRow], before: float | None) -> list[Cha
     ]
     if not measured:
         return []
-    # A line through every row would have a gap behind each point.
+    # A line over all rows would have a gap after each point.
     steps, losses = zip(*([] if before is None else [(0, before)]), *measured, strict=True)
     title = HELD_OUT_LOSS
     series = [Series("loss", list(losses), 0)]
@@ -155,7 +155,7 @@ def held_out_chart(rows: Sequence[MetricsRow], before: float | None) -> list[Cha
 
 
 def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
-    """One for each environment that the run's policy was measured on."""
+    """One chart for each environment on which the run's policy was evaluated."""
     charts = []
     for name, points in curves.items():
         title = f"Evaluation: {name}"
@@ -166,10 +166,10 @@ def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list
 
 
 def overlaid_charts(names: Sequence[str], groups: Sequence[Sequence[Sequence[MetricsRow]]]) -> list[Chart]:
-    """Every curve of several configurations: a line each, the mean over its runs, with a shade from the lowest to the
-    highest of them.
+    """Every curve of several configurations: one line each for the mean over its runs, shaded from the lowest to the
+    highest.
 
-    Args: groups: of each name the rows of its runs.
+    Args: groups: for each name, the rows of its runs.
     """
     everything = [row for runs in groups for rows in runs for row in rows]
     steps = sorted(set(steps_of(everything)))
@@ -188,7 +188,7 @@ def overlaid_charts(names: Sequence[str], groups: Sequence[Sequence[Sequence[Met
 
 
 def overlaid_losses(names: Sequence[str], groups: Sequence[Sequence[Sequence[MetricsRow]]]) -> list[Chart]:
-    """The same of what runs of demonstrations held out, over the steps that measured it; none where none did."""
+    """The same for held-out losses of runs on demonstrations, over the steps that measured them; empty without any."""
     measured = [[[row for row in rows if row.number("validation_loss") is not None] for rows in runs]
                 for runs in groups]  # fmt: skip
     steps = sorted({step for runs in measured for rows in runs for step in steps_of(rows)})
@@ -204,9 +204,9 @@ def overlaid_losses(names: Sequence[str], groups: Sequence[Sequence[Sequence[Met
 def overlaid_evaluations(
     names: Sequence[str], groups: Sequence[Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]]
 ) -> list[Chart]:
-    """The same of what was held out.
+    """The same for evaluations on held-out prompts.
 
-    Args: groups: of each name the evaluation curves of its runs.
+    Args: groups: for each name, the evaluation curves of its runs.
     """
     charts = []
     for environment in dict.fromkeys(name for runs in groups for curves in runs for name in curves):
@@ -225,7 +225,7 @@ def overlaid_evaluations(
 
 
 def over_runs(name: str, steps: Sequence[int], runs: Sequence[Mapping[int, float | None]], style: int) -> Series:
-    """The mean over those runs that have a value, and the lowest and highest where there are several runs."""
+    """The mean over the runs that have a value, and the lowest and highest if there are several runs."""
     found = [[value for run in runs if (value := run.get(step)) is not None] for step in steps]
     band = None
     if len(runs) > 1:

@@ -1,16 +1,16 @@
-"""Several runs beside each other, and whether one is better by more than its own noise.
+"""Compares several runs: whether one is better by more than its noise.
 
-Belongs here: the statistics of a comparison, written out, and when runs must not be compared.
+Belongs here: the statistics of a comparison, and the rules on when runs must not be compared.
 Does not belong here: reading runs (`report`) or showing the answer (`report_html`, `cli`).
 
-The final reward of a run is that of its last k steps, and the margin of a difference that of two such windows
-(`windows`), or the asked margin where that is larger.
+The final reward of a run is that of its last k steps. The margin of a difference is that of two such windows
+(`windows`), or the requested margin if that is larger.
 
-Runs of demonstrations earn no reward: their final held-out loss stands in its place, and lower is better. It says
-something only of the same held-out answers, cut into the same tokens.
+Runs on demonstrations have no reward: their final held-out loss takes its place, and lower is better. Losses are only
+comparable for the same held-out answers in the same tokens.
 
-Runs that differ in their seed alone are one configuration. Its reward is the mean of its runs' final rewards, with a
-standard error that is the larger of two: between seeds, s / sqrt(n), and within, what the windows of its runs have.
+Runs that differ only in their seed are one configuration. Its reward is the mean of its runs' final rewards, and its
+standard error the larger of two: between seeds, s / sqrt(n), and within, from the windows of its runs.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from orbit_runtime.observability.windows import (
 SEED = "data.seed"
 FORMULA = "t(0.975, Welch df) * sqrt(se_a^2 + se_b^2); se = max(between steps, within steps); at least --margin"
 DIFFERENT_TASK = ("data.prompts", "environment", "model.maxSequenceLength")
-"""Identity fields below these make another task: their rewards are not on one scale."""
+"""Identity fields below these define the task: if they differ, rewards are not on one scale."""
 OTHER_ANSWERS = (
     "algorithm.type", "data.prompts", "data.limit", "data.chat", "data.seed", "data.validation.share",
     "model.maxSequenceLength", "model.tokenizer.json", "model.tokenizer_config.json", "model.chat_template.jinja",
 )  # fmt: skip
-"""Identity fields below these hold out other answers, which the seed draws, or cut them into other tokens."""
+"""Identity fields below these determine the held-out answers, which depend on the seed, or their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What runs are held against each other by."""
+    """The measure by which runs are compared."""
 
     name: str
     final: Callable[[Sequence[MetricsRow], int], Window]
-    """Of a run's rows, its last so many steps'."""
+    """The value over the last steps of a run's rows, given their number."""
     count: Callable[[Sequence[MetricsRow]], int]
-    """Steps that have it."""
+    """Number of steps that have the measure."""
     steps: str
-    """What those are called."""
+    """What these steps are called."""
     other_task: tuple[str, ...]
-    """Identity fields without which two of it are not on one scale."""
+    """Identity fields that must agree for two values to be on one scale."""
     is_lower_better: bool = False
 
 
@@ -70,7 +70,7 @@ LOSS = Measure(
 
 @dataclass(frozen=True, slots=True)
 class SameLength:
-    """A run and the first one after equally many steps: what the longer one trained beyond them does not count."""
+    """A run and the first run after equally many steps: further steps of the longer one do not count."""
 
     steps: int
     difference: float | None
@@ -91,27 +91,27 @@ class Entry:
     verdict: str
     """`baseline`, `better`, `worse`, `no difference beyond the margin`, `too little data` or `not comparable`."""
     other_task: tuple[str, ...]
-    """Identity fields that make it another task than the first run's."""
+    """Identity fields that make its task differ from the first run's."""
     same_length: SameLength | None
-    """Where this run has more or fewer steps than the first: the two again, as far as both go."""
+    """If the numbers of steps differ: the comparison with the first run, as far as both go."""
     changed: tuple[tuple[str, Any, Any], ...]
     """Identity fields that differ: path, the first run's value, this run's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Runs that differ in their seed alone, compared with the first configuration."""
+    """Runs that differ only in their seed, compared with the first configuration."""
 
     name: str
     members: tuple[int, ...]
-    """Which of the comparison's runs."""
+    """Indexes of its runs in the comparison."""
     value: float | None
-    """Of the measure."""
+    """Value of the measure."""
     standard_error: float | None
     difference: float | None
     margin: float | None
     verdict: str
-    """As a run's."""
+    """As for a run."""
 
     @property
     def seeds(self) -> int:
@@ -120,7 +120,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The first run is what the others are held against."""
+    """The first run is the baseline of the others."""
 
     entries: tuple[Entry, ...]
     reports: tuple[Report, ...]
@@ -166,12 +166,11 @@ class Comparison:
 
 
 def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None = None) -> Comparison:
-    """Holds every run against the first: by their rewards, or where that one learned from demonstrations by what is
-    held out.
+    """Compares every run with the first: by reward, or if the first learned from demonstrations, by held-out loss.
 
     Args:
-        margin: a difference that matters to the reader; the runs' own noise may make it larger, never smaller.
-        last: k; a fifth of the shortest run unless given, between 3 and 20 steps. All runs use the same k.
+        margin: the smallest difference that matters to the reader; noise may make it larger, never smaller.
+        last: k; by default a fifth of the shortest run, between 3 and 20 steps. All runs use the same k.
     """
     if margin < 0 or not math.isfinite(margin):
         raise UsageError(f"the margin is {margin}", where="--margin", fix="give a number that is not negative")
@@ -191,16 +190,16 @@ def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What one comparison holds a difference against."""
+    """How one comparison judges a difference."""
 
     measure: Measure
     asked: float
-    """Margin."""
+    """The requested margin."""
     k: int
-    """Steps of a window."""
+    """Number of steps in a window."""
 
     def difference(self, base: Window, final: Window) -> tuple[float | None, float | None]:
-        """What `final` is above `base`, and the margin that it is held against."""
+        """The difference `final` - `base`, and its margin."""
         noise = noise_margin(base, final)
         difference = None if final.value is None or base.value is None else final.value - base.value
         return difference, None if noise is None else max(noise, self.asked)
@@ -216,7 +215,7 @@ class Judge:
 
 
 def _configurations(reports: Sequence[Report], entries: Sequence[Entry], judge: Judge) -> tuple[Configuration, ...]:
-    """In the order of their first runs."""
+    """Configurations in the order of their first runs."""
     found: list[Configuration] = []
     base: Window | None = None
     for runs in _by_seed(reports):
@@ -233,8 +232,8 @@ def _configurations(reports: Sequence[Report], entries: Sequence[Entry], judge: 
 
 
 def _by_seed(reports: Sequence[Report]) -> list[list[int]]:
-    """Runs of one length that differ in nothing but their seeds. One that repeats another's seed stands alone: it says
-    nothing of how seeds scatter."""
+    """Groups runs of one length that differ only in their seeds. A run that repeats a seed is kept separate: it tells
+    nothing about the spread between seeds."""
     groups: list[list[int]] = []
     place: dict[str, tuple[list[int], set[str]]] = {}
     for at, report in enumerate(reports):
@@ -256,7 +255,7 @@ def _is_seed(path: str) -> bool:
 
 
 def over_seeds(finals: Sequence[Window]) -> Window:
-    """Of one run, its own; else `steps` counts seeds."""
+    """The run's own window if there is one run; otherwise `steps` counts seeds."""
     if len(finals) == 1:
         return finals[0]
     values = [final.value for final in finals if final.value is not None]
@@ -268,7 +267,7 @@ def over_seeds(finals: Sequence[Window]) -> Window:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Of runs that differ in their seed. Example: `_common_name(["lr-s1", "lr-s2"]) == "lr"`"""
+    """Name of runs that differ in their seed. Example: `_common_name(["lr-s1", "lr-s2"]) == "lr"`"""
     if len(names) == 1:
         return names[0]
     low, high = min(names), max(names)
@@ -314,7 +313,7 @@ def _is_task(path: str, fields: tuple[str, ...]) -> bool:
 
 
 def _names(reports: Sequence[Report]) -> list[str]:
-    """Names as they are, or where two runs share one, as much of their folders' ends as tells them apart."""
+    """Unique names: where two runs share a name, as much of the end of their folders as distinguishes them."""
     names = [report.name for report in reports]
     return [
         _end_apart(report, [other for other in reports if other.name == report.name])

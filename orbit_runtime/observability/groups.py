@@ -1,6 +1,6 @@
-"""Whole groups of rollouts for a page: every answer to a prompt with its reward, parts and advantage.
+"""Whole groups of rollouts for a page: every completion of a prompt with its reward, parts and advantage.
 
-Belongs here: groups of one step as JSON values, up to a size, and which steps go into a page that must stay small.
+Belongs here: groups of one step as JSON values up to a size, and the choice of steps for a page that must stay small.
 Does not belong here: reading records (`samples`), showing (`templates/rollouts.js`).
 """
 
@@ -17,23 +17,23 @@ from orbit_runtime.storage.store import NotFound
 
 EMBEDDED_STEPS = 12
 EMBEDDED_BYTES = 1_500_000
-"""Of JSON in a page, over all its steps."""
+"""Bytes of JSON in a page, over all its steps."""
 NEWEST_BYTES = 300_000
-"""Of a page that asks for more."""
+"""Bytes in a page that can request more."""
 READ_BYTES = 1 << 25
-"""Of one step's records for a page; a group that begins within is read to its end."""
+"""Bytes read of one step's records for a page; a group that begins within them is read to its end."""
 HEAD, TAIL = 700, 500
-"""Characters of a longer prompt or completion."""
+"""Characters kept from the start and the end of a longer prompt or completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPage:
-    """Groups of one step, from one on."""
+    """Consecutive groups of one step."""
 
     step: int
     groups: tuple[Mapping[str, Any], ...]
     following: int | None
-    """Where the next page begins; None: these are the last."""
+    """Number of the next page's first group; None if these are the last."""
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.step, "groups": list(self.groups), "next": self.following}
@@ -42,7 +42,7 @@ class GroupPage:
 def read_groups(
     source: Ranged, file: File, references: Mapping[str, str], *, start: int = 0, most_bytes: int = EMBEDDED_BYTES
 ) -> GroupPage:
-    """Whole groups from number `start` on, at least one where there is one, as many as fit."""
+    """As many whole groups from number `start` on as fit, and at least one if there is one."""
     groups: list[Mapping[str, Any]] = []
     size = number = 0
     for group, read in _grouped(source, file.key):
@@ -59,14 +59,14 @@ def read_groups(
 
 
 def spread(files: Sequence[File], count: int = EMBEDDED_STEPS) -> list[File]:
-    """The first, the last, and others evenly between them."""
+    """The first and the last step, and others evenly spaced between them."""
     if len(files) <= count:
         return list(files)
     return [files[round(index * (len(files) - 1) / (count - 1))] for index in range(count)]
 
 
 def _grouped(source: Ranged, key: str) -> Iterator[tuple[list[Sample], int]]:
-    """Each group's samples, with the bytes that were read by its end: records of one prompt that follow each other."""
+    """Yields each group's samples (consecutive records of one prompt), and the bytes read by its end."""
     held: list[Sample] = []
     read = 0
     for sample, at in read_samples(source, key):
@@ -111,7 +111,7 @@ def _short(value: float | None) -> float | None:
 
 
 def read_references(source: Source, file: File) -> dict[str, str]:
-    """What a step's prompts expect, by prompt."""
+    """Expected answers of a step's prompts, by prompt."""
     try:
         found = json.loads(source.get(f"{file.key.removesuffix('.jsonl.zst')}.references.json"))
     except (NotFound, ValueError):

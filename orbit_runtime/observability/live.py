@@ -1,15 +1,15 @@
-"""The page of a run while it goes on, made by a process of its own that reads the run folder.
+"""The page of a live run, made by a separate process that reads the run folder.
 
 Belongs here: that process (`python -m orbit_runtime.observability.live URI`), its pipe, and how often it works.
-Does not belong here: HTTP (`server`), what the page says (`report_html`).
+Does not belong here: HTTP (`server`), the contents of the page (`report_html`).
 
-A page of 10,000 steps, or a step of gigabytes of rollouts, would take interpreter and memory from the run: hence
-another process. It starts when the first reader comes, and ends when none came for a while or the run does. It is
-nice, holds the rows that it has read, and makes a page anew only after ten times as long as the last one took it, so
-that all readers together take a tenth of one core at most.
+A page of 10,000 steps, or a step with gigabytes of rollouts, would take the interpreter and memory from the run: hence
+a separate process. It starts with the first reader, and ends when no reader has come for a while or the run ends. It
+has a low priority, keeps the rows that it has read, and rebuilds a page only after ten times as long as the last page
+took, so that all readers together use at most a tenth of a core.
 
 In:  a line of JSON: `{"page": true}` or `{"step": 12, "from": 0}`.
-Out: 4 bytes length, then the answer; of length 0 where there is none.
+Out: 4 bytes of length, then the answer; the length is 0 if there is none.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from orbit_runtime.workers.reward_process import child_environment
 ANSWER_SECONDS = 60.0
 IDLE_SECONDS = 600.0
 REST = 10.0
-"""A page is as old as this many times what it took, at most."""
+"""A page is rebuilt only after this many times as long as it took to build."""
 NICENESS = 10
 PAGE_BYTES = 1 << 20
-"""Of the rollouts that are sent at once."""
+"""Bytes of rollouts sent at once."""
 _MODULE = "orbit_runtime.observability.live"
 
 
 class LivePage:
-    """The reader's side: safe to use from several threads, each waits for its turn."""
+    """The reader's side. Safe to use from several threads, which take turns."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -54,11 +54,11 @@ class LivePage:
         self._process: subprocess.Popen[bytes] | None = None
 
     def page(self) -> bytes | None:
-        """None where it could not be made in time."""
+        """The page; None if it could not be made in time."""
         return self._ask({"page": True})
 
     def rollouts(self, step: int, start: int) -> bytes | None:
-        """JSON of `GroupPage`; None where the step has none."""
+        """JSON of `GroupPage`; None if the step has none."""
         return self._ask({"step": step, "from": start})
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class LivePage:
 
 
 def _read(stream: IO[bytes], deadline: float) -> bytes | None:
-    """One answer; None where its writer ended or is too late."""
+    """Reads one answer; None if its writer ended or is too late."""
     data = bytearray()
     wanted = 4
     while len(data) < wanted:
@@ -115,7 +115,7 @@ def _read(stream: IO[bytes], deadline: float) -> bytes | None:
 
 
 class LiveFolder:
-    """A run folder that is looked at again and again."""
+    """A run folder that is read repeatedly."""
 
     def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
         self._source = _Remembering(source)
@@ -135,7 +135,7 @@ class LiveFolder:
         return self._page
 
     def rollouts(self, step: int, start: int) -> str:
-        """`""` where the step has none."""
+        """The groups; `""` if the step has none."""
         file = next((each for each in rollout_files(self._source) if each.step == step), None)
         if file is None:
             return ""
@@ -147,7 +147,7 @@ class LiveFolder:
 
 
 class _Remembering:
-    """A `Source` that does not read again what never changes."""
+    """A `Source` that caches what never changes."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -167,12 +167,12 @@ class _Remembering:
 
 
 def main(uri: str) -> None:
-    """Until the pipe ends, or nobody asks."""
+    """Serves until the pipe closes or no requests come."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     folder = LiveFolder(open_store(uri, writable=False))
     answers = os.fdopen(os.dup(1), "wb")
-    # What a library prints must not stand in the pipe.
+    # Output of libraries must not enter the pipe.
     os.dup2(2, 1)
     while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
         line = sys.stdin.readline()
@@ -180,7 +180,7 @@ def main(uri: str) -> None:
             return
         asked = json.loads(line)
         text = ""
-        # A store that does not answer now may do so the next time.
+        # A store that does not answer now may answer the next time.
         with contextlib.suppress(OrbitError):
             text = folder.page() if "page" in asked else folder.rollouts(int(asked["step"]), int(asked["from"]))
         data = text.encode("utf-8", errors="replace")

@@ -1,7 +1,7 @@
-"""Log lines: structlog set up once for a process, in the levels that the manifest names.
+"""Log lines: sets up structlog once per process, with the manifest's levels.
 
 Belongs here: configuring how log lines look and where they go.
-Does not belong here: what is logged; a metrics row and a progress event are not log lines.
+Does not belong here: what is logged; metrics rows and progress events are not log lines.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _LEVELS: dict[LogLevel, int] = {
 
 
 def is_json(log_format: LogFormat, *, is_terminal: bool, environ: Mapping[str, str]) -> bool:
-    """`Auto` is JSON lines in a pod, whose log is read by machines; a batch job's is read by people."""
+    """Resolves `Auto`: JSON lines in a pod, whose log machines read; text in a batch job's log, which people read."""
     if log_format == "Auto":
         return not is_terminal and "KUBERNETES_SERVICE_HOST" in environ
     return log_format == "JSON"
 
 
 class _CurrentStderr:
-    """Standard error as it is at each write: a live display stands in for it while it is shown."""
+    """Standard error, looked up at each write: a live display replaces it while it is shown."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -77,7 +77,7 @@ def configure_logs(level: LogLevel = "Info", log_format: LogFormat = "Auto", *, 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(_LEVELS[level])
-    # Vendors' loggers say at Info what only their own developers want to read.
+    # At Info, vendors' loggers write what only their developers want to read.
     for noisy in ("httpx", "httpcore", "uvicorn", "asyncio", "filelock"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, _LEVELS[level]))
 

@@ -1,4 +1,4 @@
-"""Webhooks: an address is told by POST how a run ended. Nothing that goes wrong here changes how it ended.
+"""Webhooks: POSTs to an address how a run ended. No failure here changes how the run ended.
 
 Belongs here: the body, and sending it. Does not belong here: when a run has ended (`loop.run`).
 """
@@ -21,16 +21,16 @@ GATES = (GateError.exit_code, DivergedError.exit_code)
 
 @dataclass(frozen=True)
 class Webhook:
-    """Where, and of what it is told."""
+    """An address, and the events to send to it."""
 
     url: str
     events: Sequence[str]
     name: str
-    """For messages: the field, never the address, which may be a secret."""
+    """For messages: the manifest's field, never the address, which may be a secret."""
 
 
 def build_webhooks(asked: Sequence[given.Webhook], environ: Mapping[str, str]) -> list[Webhook]:
-    """From `spec.observability.notify`. Raises UsageError where a variable is not set, or holds no address."""
+    """Webhooks from `spec.observability.notify`. Raises UsageError if a variable is not set or is not an address."""
     found = []
     for index, each in enumerate(asked):
         where = f"spec.observability.notify[{index}]"
@@ -55,7 +55,7 @@ def event_of(exit_code: int) -> given.Event:
 
 
 def build_body(status: Mapping[str, Any], *, exit_code: int, uri: str) -> dict[str, Any]:
-    """What is sent; `text` is what Slack, Mattermost and Google Chat show."""
+    """The body; Slack, Mattermost and Google Chat show its `text`."""
     run, event = status["run"], event_of(exit_code)
     step, total, message = status.get("step"), status.get("total"), status.get("message")
     text = f"Orbit run {run}: {event.lower()} after step {step} of {total}"
@@ -81,7 +81,7 @@ def notify(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Tells those that asked for this event; one that does not answer is noted, and takes some 20 s at most."""
+    """Notifies the webhooks for this event; one that does not answer is noted, after about 20 s at most."""
     for each in webhooks:
         if body["event"] not in each.events:
             continue
@@ -97,7 +97,7 @@ def notify(
 
 
 def _post(url: str, body: Mapping[str, Any]) -> tuple[str, bool]:
-    """What is wrong, and whether to try again. Nothing of the address is in it."""
+    """What is wrong, and whether to retry. Contains no part of the address."""
     import httpx
 
     try:

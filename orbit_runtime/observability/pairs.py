@@ -1,10 +1,10 @@
-"""Before and after: the same prompts at both ends of a run.
+"""Before and after: the same prompts at the start and the end of a run.
 
-Belongs here: where the same prompts were asked twice, which of them show a change, and which answer stands for several.
+Belongs here: finding prompts that were asked twice, those that show a change, and the answer that represents several.
 Does not belong here: reading records (`samples`).
 
-Held-out prompts that the run evaluates are the same by their nature. Without them, the prompts of the first step are
-looked for among the last steps' rollouts.
+Held-out prompts of evaluations are the same at every step. Without them, the prompts of the first step are searched for
+in the rollouts of the last steps.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from orbit_runtime.observability.samples import File, Ranged, Sample, read_sampl
 
 SHOWN = 5
 LAST_STEPS = 8
-"""In so many last steps the first step's prompts are looked for."""
+"""Number of last steps in which the first step's prompts are searched for."""
 MOST_BYTES = 1 << 27
-"""Of one file that is looked through."""
+"""Most bytes searched of one file."""
 
 Key = tuple[str, str]
 """Environment and prompt."""
@@ -26,11 +26,11 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one policy answered."""
+    """The answers of one policy."""
 
     file: File
     shown: Sample
-    """Of its samples the one whose reward is closest to their mean."""
+    """The sample whose reward is closest to the mean."""
     mean: float
     samples: int
 
@@ -41,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt at both ends."""
+    """A prompt at the start and the end."""
 
     before: Side
     after: Side
@@ -53,10 +53,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
-    """Some prompts of those that were asked at both ends, and how all of them did."""
+    """Some of the prompts that were asked at both ends, and the results of all."""
 
     held_out: bool
-    """Prompts of an evaluation; else prompts that were trained on."""
+    """Whether the prompts are those of an evaluation; otherwise they were trained on."""
     pairs: tuple[Pair, ...]
     better: int
     worse: int
@@ -86,10 +86,10 @@ class _Tally:
 def read_pairs(
     source: Ranged, evaluations: Sequence[File], rollouts: Sequence[File], *, count: int = SHOWN
 ) -> BeforeAfter | None:
-    """None where no prompt was asked at both ends.
+    """Finds pairs; None if no prompt was asked at both ends.
 
     Args:
-        evaluations: in order of their steps, as `rollouts`.
+        evaluations: ordered by step, like `rollouts`.
     """
     for files, held_out in ((evaluations, True), (rollouts, False)):
         if len(files) < 2:
@@ -142,7 +142,7 @@ def _choose(
     better = [key for key in ordered if changes[key] > 0]
     worse = [key for key in reversed(ordered) if changes[key] < 0]
     equal = [key for key in ordered if changes[key] == 0]
-    # What got most better, and of what got worse the worst: a page that hides it would not be believed.
+    # The greatest improvements, and the greatest deterioration: a page that hides it would not be credible.
     chosen = [*better[: count - 1], *worse[:1]]
     chosen += [key for key in (*better[count - 1 :], *equal, *worse[1:]) if key not in chosen][: count - len(chosen)]
     sides = [
@@ -154,7 +154,7 @@ def _choose(
 
 
 def _pick(source: Ranged, wanted: Mapping[Key, tuple[_Tally, int]]) -> dict[Key, Side]:
-    """Reads the samples that are shown, in a second look at each file that has one.
+    """Reads the samples to show, in a second pass over each file that has one.
 
     Args: wanted: the index of each prompt's sample.
     """

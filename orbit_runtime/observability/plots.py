@@ -1,7 +1,7 @@
-"""Charts as inline SVG: no library, readable offline, coloured by the page's own light and dark variables.
+"""Charts as inline SVG: no library, readable offline, coloured by the page's light and dark variables.
 
-Belongs here: turning numbers into `<svg>` with a text alternative, and with what the page's script needs to show values
-and to smooth lines. Every text that goes in is escaped. Does not belong here: choosing what to plot (`charts`).
+Belongs here: turning numbers into `<svg>` with a text alternative, and with the data that the page's script needs to
+show values and smooth lines. All text is escaped. Does not belong here: choosing what to plot (`charts`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from statistics import fmean
 WIDTH, HEIGHT = 360, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 10, 24
 MAX_POINTS = 300
-"""Of more steps each point is the mean of several, and the shade reaches from the lowest to the highest of them."""
+"""With more steps, each point is the mean of several, shaded from the lowest to the highest of them."""
 _DOTTED = 12
-"""A line of at most so many values shows each of them."""
+"""A line with at most this many values shows a dot for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Series:
     name: str
     values: Sequence[float | None]
     style: int = 0
-    """Which of the page's colours, 0-5; 9 is the limit's dashed line."""
+    """Index of the page's colour, 0-5; 9 is the limit's dashed line."""
     band: tuple[Sequence[float | None], Sequence[float | None]] | None = None
     """Lower and upper ends of an interval around each value."""
 
@@ -36,11 +36,11 @@ class Series:
 def draw_lines(
     title: str, steps: Sequence[int], series: Sequence[Series], *, log: bool = False, most: float | None = None
 ) -> str:
-    """A line chart over steps; `""` where no line has a value.
+    """A line chart over steps; `""` if no line has a value.
 
     Args:
         log: the vertical axis is logarithmic; zeros then sit on its floor.
-        most: what no value can exceed, such as 1 of a share: where the axis ends at the latest.
+        most: upper bound of the values, such as 1 for a share; the axis ends there at the latest.
     """
     said = describe(steps, series)
     steps, series, first = _thin(steps, series)
@@ -65,7 +65,7 @@ def draw_lines(
 
 
 def draw_stack(title: str, steps: Sequence[int], series: Sequence[Series]) -> str:
-    """Layers on top of each other, where a missing value counts as nothing; `""` where all are nothing."""
+    """Stacked layers, with a missing value counting as 0; `""` if all are 0."""
     said = describe(steps, series)
     steps, series, first = _thin(steps, series)
     bottom = [0.0] * len(steps)
@@ -110,7 +110,7 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 
 def _reach(known: Sequence[float], series: Sequence[Series]) -> tuple[float, float]:
-    """What the axis holds: the lines, and of the shades around them as much as leaves the lines half of the height."""
+    """The range of the axis: the lines, and the shades as far as the lines keep half of the height."""
     low, high = min(known), max(known)
     ends = [_known(end) for line in series if line.band for end in line.band]
     lows, highs = [low, *(each for end in ends for each in end)], [high, *(each for end in ends for each in end)]
@@ -166,7 +166,7 @@ def _path(steps: Sequence[int], values: Sequence[float | None], scale: _Scale) -
 
 
 def _ribbon(steps: Sequence[int], line: Series, scale: _Scale) -> list[str]:
-    """A shade from end to end of the intervals; an upright bar where one stands alone."""
+    """A shade between the ends of the intervals; an upright bar for an isolated interval."""
     if line.band is None:
         return []
     pieces: list[list[tuple[int, float, float]]] = [[]]
@@ -219,7 +219,7 @@ def _svg(
     body: str,
     scale: _Scale | None = None,
 ) -> str:
-    """Args: scale: of lines that may be smoothed."""
+    """Args: scale: the scale of lines that may be smoothed."""
     data = {
         "x": list(steps),
         "from": list(first) if list(first) != list(steps) else None,
@@ -250,7 +250,7 @@ def describe(steps: Sequence[int], series: Sequence[Series]) -> str:
 
 
 def _thin(steps: Sequence[int], series: Sequence[Series]) -> tuple[Sequence[int], Sequence[Series], Sequence[int]]:
-    """At most `MAX_POINTS` points; each ends at its step, and the third says where it begins."""
+    """At most `MAX_POINTS` points; each ends at its step, and the third item says where it begins."""
     if len(steps) <= MAX_POINTS:
         return steps, series, steps
     keep = sorted({round(index * (len(steps) - 1) / (MAX_POINTS - 1)) for index in range(MAX_POINTS)})

@@ -1,6 +1,6 @@
-"""What a run says while it runs: a live display on a terminal, lines of text in a file, JSON lines in a pod.
+"""Progress of a run: a live display on a terminal, lines of text in a file, JSON lines in a pod.
 
-Belongs here: turning rows and notes into text for whoever is watching.
+Belongs here: turning rows and notes into text.
 Does not belong here: durable metrics (`loop.keep`) or the final summary's wording (`cli`).
 """
 
@@ -31,18 +31,18 @@ class Progress(Protocol):
     def start(self, total: int, resumed_at: int = 0) -> None:
         """
         Args:
-            resumed_at: steps done by earlier starts; not below `total` where nothing is left to train.
+            resumed_at: steps done by earlier starts; at least `total` if nothing is left to train.
         """
         ...
 
     def stage(self, name: str) -> None:
-        """What the step does from now on, such as `collect`; before `start`, what the start does, such as `model`."""
+        """The current stage of the step, such as `collect`; before `start`, that of the start, such as `model`."""
         ...
 
     def step(self, row: MetricsRow) -> None: ...
 
     def note(self, message: str, **facts: Any) -> None:
-        """Something the reader should know that is not a step; it stays on the screen."""
+        """A message other than a step; it stays on the screen."""
         ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -50,12 +50,12 @@ class Progress(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives the terminal back, however the run ended. Safe to call at any time, and twice."""
+        """Restores the terminal, however the run ended. Safe to call at any time, and twice."""
         ...
 
 
 class SilentProgress:
-    """For callers who want none."""
+    """Shows nothing."""
 
     def start(self, total: int, resumed_at: int = 0) -> None:
         pass
@@ -77,7 +77,7 @@ class SilentProgress:
 
 
 class JsonProgress:
-    """One JSON object a line: `{"event": "stage" | "start" | "step" | "note" | "finish", …}`.
+    """One JSON object per line: `{"event": "stage" | "start" | "step" | "note" | "finish", …}`.
 
     Stages are those of the start; a step's are not printed.
     """
@@ -111,10 +111,10 @@ class JsonProgress:
 
 
 class PlainProgress:
-    """One short line a step: for files, such as a batch job's log, and terminals that cannot redraw.
+    """One short line per step: for files, such as a batch job's log, and terminals that cannot redraw.
 
     Args:
-        clock: each line begins with its time; None: no time.
+        clock: gives the time at the start of each line; None for no time.
     """
 
     def __init__(self, stream: IO[str], clock: Callable[[], datetime] | None = None) -> None:
@@ -199,7 +199,7 @@ class LiveProgress:
 
     def close(self) -> None:
         if self._live is not None:
-            # What a start was doing is of no interest once it has ended; the last step is.
+            # The stage of a start is of no interest once it has ended; the last step is.
             self._live.transient = not self._is_started
             self._live.stop()
             self._live = None
@@ -212,7 +212,7 @@ class LiveProgress:
             self._live.start()
 
     def lines(self) -> tuple[Text, Text]:
-        """What the display shows now, no wider than the terminal."""
+        """The current display, no wider than the terminal."""
         return self._first_line(), self._second_line()
 
     def _render(self) -> Text:
@@ -239,7 +239,7 @@ class LiveProgress:
         pace, width = self._pace, self._console.width - 1
         count = f"step {pace.done}/{pace.total}"
         tail = f"{self._stage}, {format_seconds(pace.seconds_left())} left" if pace.done < pace.total else self._stage
-        # The bar shrinks first, then the run's name goes; a tail of one width keeps the bar from jumping.
+        # The bar shrinks first, then the run's name is dropped; a tail of fixed width keeps the bar from jumping.
         room = min(50, width - len(count) - max(24, len(tail)) - 2)
         name = f"{self._run[:24]} " if room - len(self._run[:24]) - 1 >= 10 else ""
         room = max(0, room - len(name))
@@ -273,13 +273,13 @@ class LiveProgress:
 
 
 def _headline(row: MetricsRow) -> str:
-    """Example: `reward 0.5312`, or of demonstrations `loss 0.1392`."""
+    """Example: `reward 0.5312`, or for demonstrations `loss 0.1392`."""
     name = "loss" if is_unscored([row]) else "reward_mean"
     return f"{name.removesuffix('_mean')} {format_value(name, row[name])}"
 
 
 class _Pace:
-    """Steps done, their recent speed, and where the reward is going, or the loss."""
+    """Steps done, their recent speed, and the trend of the reward or loss."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = 0
@@ -290,7 +290,7 @@ class _Pace:
         self._last = clock()
 
     def start(self, total: int, resumed_at: int) -> None:
-        # With more steps done than asked for, it is those that are done: never `step 63/60`.
+        # If more steps are done than requested, the total is the steps done: never `step 63/60`.
         self.total, self.done, self._last = max(total, resumed_at), resumed_at, self._clock()
 
     def step(self, row: MetricsRow) -> None:
@@ -320,7 +320,7 @@ class _Pace:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """All values in at most `width` eighth blocks; each block is the mean of its share of them."""
+    """All values in at most `width` block characters, each the mean of its share of the values."""
     count = min(width, len(values))
     if count < 1:
         return ""
@@ -332,7 +332,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """`42 s`, `3:05 min`, `2:10 h`; `-` when it is not known."""
+    """`42 s`, `3:05 min`, `2:10 h`; `-` if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     whole = round(seconds)
@@ -348,12 +348,12 @@ def _write_line(stream: IO[str], line: str) -> None:
         stream.write(line + "\n")
         stream.flush()
     except OSError:
-        # Whoever read this has left (`| head`). That is no reason to stop training.
+        # The reader has left (`| head`), which is no reason to stop training.
         return
 
 
 def _sentence(message: str, facts: Mapping[str, Any]) -> str:
-    """The message, and those facts that it does not state itself."""
+    """The message, and the facts that it does not already state."""
     unsaid = [f"{key} {value}" for key, value in facts.items() if str(value) not in message]
     return f"{message} ({', '.join(unsaid)})" if unsaid else message
 
@@ -370,14 +370,14 @@ def build_progress(
     stream: IO[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Progress:
-    """The progress that fits who is watching.
+    """The form of progress that suits the output.
 
     Args:
-        run: its title on a terminal.
+        run: title on a terminal.
         as_json: JSON lines on standard output. Otherwise everything goes to `stream` (standard error), so that standard
-            output holds the result only.
+        output has the result only.
         log_format: `Auto` is a live display on a terminal, JSON lines in a pod, and lines of text elsewhere.
-        environ: None: this process's.
+        environ: the process's own environment if None.
     """
     if as_json:
         return JsonProgress(sys.stdout if stream is None else stream)

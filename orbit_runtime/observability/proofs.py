@@ -1,6 +1,6 @@
-"""A publish's proof as people read it: what was checked, and what came of it.
+"""A publish's proof for readers: what was checked, and the results.
 
-Belongs here: one line for each adapter that is kept. Does not belong here: the checks (`parity.liveness`).
+Belongs here: one line for each stored adapter. Does not belong here: the checks (`parity.liveness`).
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ EQUAL, DIFFERENT, NOT_READ = "equal", "different", "not readable"
 
 @dataclass(frozen=True, slots=True)
 class ProofLine:
-    """One adapter and its proof. A check that was not made, or whose number was not kept, is None."""
+    """One adapter and its proof. A check that was not made, or whose number was not stored, is None."""
 
     version: Any
     digest: str | None
     verdict: str
     """`proven`, `whole`, `unproven`, `failed` or `not kept`."""
     engine_bytes: str | None
-    """The adapter's bytes in the engine's slot against those that were published."""
+    """Comparison of the adapter's bytes in the engine's slot with the published bytes."""
     layers_bytes: str | None
-    """What the layers of both sides applied against what the bytes say that they must."""
+    """Comparison of what the layers of both sides applied with what the bytes require."""
     error: float | None
-    """Largest difference of the two sides' change on the canary, in nats a token."""
+    """Largest difference between the two sides' changes on the canary, in nats per token."""
     limit: float | None
     change: float | None
-    """Largest change of a token by the adapter: what `error` is to be seen against."""
+    """Largest change of a token by the adapter, the scale for `error`."""
     effect: float | None
     """Share of the adapter's effect that the engine shows."""
     top1: float | None
     base_error: float | None
-    """Mean difference of the two sides without the adapter."""
+    """Mean difference between the two sides without the adapter."""
     said: tuple[str, ...]
-    """What failed, and what the engine's noise hides."""
+    """Messages: what failed, and what the engine's noise hides."""
 
 
 def proof_lines(folder: RunFolder) -> list[ProofLine]:

@@ -1,6 +1,6 @@
-"""What a run folder says, in numbers: the content of `report.json` and the facts that `report.html` draws.
+"""A run folder in numbers: the content of `report.json` and the facts that `report.html` draws.
 
-Belongs here: counting, judging how a run ended, warnings that follow from the numbers.
+Belongs here: counting, judging how a run ended, warnings derived from the numbers.
 Does not belong here: drawing (`report_html`, `plots`) or comparing runs (`compare`).
 """
 
@@ -33,10 +33,10 @@ _NOT_IDENTITY = ("checkpoint.", "observability.", "storage.", "training.steps", 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a page shows of all that was sampled."""
+    """The samples that a page shows."""
 
     before_after: BeforeAfter | None
-    """None where no prompt was asked at both ends of the run."""
+    """None if no prompt was asked at both ends of the run."""
     steps: tuple[GroupPage, ...]
     """Whole groups of some steps."""
 
@@ -49,11 +49,11 @@ class Report:
     status: str
     """`done`, `stopped`, `failed`, `running`, `interrupted` or `empty`."""
     reason: str | None
-    """For people, where the status alone says too little."""
+    """An explanation for the reader, if the status alone says too little."""
     exit_code: int | None
     warnings: tuple[str, ...]
     sampled: Sampled | None = None
-    """None: what was sampled was not read."""
+    """None if samples were not read."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that change the maths, by path."""
+        """The fields that change the results, by path."""
         identity = self.folder.run.get("identity")
         if isinstance(identity, Mapping):
             return _flatten(identity)
@@ -78,18 +78,18 @@ class Report:
 
     @property
     def samples_nothing(self) -> bool:
-        """A run of demonstrations: no engine, so that no publish is proven."""
+        """Whether the run learns from demonstrations: it has no engine, so no publish is proven."""
         return bool(self.spec.get("algorithm", {}).get("type") == "SFT")
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Of a run with several rewards, in the manifest's order."""
+        """Names of the rewards, if there are several, in the manifest's order."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.reward_parts))
 
     @property
     def headline(self) -> dict[str, Any]:
-        """`name, first, last` of what the run is about: its reward, or where nothing is scored its loss; of what was
-        held out, before training and at its best."""
+        """`name, first, last` of the run's main metric: its reward, or its loss if nothing is scored. For a held-out
+        loss: before training and at its best."""
         validated = self.folder.summary.get("validated")
         if validated:
             return {"name": "held-out loss", "first": validated["first"], "last": validated["best"]}
@@ -99,12 +99,12 @@ class Report:
 
     @property
     def gain(self) -> Gain | None:
-        """Of the reward, between the first steps and the last."""
+        """Change of the reward between the first steps and the last."""
         return build_gain(self.rows)
 
     @property
     def published(self) -> str:
-        """Where in the run folder its policies are: adapters, or whole models."""
+        """Folder of the policies in the run folder: adapters or whole models."""
         return "models" if self.spec.get("adapter", {}).get("type") == "Full" else "adapters"
 
     def to_json(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Report:
                 "router_agreement": last.number("router_agreement") if last else None,
             },
             "engine_sleep": summary.get("sleep"),
-            # Other engines start no servers: nothing goes to them so.
+            # Other engines start no servers, so there is no transport.
             "adapter_transport": rollout.get("adapterTransport") if rollout.get("engine") == "SGLang" else None,
             "deterministic": bool(rollout.get("deterministic", False)),
             "last_checkpoint": self.folder.checkpoints[0]["prefix"] if self.folder.checkpoints else None,
@@ -175,13 +175,13 @@ def build_report(
     rows: tuple[MetricsRow, ...] | None = None,
     newest_only: bool = False,
 ) -> Report:
-    """Reads a run folder in whatever state it is.
+    """Reads a run folder in any state.
 
     Args:
-        ended: how the run ended, from the loop that still holds the folder; else the newest execution's record says.
-        samples: whether what a page shows of rollouts and answers is read too.
-        rows: where they were read already.
-        newest_only: groups of the newest step alone, for a page that asks for those of others.
+        ended: how the run ended, given by the loop that still holds the folder; by default from the newest execution.
+        samples: whether to read the rollouts and answers that a page shows too.
+        rows: the rows, if they were already read.
+        newest_only: whether to read only the newest step's groups, for a page that requests those of other steps.
     """
     folder = read_run_folder(source, rows)
     status, reason, code = _judge(folder, ended, time.time() if now is None else now)
@@ -201,7 +201,7 @@ def _sampled(source: Source, folder: RunFolder, newest_only: bool) -> Sampled:
 
 
 def evaluation_curves(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Environment → what each evaluation says, by step; `change` is that from the first, prompt by prompt."""
+    """Environment → results of each evaluation, by step; `change` is relative to the first, prompt by prompt."""
     curves: dict[str, list[dict[str, Any]]] = {}
     for each in evaluations:
         for score in each["scores"]:
@@ -221,7 +221,7 @@ def evaluation_curves(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, lis
 
 
 def manifest_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The manifest inside `run.json`, every `Auto` decided."""
+    """The manifest in `run.json`, with every `Auto` resolved."""
     manifest = run.get("resolved", run)
     return manifest if isinstance(manifest, Mapping) else {}
 
@@ -256,7 +256,7 @@ def _judge_ended(ended: str, folder: RunFolder) -> tuple[str, str | None, int | 
 
 
 def _warnings(folder: RunFolder) -> tuple[str, ...]:
-    """The run's own, then those that only the whole of it shows."""
+    """Warnings of the run itself, then those that only the whole run reveals."""
     found = [str(warning) for warning in folder.summary.get("warnings", ())]
     summary, rows = folder.summary, folder.rows
     publishes, proven = summary.get("publishes", 0), summary.get("publishes_proven", 0)

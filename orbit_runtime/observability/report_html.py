@@ -36,10 +36,10 @@ SCRIPTS = ("page.js", "rollouts.js")
 
 
 def render_html(report: Report, *, is_live: bool = False) -> str:
-    """The page of one run. Completions are untrusted: all text is escaped, and the page's policy forbids any script
-    but its own.
+    """The page of one run. Completions are untrusted: all text is escaped, and the page's content policy allows only
+    its own script.
 
-    Args: is_live: it is served by the run's port, which it asks for its newest state and for rollouts of other steps.
+    Args: is_live: the run's port serves the page, which requests the newest state and other steps' rollouts from it.
     """
     facts = report.to_json()
     validated = report.folder.summary.get("validated") or {}
@@ -66,13 +66,13 @@ def render_html(report: Report, *, is_live: bool = False) -> str:
 
 
 def _fields(report: Report) -> list[str]:
-    """Of the rows, those that have a value somewhere."""
+    """The rows that have at least one value."""
     known = dict.fromkeys([*FIELDS, *(name for row in report.rows for name in row)])
     return [name for name in known if any(row.get(name) is not None for row in report.rows)]
 
 
 def _rollout_table(report: Report, is_live: bool) -> str | None:
-    """What the page's script pages through, as JSON that no browser takes for markup."""
+    """The groups for the page's script, as JSON that no browser interprets as markup."""
     if report.sampled is None or not report.sampled.steps:
         return None
     content = {
@@ -86,7 +86,7 @@ def _rollout_table(report: Report, is_live: bool) -> str | None:
 
 
 def embedded_json(content: Any) -> str:
-    """JSON that may stand inside a `<script>` whatever its texts are."""
+    """JSON that is safe inside a `<script>`, whatever its texts."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -94,7 +94,7 @@ def embedded_json(content: Any) -> str:
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The page of several runs over each other."""
+    """The page that compares several runs."""
     names = [each.name for each in comparison.configurations]
     groups = [[comparison.reports[at] for at in each.members] for each in comparison.configurations]
     return render_page(
@@ -114,7 +114,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def is_digest(value: Any) -> bool:
-    """Something that people do not read."""
+    """Whether a field is not meant for readers."""
     return bool(re.fullmatch(r"[a-z0-9]+:[0-9a-f]{16,}", str(value)))
 
 
@@ -147,7 +147,7 @@ def _environment() -> jinja2.Environment:
 
 
 def render_page(template: str, **context: Any) -> str:
-    """A template of this folder with the page's own style and scripts, and nothing from elsewhere."""
+    """A template from this folder with its own style and scripts, and nothing external."""
     folder = resources.files("orbit_runtime.observability") / "templates"
     style = (folder / "page.css").read_text()
     script = "\n".join((folder / name).read_text() for name in SCRIPTS)

@@ -1,6 +1,6 @@
-"""Reading a run folder as it stands: finished, under way, or left behind by `kill -9`.
+"""Reads a run folder in any state: finished, in progress, or left by `kill -9`.
 
-Belongs here: finding and parsing what a run wrote, forgiving what is not there yet.
+Belongs here: finding and parsing what a run wrote, tolerating what does not exist yet.
 Does not belong here: judging it (`report`), drawing it (`report_html`), or writing anything.
 """
 
@@ -18,11 +18,11 @@ from orbit_runtime.storage.store import NotFound
 
 Json = Mapping[str, Any]
 MAX_MANIFESTS = 20
-"""The newest checkpoints and adapters that are read; one of a large model lists every tensor."""
+"""Number of the newest checkpoints and adapters read; a large model's manifest lists every tensor."""
 
 
 class Source(Protocol):
-    """What a report needs of `storage.Store`."""
+    """The part of `storage.Store` that a report needs."""
 
     @property
     def uri(self) -> str: ...
@@ -40,11 +40,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Everything that a report is made of."""
+    """Everything from which a report is made."""
 
     uri: str
     run: Json
-    """`run.json`; empty when it was never written."""
+    """`run.json`; empty if it was never written."""
     rows: tuple[MetricsRow, ...]
     checkpoints: tuple[Json, ...]
     """Manifests, newest first."""
@@ -55,11 +55,11 @@ class RunFolder:
     executions: int
     failures: tuple[Json, ...]
     evaluations: tuple[Json, ...] = ()
-    """What held-out prompts said of the policy, by step: `evaluation/step-*/summary.json`."""
+    """Results on held-out prompts, by step: `evaluation/step-*/summary.json`."""
     rollouts: tuple[File, ...] = ()
-    """Of every step that has some, in order."""
+    """Rollout files of every step that has them, in order."""
     answers: tuple[File, ...] = ()
-    """To the held-out prompts, of every evaluation that ended, in order."""
+    """Answers to the held-out prompts, for every finished evaluation, in order."""
 
     @property
     def facts(self) -> Json:
@@ -68,16 +68,15 @@ class RunFolder:
 
     @property
     def summary(self) -> Json:
-        """What the loop counts from step to step."""
+        """Counters that the loop keeps from step to step."""
         summary = self.facts.get("summary", {})
         return summary if isinstance(summary, Mapping) else {}
 
 
 def read_run_folder(source: Source, rows: tuple[MetricsRow, ...] | None = None) -> RunFolder:
-    """Reads what is there, but for what was sampled. What is missing or broken counts as absent: a report must not
-    fail on a broken run.
+    """Reads what exists, except samples. Anything broken counts as absent: a report must not fail on a broken run.
 
-    Args: rows: where they were read already.
+    Args: rows: the rows, if they were already read.
     """
     heartbeats = sorted(key for key in source.list("executions") if key.endswith(".heartbeat.json"))
     failures = sorted(key for key in source.list("failures") if key.endswith(".json"))
@@ -98,20 +97,20 @@ def read_run_folder(source: Source, rows: tuple[MetricsRow, ...] | None = None) 
 
 
 def rollout_files(source: Source) -> tuple[File, ...]:
-    """Of every step that has rollouts, in order."""
+    """Rollout files of every step that has them, in order."""
     keys = [key for key in source.list("rollouts") if key.endswith(".jsonl.zst")]
     return tuple(File(_number(key), key) for key in sorted(keys, key=_number))
 
 
 def read_rows(source: Source) -> tuple[MetricsRow, ...]:
-    """The rows of all steps in order: `metrics.jsonl`, and the steps that are not compacted into it yet."""
+    """The rows of all steps in order: `metrics.jsonl`, and steps not yet compacted into it."""
     by_step = add_rows(source, {})
     return tuple(by_step[step] for step in sorted(by_step))
 
 
 def add_rows(source: Source, known: Mapping[int, MetricsRow]) -> dict[int, MetricsRow]:
-    """Rows by step: those that are known, and those that came since. The newest ones that are known are read again,
-    because a step's row is stored once more with the next step's."""
+    """Rows by step: the known ones and new ones. The newest known rows are read again, because a step's row is stored
+    again with the next step's."""
     by_step = {step: known[step] for step in sorted(known)[:-2]}
     if not known:
         for line in (_read(source, "metrics.jsonl") or b"").splitlines():
@@ -159,7 +158,7 @@ def _read_manifests(source: Source, folder: str) -> tuple[Json, ...]:
 
 
 def _read_evaluations(source: Source) -> dict[str, Json]:
-    """By their folders, in the order of their steps."""
+    """Files by folder, ordered by step."""
     keys = [key for key in source.list("evaluation") if key.endswith("/summary.json")]
     found = {key.removesuffix("/summary.json"): _read_json(source, key) for key in sorted(keys, key=_number)}
     return {name: each for name, each in found.items() if each is not None and isinstance(each.get("scores"), list)}

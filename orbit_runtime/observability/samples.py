@@ -1,4 +1,4 @@
-"""What was sampled, a record at a time: files of a step's rollouts and of an evaluation's samples.
+"""Reads samples one record at a time, from files of a step's rollouts or of an evaluation's samples.
 
 Belongs here: reading such a file in pieces, so that neither it nor a line's columns of tokens are held, and a record as
 people read it. Does not belong here: which of them a page shows (`pairs`, `groups`).
@@ -16,15 +16,15 @@ import zstandard
 from orbit_runtime.errors import OrbitError
 
 READ_BYTES = 1 << 22
-"""Of the file, at a time."""
+"""Bytes of the file read at a time."""
 MAX_LINE = 1 << 28
-"""A longer record is not read, so that a corrupt size cannot exhaust memory."""
+"""Most bytes of a record; longer ones are not read, so that a corrupt size cannot exhaust memory."""
 HEAD, TAIL = 400, 200
-"""Characters of a longer text that are shown: how it begins, and how it ends, where the answer stands."""
+"""Characters shown of a longer text: its beginning, and its end, where the answer is."""
 
 
 class Ranged(Protocol):
-    """What reading needs of `storage.Store`."""
+    """The part of `storage.Store` that reading needs."""
 
     def size(self, key: str) -> int: ...
 
@@ -36,38 +36,38 @@ class File:
     """Samples of one policy."""
 
     step: int
-    """Steps that it had been trained for when they were drawn, or were drawn in."""
+    """Steps for which the policy had been trained, or the step in which the samples were drawn."""
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sampled answer, for people. Its text is untrusted."""
+    """One sampled answer, for display. Its text is untrusted."""
 
     prompt_id: str
     sample_index: int
     prompt: str
-    """What stood before the policy's first turn."""
+    """Everything before the policy's first turn."""
     completion: str
-    """What followed: the policy's turn, or all turns with who spoke."""
+    """Everything after the prompt: the policy's turn, or all turns with their roles."""
     reward: float | None
     parts: Mapping[str, float | None]
-    """Of several rewards."""
+    """Reward → value, if there are several rewards."""
     outcome: str
     finish_reason: str
     tokens: int | None
-    """That the policy chose."""
+    """Number of tokens that the policy sampled."""
     advantage: float | None
-    """What it was trained with, on average over its tokens; None: it was not, or that was not kept."""
+    """Mean advantage over its tokens; None if it was not trained on, or not recorded."""
     expected: str = ""
     environment: str = ""
-    """Of an evaluation's sample."""
+    """Environment of an evaluation's sample."""
 
 
 def read_samples(source: Ranged, key: str, *, most_bytes: int | None = None) -> Iterator[tuple[Sample, int]]:
-    """The records in their order, each with the bytes that were read for all up to it.
+    """Yields the records in order, each with the bytes read up to its end.
 
-    What is missing or broken ends the file early: a page must not fail on a broken run.
+    A missing or broken part ends the file early: a page must not fail on a broken run.
     """
     read = 0
     for line in read_lines(source, key):
@@ -82,9 +82,9 @@ def read_samples(source: Ranged, key: str, *, most_bytes: int | None = None) -> 
 
 
 def _without_columns(line: bytes) -> bytes:
-    """A record whose numbers of each token are left out, before they become objects; of the mask their sum stays.
+    """A record without its per-token columns, dropped before parsing; of the mask, the sum is kept.
 
-    Within a JSON string a quote has a backslash, so that no text is taken for a column.
+    Within a JSON string, quotes are escaped, so that no text is mistaken for a column.
     """
     for name in _COLUMNS:
         start = line.find(name)
@@ -101,7 +101,7 @@ _COLUMNS = (b'"token_ids_T":[', _MASK, b'"logprobs_T":[', b'"versions_T":[')
 
 
 def read_lines(source: Ranged, key: str) -> Iterator[bytes]:
-    """Of a compressed file that is read a piece at a time."""
+    """Lines of a compressed file that is read in pieces."""
     pending: list[bytes] = []
     size = 0
     try:
@@ -129,7 +129,7 @@ def _decompressed(source: Ranged, key: str) -> Iterator[bytes]:
 
 
 class _Pieces:
-    """A file to read from, of which a piece is held at a time."""
+    """A readable file of which one piece is in memory at a time."""
 
     def __init__(self, source: Ranged, key: str, size: int) -> None:
         self._source, self._key, self._size = source, key, size
@@ -178,6 +178,6 @@ def _number(value: Any) -> float | None:
 
 
 def shorten(text: str, head: int = HEAD, tail: int = TAIL) -> str:
-    """A text's beginning and end, with what lies between them counted."""
+    """The beginning and end of a text, and the count of characters left out."""
     left = len(text) - head - tail
     return text if left <= 0 else f"{text[:head]} … ({left} more characters) … {text[len(text) - tail :]}"

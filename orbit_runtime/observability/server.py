@@ -1,8 +1,7 @@
-"""The one port of a run: `/metrics`, `/status`, `/healthz`, `/readyz`, `/report`; and HTTP in a daemon thread, for
-every port.
+"""The port of a run: `/metrics`, `/status`, `/healthz`, `/readyz`, `/report`; and HTTP in a daemon thread for any port.
 
-Belongs here: HTTP over `RunStatus` and `RunMetrics`, listening, starting and ending an application's server.
-Does not belong here: what the answers say.
+Belongs here: HTTP over `RunStatus` and `RunMetrics`, listening, starting and stopping an application's server.
+Does not belong here: the content of the responses.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ class HTTPServer:
         return f"http://{self.host}:{self.port}"
 
     def close(self, seconds: float = 5.0) -> None:
-        """Takes no more connections, and gives the requests under way so long to end."""
+        """Accepts no more connections, and gives requests in flight this long to finish."""
         self._server.should_exit = True
         self._thread.join(timeout=seconds)
 
 
 def build_app(status: RunStatus, metrics: RunMetrics, live: LivePage | None = None) -> FastAPI:
-    """The routes. Liveness and readiness answer 503 with the reason when the answer is no.
+    """The routes. Liveness and readiness answer 503 with the reason if the run is not live or ready.
 
-    Args: live: the run's page, for readers on this machine: it shows prompts and answers, the other routes numbers.
+    Args: live: the run's page, only for readers on this machine: it shows prompts and answers, not just numbers.
     """
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse, Response
 
     app = FastAPI(title="orbit run", docs_url=None, redoc_url=None, openapi_url=None)
 
-    # In a thread of its own: it may wait for the engine's servers, and the other answers may not.
+    # In its own thread: it may wait for the engine's servers, while the other routes must not.
     @app.get("/metrics")
     def _metrics() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -109,7 +108,7 @@ async def _rollouts(live: LivePage, request: Request) -> Response:
 
 
 async def _answer(request: Request, made: Callable[[], bytes | None], kind: str) -> Response:
-    """Made in a thread: it waits for the page's process."""
+    """Made in a thread, as it waits for the page's process."""
     from fastapi.concurrency import run_in_threadpool
     from fastapi.responses import PlainTextResponse, Response
 
@@ -127,8 +126,8 @@ _NOT_OWN = (
 
 
 def _is_own(client: str, asked: str) -> bool:
-    """From this machine, under a name of this machine: a page from elsewhere that a browser was told lies here has
-    another."""
+    """Whether the request is from this machine and names it as host, unlike a page from elsewhere whose name a browser
+    resolves to this machine."""
     names = ("localhost", "127.0.0.1", "::1")
     return asked in names and client.removeprefix("::ffff:") in names
 
@@ -153,7 +152,7 @@ def start_server(
 
 
 def serve_app(app: Any, listener: socket.socket, address: str, fix: str) -> HTTPServer:
-    """An ASGI application in a daemon thread. Raises OutputError where it does not start."""
+    """Serves an ASGI application in a daemon thread. Raises OutputError if it does not start."""
     import uvicorn
 
     config = uvicorn.Config(
@@ -178,7 +177,7 @@ def listen(host: str, port: int, where: str, fix: str, *, backlog: int = 1024) -
     """Raises OutputError: the port is taken, or the address is not one of this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # A run that resumes at once must get its port back from the sockets of its predecessor that linger.
+    # A run that resumes at once must get its port back from lingering sockets of its predecessor.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -1,7 +1,7 @@
-"""What a run would answer if asked how it is: the facts behind `/status`, `/healthz` and `/readyz`.
+"""The state of a run: the facts behind `/status`, `/healthz` and `/readyz`.
 
-Belongs here: the facts, kept consistent between threads, and the judgement alive / ready.
-Does not belong here: HTTP (`server`), or acting on the judgement (`loop`, the operator).
+Belongs here: the facts, kept consistent between threads, and whether the run is alive and ready.
+Does not belong here: HTTP (`server`), or acting on these facts (`loop`, the operator).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ENDED: frozenset[str] = frozenset({"Done", "Stopped", "Failed"})
 
 STALL_LIMIT_SECONDS = 1800.0
 _STALL_STEPS = 10.0
-"""A run is stalled when nothing happened for this many of its own steps, and never sooner than the limit."""
+"""A run is stalled if nothing happened for this many times its own step, and never before the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StatusFacts:
     phase: Phase = "Starting"
     """For display only."""
     stage: str | None = None
-    """What the step is doing now, such as `collect`."""
+    """The current stage of the step, such as `collect`."""
     step: int = 0
     total: int | None = None
     reward: float | None = None
@@ -48,7 +48,7 @@ class StatusFacts:
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
     resumed_from_step: int | None = None
-    """Step of the checkpoint that this process continues after; 0: it found none."""
+    """Step of the checkpoint from which this process resumed; 0 if it found none."""
     message: str | None = None
     exit_code: int | None = None
 
@@ -79,18 +79,18 @@ class RunStatus:
             return self._facts
 
     def update(self, **changes: Any) -> None:
-        """Sets facts by name, and counts as progress. An unknown name is a TypeError."""
+        """Sets facts by name, which counts as progress. An unknown name is a TypeError."""
         with self._lock:
             self._facts = replace(self._facts, **changes)
             self._progressed = self._clock()
 
     def beat(self) -> None:
-        """Something happened, such as a finished completion: not stalled."""
+        """Records that something happened, such as a finished completion: the run is not stalled."""
         with self._lock:
             self._progressed = self._clock()
 
     def observe(self, row: MetricsRow) -> None:
-        """Takes over what a finished step says, and estimates the time left from the steps so far."""
+        """Takes the facts of a finished step, and estimates the time left from the steps so far."""
         seconds = row.number("seconds_total")
         if seconds is not None:
             earlier = self._step_seconds
@@ -112,7 +112,7 @@ class RunStatus:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """The facts as JSON values, with the judgement and the ages that it rests on."""
+        """The facts as JSON values, with liveness, readiness and the ages on which they depend."""
         live, live_reason = self.is_live()
         ready, ready_reason = self.is_ready()
         with self._lock:
@@ -128,7 +128,7 @@ class RunStatus:
             }
 
     def is_live(self) -> tuple[bool, str | None]:
-        """False when a run that has not ended made no progress within its stall limit."""
+        """False if a run that has not ended made no progress within its stall limit."""
         with self._lock:
             if self._facts.phase in _ENDED:
                 return True, None

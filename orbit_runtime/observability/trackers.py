@@ -1,8 +1,8 @@
-"""Every step's numbers to TensorBoard, Weights & Biases and MLflow as well, if a manifest asks for it.
+"""Sends every step's numbers to TensorBoard, Weights & Biases and MLflow too, if the manifest requests it.
 
-A run folder stays the truth, and a tracker a copy of it: each start sends the rows of the steps before as well, so that
-a kill loses none, and each kind sees to it that none is there twice. A tracker has a thread of its own. One that raises
-or hangs is left behind with a word, and the run goes on.
+The run folder is the source of truth, and a tracker a copy of it: each start also sends the rows of earlier steps, so
+that a kill loses none, and each kind prevents duplicates. A tracker has its own thread. One that raises or hangs is
+abandoned with a note, and the run continues.
 
 Belongs here: the kinds, and the thread between them and a run. Does not belong here: what a row holds (`metrics`).
 """
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from orbit_runtime.spec.observability import TrackerType
 
 QUEUE_ROWS = 1024
-"""Steps that may wait; beyond them a tracker is behind for good, and given up."""
+"""Most steps that may wait; a tracker that falls further behind is abandoned."""
 CLOSE_SECONDS = 30.0
 PACKAGES: Mapping[TrackerType, str] = {"TensorBoard": "tensorboard", "WandB": "wandb", "MLflow": "mlflow"}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One tracker of the manifest, and the run that it is told of."""
+    """One tracker of the manifest, and the run that is sent to it."""
 
     kind: TrackerType
     project: str
@@ -43,30 +43,30 @@ class Asked:
     run: str
     """The run's name."""
     run_id: str
-    """The same in each start of a run folder, and of no other: letters, digits and `-`."""
+    """Unique to a run folder and the same at each of its starts: letters, digits and `-`."""
     config: Mapping[str, Any]
     """The manifest."""
 
 
 class Tracker(Protocol):
-    """A kind. All is called from one thread, one call at a time."""
+    """One kind of tracker. A single thread makes all calls, one at a time."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step, each once; steps come in order, and those before this start too, which may be there
-        already. What was evaluated behind a step may follow in a second call."""
+        """Sends the numbers of a step, each once. Steps come in order, including those before this start, which may be
+        there already. Evaluation results of a step may follow in a second call."""
         ...
 
     def close(self) -> None:
-        """Everything told is where it belongs."""
+        """Waits until everything was delivered."""
         ...
 
 
 def check_trackers(asked: Sequence[Asked], environ: Mapping[str, str]) -> None:
-    """Before anything is loaded.
+    """Checks the trackers before anything is loaded.
 
     Raises:
-        UnsupportedError: (78) a tracker cannot work at all.
-        CredentialsError: (77) Weights & Biases has no key here; its client would ask for one at the run's terminal.
+        UnsupportedError: (78) a tracker cannot work.
+        CredentialsError: (77) Weights & Biases has no key here; its client would prompt for one at the terminal.
     """
     for index, each in enumerate(asked):
         where = f"spec.observability.trackers[{index}]"
@@ -89,7 +89,7 @@ def check_trackers(asked: Sequence[Asked], environ: Mapping[str, str]) -> None:
 
 
 def _has_key(uri: str | None, environ: Mapping[str, str]) -> bool:
-    """Or needs none."""
+    """Whether there is a key, or none is needed."""
     if environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return True
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -103,7 +103,7 @@ def _has_key(uri: str | None, environ: Mapping[str, str]) -> bool:
 
 
 class Tracking:
-    """Tells one tracker, in a thread of its own."""
+    """Feeds one tracker from its own thread."""
 
     def __init__(
         self,
@@ -115,15 +115,15 @@ class Tracking:
         """
         Args:
             open_tracker: called in the thread.
-            note: for people, when something went wrong; called at most once.
-            earlier: rows of the steps before this start; called and read in the thread, however many they are.
+            note: called at most once, with a message for the user if something went wrong.
+            earlier: gives the rows of the steps before this start; called and read in the thread.
         """
         self._name = name
         self._open = open_tracker
         self._note = note
         self._earlier = earlier
         self._sent: dict[str, int] = {}
-        """Number → the last step of which it was told. The thread's own."""
+        """Number → the last step sent. Used only by the thread."""
         self._once = threading.Lock()
         self._rows: queue.Queue[MetricsRow | None] = queue.Queue(QUEUE_ROWS)
         self._given_up = threading.Event()
@@ -140,7 +140,7 @@ class Tracking:
             self._give_up(f"it is {QUEUE_ROWS} steps behind")
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Until all is told, at most so long."""
+        """Waits until everything is sent, but at most this long."""
         until = time.monotonic() + seconds
         while not self._given_up.is_set():
             try:
@@ -163,7 +163,7 @@ class Tracking:
                     return
                 self._tell(tracker, item)
             tracker.close()
-        # A service's client may raise anything, SystemExit among it; none of it is a reason to lose a run.
+        # A service's client may raise anything, even SystemExit; none of it is a reason to lose a run.
         except BaseException as error:
             self._give_up(f"{type(error).__name__}: {error}")
 
@@ -195,7 +195,7 @@ def open_tracker(asked: Asked) -> Tracker:
 
 
 class TensorBoard:
-    """Event files. Each start sends everything again, behind a mark that takes back what files before it say."""
+    """TensorBoard event files. Each start sends everything again after a mark that invalidates earlier files."""
 
     def __init__(self, asked: Asked) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
@@ -206,7 +206,7 @@ class TensorBoard:
         folder = Path(asked.uri)
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
-        # Readers drop what they have of this step and later ones when they see it.
+        # On this mark, readers drop what they have of this step and later ones.
         mark = Event(step=0, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
         self._writer.add_event(mark)
 
@@ -221,7 +221,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run whose id is the run folder's, so that a later start continues it; the service takes a step once."""
+    """A run with the id of the run folder, so that a later start continues it; the service accepts a step once."""
 
     def __init__(self, asked: Asked) -> None:
         import wandb
@@ -246,7 +246,7 @@ class WandB:
 
 
 class MLflow:
-    """A run that is found again by its tag; a step that the server has is not sent again."""
+    """A run identified by its tag; steps that the server has are not sent again."""
 
     def __init__(self, asked: Asked) -> None:
         from mlflow.entities import Metric, Param, RunStatus
@@ -258,7 +258,7 @@ class MLflow:
         number = experiment.experiment_id if experiment else self._client.create_experiment(asked.project)
         found = self._client.search_runs([number], filter_string=f"tags.`orbit.run_id` = '{asked.run_id}'")
         self._last: dict[str, int] = {}
-        """Metric → the last step that the server has of it."""
+        """Metric → the last step that the server has."""
         self._is_new = not found
         if found:
             self._run = found[0].info.run_id

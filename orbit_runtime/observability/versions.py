@@ -1,4 +1,4 @@
-"""What is installed here, for run.json and crash reports.
+"""Versions of installed packages, for run.json and crash reports.
 
 Belongs here: asking the installation, without importing anything. Does not belong here: judging versions (`doctor`).
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from importlib import metadata
 
 PACKAGES = ("torch", "transformers", "safetensors", "pydantic", "obstore")
-"""Those that can change a run's numbers or what it keeps."""
+"""Packages that can change a run's numbers or files."""
 
 
 def installed_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Package → version; one that is not installed is left out."""
+    """Package → version, for installed packages."""
     found = {}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""The reward at one end of a run, or its held-out loss, as a mean over several steps with its standard error.
+"""The reward or held-out loss at one end of a run, as a mean over several steps with its standard error.
 
 Belongs here: windows of steps, their difference and its margin. Does not belong here: several runs (`compare`).
 
@@ -8,7 +8,7 @@ neither few samples nor differing prompts are overlooked:
     between steps   s / sqrt(k)                   s: sample standard deviation of the k step means
     within steps    sqrt(sum(std_i^2 / n_i)) / k  std_i, n_i: reward_std and scored samples of step i
 
-Of a held-out loss k are the last measurements, and the error is that between them alone: within one they say nothing.
+For a held-out loss, k counts the last measurements, and the error is only that between them: a single one has none.
 
 The margin of a difference is t(0.975, df) * sqrt(se_a^2 + se_b^2), df by Welch and Satterthwaite with k - 1 each (Welch
 1947).
@@ -33,24 +33,24 @@ _T975 = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The reward of some steps in a row, or the held-out loss."""
+    """The reward of consecutive steps, or the held-out loss."""
 
     value: float | None
     standard_error: float | None
-    """`None` where one step is too little to tell."""
+    """`None` if there is only one step."""
     steps: int
     """k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a run's end is above its beginning."""
+    """The difference between a run's end and its beginning."""
 
     first: Window
     last: Window
     difference: float
     margin: float | None
-    """Half the width of the 95 % interval; None where the windows are of one step."""
+    """Half the width of the 95 % interval; None if the windows have one step."""
 
     @property
     def verdict(self) -> str:
@@ -72,12 +72,12 @@ class Gain:
 
 
 def window_steps(steps: int) -> int:
-    """k for a run of so many steps: a fifth of it, between 3 and 20."""
+    """k for a run with this many steps: a fifth of them, between 3 and 20."""
     return min(steps, 20, max(3, steps // 5))
 
 
 def build_gain(rows: Sequence[MetricsRow]) -> Gain | None:
-    """The last window against the first; they share no step. None for fewer than two steps with a reward."""
+    """Compares the last window with the first; they share no step. None for fewer than two steps with a reward."""
     scored = [row for row in rows if row.number("reward_mean") is not None]
     if len(scored) < 2:
         return None
@@ -101,7 +101,7 @@ def final_reward(rows: Sequence[MetricsRow], k: int) -> Window:
 
 
 def final_loss(rows: Sequence[MetricsRow], k: int) -> Window:
-    """Mean of the last `k` measurements of what is held out, and its standard error."""
+    """Mean of the last `k` measurements of the held-out loss, and its standard error."""
     losses = held_out_losses(rows)[-k:] if k > 0 else []
     if len(losses) < 2:
         return Window(losses[0] if losses else None, None, len(losses))
@@ -109,7 +109,7 @@ def final_loss(rows: Sequence[MetricsRow], k: int) -> Window:
 
 
 def held_out_losses(rows: Sequence[MetricsRow]) -> list[float]:
-    """Of the steps that measured it."""
+    """Held-out losses of the steps that measured them."""
     return [loss for row in rows if (loss := row.number("validation_loss")) is not None]
 
 
@@ -130,7 +130,7 @@ def noise_margin(a: Window, b: Window) -> float | None:
 
 
 def welch_margin(a: tuple[float, int], b: tuple[float, int]) -> float:
-    """Args: a, b: standard error of a mean, and of how many values (2 or more) it is."""
+    """Args: a, b: standard error of a mean, and its number of values (2 or more)."""
     (se_a, n_a), (se_b, n_b) = a, b
     va, vb = se_a**2, se_b**2
     if va + vb == 0.0:

@@ -1,6 +1,6 @@
-"""Whether a run fits and what it takes, before a GPU is taken: bytes per device by part and phase, layout, support.
+"""Plans a run before it takes a GPU: bytes per device by part and phase, layout, support, and whether it fits.
 
-Belongs here: arithmetic over facts that callers hand in. Pure: no torch, no files, no clock, no network.
+Belongs here: arithmetic over facts that callers supply. Pure: no torch, no files, no clock, no network.
 Does not belong here: finding the facts (`model_info`), printing (`cli`).
 """
 

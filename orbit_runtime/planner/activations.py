@@ -1,11 +1,11 @@
-"""Numbers per token that a pass keeps: for a backward without recomputation, and alive within one layer.
+"""Elements per token that a pass keeps for its backward pass, and that are alive within one layer.
 
 Belongs here: counting elements. Does not belong here: bytes, layouts (`parts`).
 
-Without recomputation a layer of the torch trainer keeps, per token: the input of both norms; what goes into each
-adapted product; queries, keys, values and the result of attention as its kernel got them; queries and keys before their
-norm; gate, up and the activated gate. `policy.recompute` says what is kept with it. Tests compare the sums with what
-autograd and the recomputation hold.
+Without recomputation, a layer of the torch trainer keeps per token: the input of both norms; the input of each adapted
+product; queries, keys, values and the result of attention as its kernel received them; queries and keys before their
+norm; gate, up and the activated gate. `policy.recompute` says what is kept with recomputation. Tests compare the sums
+with what autograd and the recomputation hold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Recompute = Literal["None", "Selective", "PerLayer"]
 
 
 def saved_elements(model: Architecture, job: Job, recompute: Recompute) -> float:
-    """Of all layers and the head, between the forward pass and the backward pass."""
+    """Elements kept by all layers and the head between the forward and the backward pass."""
     total = model.hidden_size * (1 + job.max_new / job.max_sequence)
     for layer in _layers(model):
         total += _layer_saved(layer, model, job) if recompute == "None" else model.hidden_size * model.streams
@@ -37,17 +37,17 @@ def saved_elements(model: Architecture, job: Job, recompute: Recompute) -> float
 
 
 def recomputed_elements(model: Architecture, job: Job, recompute: Recompute) -> float:
-    """What the widest layer holds while it is computed again: what it would have kept."""
+    """Elements that the widest layer holds while it is recomputed: those that it would have kept."""
     if recompute == "None":
         return 0.0
     return max((_layer_saved(layer, model, job) for layer in _layers(model)), default=0.0)
 
 
 def _layer_saved(layer: list[Weight], model: Architecture, job: Job) -> float:
-    """Without recomputation."""
+    """Elements that one layer keeps without recomputation."""
     prompt = job.max_sequence - job.max_new
-    # A prompt's keys are gathered once for itself and once for its answer. Masks are as large as the products; of a
-    # prompt alone only the explicit products need one.
+    # A prompt's keys are gathered once for itself and once for its completion. Masks are as large as the products;
+    # for a prompt alone, only the explicit products need a mask.
     gathered = (job.max_sequence + prompt) / job.max_sequence
     masked = job.max_new * job.max_sequence + (prompt * prompt if job.attention == "Eager" else 0)
     mask = masked / job.max_sequence
@@ -55,13 +55,13 @@ def _layer_saved(layer: list[Weight], model: Architecture, job: Job) -> float:
         gathered, mask = 1.0, 0.0
     total = 2 * model.hidden_size * model.streams + mask
     if job.adapter == "Full":
-        # Of both norms what they multiply by their weights, and what that was made of.
+        # For both norms: the input, and the normalised value that the weights multiply.
         total += 4 * model.hidden_size
     return total + sum(_saved(weights, model, job, gathered) for weights in _by_experts(layer))
 
 
 def live_elements(model: Architecture) -> float:
-    """What the linears of the widest layer read and write, of routed experts those that a token takes."""
+    """Elements that the linears of the widest layer read and write, counting the routed experts that a token uses."""
     return max(
         (sum(_times(w, model) * sum(w.shape) for w in layer if w.is_linear) for layer in _layers(model)), default=0.0
     )
@@ -74,15 +74,15 @@ def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float
     for weight in linears:
         out, into = weight.shape
         if weight.target in QUERY_SOURCES[:1]:
-            # Chunks give the result as the projection takes it; other kernels by rows, which are gathered.
+            # Chunked attention returns the result as the projection takes it; other kernels return rows to gather.
             total += into * (1 + is_normed + (job.attention != "Chunked"))
         if weight.target in KEYS_AND_VALUES:
             total += out * gathered + (out if is_normed and weight.target == "k_proj" else 0)
         if weight.target in GATED:
-            # The activation keeps the gate twice: as it came and activated.
+            # The activation keeps the gate twice: before and after activation.
             total += out * (1 if weight.target == "up_proj" else 2)
         if _is_of_experts_down(weight):
-            # The routers' gradient is that of each expert's weight in the sum.
+            # The router's gradient needs each expert's output, which its weight multiplies in the sum.
             total += out
         if job.adapter == "LoRA" and weight.target in job.targets:
             total += job.rank
@@ -90,7 +90,7 @@ def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float
 
 
 def _attention_kept(layer: list[Weight]) -> int:
-    """Of chunked attention the result, which is the input of the projection behind it."""
+    """With chunked attention, its result, which is the input of the next projection."""
     return sum(w.shape[-1] for w in layer if w.is_linear and w.target in QUERY_SOURCES[:1])
 
 
@@ -111,6 +111,6 @@ def _layers(model: Architecture) -> Iterator[list[Weight]]:
 
 
 def _by_experts(layer: Iterable[Weight]) -> Iterator[list[Weight]]:
-    """Routed experts apart from the rest."""
+    """Yields routed experts separately from the rest."""
     ordered = sorted(layer, key=lambda w: w.role == "routed_expert")
     return (list(group) for _, group in groupby(ordered, key=lambda w: w.role == "routed_expert"))

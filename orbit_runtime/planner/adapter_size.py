@@ -1,8 +1,8 @@
 """How many parameters an adapter has, before anything is allocated.
 
-LoRA of a linear: `r (in + out)`. OFT of a distinct input: `in (b - 1) / 2`; projections that share an input share it.
-Experts of a layer: `PerExpert` each its own; `Shared` one for all; `SharedOuter` one for the side that faces the hidden
-state (LoRA: A of gate and up, B of down; OFT: the input of gate and up) and one each for the inner side; `None` none.
+LoRA of a linear: `r (in + out)`. OFT of a distinct input: `in (b - 1) / 2`, shared by projections with the same input.
+Experts of a layer: `PerExpert`, one each; `Shared`, one for all; `SharedOuter`, one for the side that faces the hidden
+state (LoRA: A of gate and up, B of down; OFT: the input of gate and up) and one each for the inner side; `None`, none.
 
 Belongs here: counting. Does not belong here: bytes (`parts`), the adapters themselves.
 """
@@ -22,16 +22,16 @@ LEFT_OUT = ("mtp", "vision")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSize:
-    """Parameters of the adapter; `experts` is the part that stands with routed experts."""
+    """Parameters of the adapter; `experts` counts those of routed experts."""
 
     dense: int
     experts: int
     rotation_elements: int
-    """OFT: elements of the R of every distinct input, which an engine multiplies by; 0 for LoRA."""
+    """OFT: elements of R over all distinct inputs, by which an engine multiplies; 0 for LoRA."""
     written_parameters: int
-    """As published: OFT writes what layers share once for each of them."""
+    """Parameters as published: OFT writes a shared rotation once for each layer that shares it."""
     num_layers: int
-    """Linears that get one, all experts of a layer together counted once."""
+    """Linears that get an adapter; all experts of a layer count once."""
 
     @property
     def total(self) -> int:
@@ -39,7 +39,7 @@ class AdapterSize:
 
 
 def adapted_weights(model: Architecture, job: Job) -> list[Weight]:
-    """Raises `ManifestError` for a target that names nothing."""
+    """The weights that get an adapter. Raises `ManifestError` for a target that names nothing."""
     linears = [w for w in model.weights if w.is_linear and w.role not in LEFT_OUT]
     names = {w.target for w in linears}
     targets = job.targets or model.default_targets
@@ -57,8 +57,8 @@ def adapted_weights(model: Architecture, job: Job) -> list[Weight]:
 
 
 def adapter_size(model: Architecture, job: Job) -> AdapterSize:
-    """Every parameter of the model with `Full`. Raises `ManifestError` also for a rank or block size that no layer can
-    have."""
+    """The adapter's parameters; with `Full`, all of the model's. Raises `ManifestError` also for a rank or block size
+    that a layer cannot have."""
     if job.adapter == "Full":
         count = model.num_parameters()
         return AdapterSize(count, 0, 0, count, sum(w.is_linear and w.role not in LEFT_OUT for w in model.weights))
@@ -105,7 +105,7 @@ def _check_sizes(weights: list[Weight], job: Job) -> None:
 
 
 def _faces_outside(weight: Weight, model: Architecture) -> bool:
-    """Whether it reads the hidden state: gate and up."""
+    """Whether the weight reads the hidden state, as gate and up do."""
     return weight.input.endswith(".in") and weight.shape[-1] == model.hidden_size
 
 
@@ -120,11 +120,11 @@ def _lora_experts(weight: Weight, model: Architecture, job: Job) -> int:
 
 
 def _copies(weight: Weight, model: Architecture, job: Job) -> int:
-    """OFT: how many R an input of a layer's experts has."""
+    """OFT: the number of R for an input of a layer's experts."""
     shared = job.experts == "Shared" or (job.experts == "SharedOuter" and _faces_outside(weight, model))
     return 1 if shared else weight.count
 
 
 def _inputs(weights: list[Weight]) -> Iterator[Weight]:
-    """One weight for each distinct input."""
+    """Yields one weight for each distinct input."""
     return iter({w.input: w for w in weights}.values())

@@ -1,6 +1,6 @@
-"""What to change where a run does not fit: changes that were tried, not guesses.
+"""What to change if a run does not fit: changes that were tried, not guesses.
 
-Belongs here: the changes worth trying. Does not belong here: the arithmetic behind them.
+Belongs here: the changes worth trying. Does not belong here: the arithmetic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BY_SIZE = sorted(CARDS, key=lambda card: card.usable_bytes)
 
 
 def advise(choice: Choice, machine: Machine) -> tuple[str, bool]:
-    """The first change that makes it fit, or what no change of the manifest can do; and whether it is such a change."""
+    """The first change to the manifest that makes the run fit, or else advice beyond the manifest; and which it is."""
     for words, changed in _changes(choice.setting):
         if try_setting(changed).fits:
             return words, True
@@ -40,7 +40,7 @@ def _elsewhere(choice: Choice, machine: Machine) -> str:
 
 
 def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """From the least to the most that is given up."""
+    """Yields changes, from the smallest sacrifice to the largest."""
     job = setting.job
     micro = setting.micro_batch_tokens
     while micro // 2 >= max(256, job.max_sequence):

@@ -1,4 +1,4 @@
-"""The machine that a manifest asks for.
+"""The machine that a manifest requests.
 
 Belongs here: reading `spec.placement`. Does not belong here: what this machine has (`cli`), arithmetic (`parts`).
 """
@@ -13,13 +13,13 @@ from orbit_runtime.spec.quantities import read_quantity
 
 
 def asked_machine(run: OrbitRun, gpu: str | None = None) -> Machine | None:
-    """`placement.gpus` on each node, of the GPU that `gpu` or `placement.gpuProduct` names; the CPU where none is asked
-    for.
+    """`placement.gpus` on each node, of the type that `gpu` or `placement.gpuProduct` names; the CPU if no GPU is
+    requested.
 
-    None: it asks for GPUs without saying which.
+    None if the manifest requests GPUs without naming the type.
 
     Raises:
-        UsageError: no such GPU is known here.
+        UsageError: the GPU is unknown.
     """
     placement = run.spec.placement
     memory, disk = placement.resources.memory, placement.model_cache.size_limit

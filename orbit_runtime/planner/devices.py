@@ -1,6 +1,6 @@
-"""Which GPUs are the trainer's and which the engine's: one answer for the plan, the run and the operator's pod.
+"""Assigns GPUs to the trainer and the engine: one answer for the plan, the run and the operator's pod.
 
-Belongs here: dealing out the GPUs of `placement`. Does not belong here: how many of them a server takes (`serving`).
+Belongs here: dividing the GPUs of `placement`. Does not belong here: how many GPUs a server takes (`serving`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from orbit_runtime.spec.placement import Placement
 class Devices:
     """Example: a trainer on GPU 0 and engines on the other seven: `Devices(range(1), range(1, 8))`.
 
-    Numbered over the whole machine, or over all nodes; in a `Split` pod each container numbers its own from 0.
+    GPUs are numbered over the whole machine, or over all nodes; in a `Split` pod each container numbers its own from 0.
     """
 
     trainer: range
@@ -22,22 +22,22 @@ class Devices:
 
     @property
     def are_apart(self) -> bool:
-        """No GPU is both the trainer's and the engine's."""
+        """Whether no GPU belongs to both the trainer and the engine."""
         return len(self.engine) > 0 and not set(self.trainer) & set(self.engine)
 
     def servers(self, count: int, size: int) -> tuple[range, ...]:
-        """Of each of `count` servers, `size` GPUs one after the other."""
+        """The GPUs of each of `count` servers: `size` consecutive ones."""
         first = self.engine.start
         return tuple(range(first + index * size, first + (index + 1) * size) for index in range(count))
 
 
 def split_devices(placement: Placement, num_gpus: int, nodes: int = 1) -> Devices:
-    """`Colocated`, both have all; `Split`, the trainer has the first `trainerGpus` or half, and the engine the rest.
+    """`Colocated`: both have all GPUs. `Split`: the trainer has the first `trainerGpus`, or half; the engine the rest.
 
     Over several nodes, `num_gpus` in all, the engine has the first, where the run is, and the trainer the others.
 
-    A machine of one GPU, or none, is not split. The engine keeps one GPU: whether the machine has as many as
-    `trainerGpus` needs, `device_problem` says.
+    A machine with at most one GPU is not split. The engine keeps at least one GPU: `device_problem` tells whether the
+    machine has enough for `trainerGpus`.
     """
     if nodes > 1:
         return Devices(range(num_gpus // nodes, num_gpus), range(num_gpus // nodes))
@@ -48,7 +48,7 @@ def split_devices(placement: Placement, num_gpus: int, nodes: int = 1) -> Device
 
 
 def device_problem(placement: Placement, num_gpus: int) -> str | None:
-    """What stands against `trainerGpus` on a machine with so many GPUs, in words."""
+    """Why `trainerGpus` is impossible on a machine with this many GPUs; None if it is possible."""
     asked = placement.trainer_gpus
     if placement.layout != "Split" or asked is None or num_gpus < 2 or asked < num_gpus:
         return None

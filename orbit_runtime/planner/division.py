@@ -1,6 +1,6 @@
-"""Whether the sizes that a manifest writes divide its model: one answer for `orbit plan`, `validate` and a dry run.
+"""Whether the parallel sizes in a manifest divide its model: one answer for `orbit plan`, `validate` and a dry run.
 
-Belongs here: what of that is known of which machine. Does not belong here: the rules (`layout`, `serving`), memory.
+Belongs here: what can be checked for which machine. Does not belong here: the rules (`layout`, `serving`), memory.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ TRAINER = "spec.training.parallel"
 _SOME_GPU = GPUCard("GPU", 1 << 60, 0.0, (), "a card that nobody named: its memory is no matter of these sizes")
 _CPU = Machine(None)
 _MANY = 1 << 20
-"""GPUs that servers may have where nobody knows how many."""
+"""GPUs that servers may use if the number is unknown."""
 
 
 def has_sizes(run: OrbitRun) -> bool:
-    """Whether the manifest writes sizes that its model must suit."""
+    """Whether the manifest sets sizes that its model must suit."""
     return bool(run.spec.training.parallel.model_fields_set) or run.spec.rollout.tensor_parallel is not None
 
 
 def check_division(made: Plan) -> None:
-    """Raises UnsupportedError (78), with the plan's words, where ranks cannot divide the model like this."""
+    """Raises UnsupportedError (78), with the plan's message, if ranks cannot divide the model like this."""
     _raise_first([each for each in made.problems if each.where.startswith(TRAINER)])
 
 
 def check_sizes(run: OrbitRun, model: ModelFacts) -> bool:
-    """The sizes that the manifest writes, on the machine that it asks for. Pure.
+    """Checks the sizes in the manifest on the machine that it requests. Pure.
 
-    Returns whether that machine is known; else only what holds on every machine was checked, and how many GPUs there
-    are was not.
+    Returns whether that machine is known; if not, only rules that hold on every machine were checked, not the number
+    of GPUs.
 
     Raises:
-        UnsupportedError: (78) they cannot divide the model, or not on these GPUs and nodes; with the plan's words.
+        UnsupportedError: (78) the sizes cannot divide the model, or not on these GPUs and nodes. The message is the
+        plan's.
         ManifestError: (64) the manifest contradicts the model, so that nothing can be planned.
     """
     machine = _machine(run)
@@ -53,15 +54,16 @@ def check_sizes(run: OrbitRun, model: ModelFacts) -> bool:
     job = build_job(run, _CPU)
     _raise_first(division_problems(model, job, asked_layout(job.asked), _CPU))
     refusals = [find_refusal(model, job, num_gpus) for num_gpus in (_MANY, 0)]
-    # Some sizes are none on a CPU, and some on GPUs alone.
+    # Some sizes are only refused on a CPU, and some only on GPUs.
     if refusals[0] is not None and refusals[1] is not None:
         raise refusals[0]
     return False
 
 
 def _machine(run: OrbitRun) -> Machine | None:
-    """The one that the manifest names. Of several nodes their GPUs' number is enough; of one machine `gpus` is what a
-    cluster's pod would have, and any other is taken as it is; so is a card that the planner does not know."""
+    """The machine that the manifest names; None if unknown. For several nodes the number of GPUs is enough. For one
+    node, `gpus` is what a cluster's pod would have; elsewhere a run takes the machine as it is, even with an unknown
+    card."""
     placement = run.spec.placement
     try:
         named = asked_machine(run)

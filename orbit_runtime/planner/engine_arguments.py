@@ -1,6 +1,6 @@
-"""`rollout.engineArguments` against the model, the servers' GPUs and the adapter.
+"""Checks `rollout.engineArguments` against the model, the servers' GPUs and the adapter.
 
-Belongs here: what contradicts the plan, each with its field. Does not belong here: names and kinds
+Belongs here: arguments that contradict the plan, each with its field. Does not belong here: names and types
 (`spec.engine_arguments`).
 """
 
@@ -14,13 +14,13 @@ from orbit_runtime.planner.job import Job, Machine
 
 FIELD = "spec.rollout.engineArguments"
 ON_CPU_OURS = ("attention-backend", "prefill-attention-backend", "decode-attention-backend", "disable-overlap-schedule")
-"""Orbit sets them on a CPU, where SGLang has one way alone."""
+"""Arguments that Orbit sets on a CPU, where SGLang supports only one choice."""
 Contradicting = tuple[str, str, str]
-"""(name of the argument, what is wrong, fix)."""
+"""(argument name, what is wrong, fix)."""
 
 
 def find_contradictions(model: ModelFacts, job: Job, machine: Machine, size: int) -> Iterator[Contradicting]:
-    """What SGLang would refuse, or run otherwise than it was planned.
+    """Arguments that SGLang would refuse, or that would make it run other than planned.
 
     Args:
         size: GPUs of each server.

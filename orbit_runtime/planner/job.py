@@ -1,6 +1,6 @@
-"""What of a manifest and a machine memory depends on.
+"""The facts of a manifest and a machine on which memory depends.
 
-Belongs here: reading those fields, with `Auto` of trainer and engine decided for the machine.
+Belongs here: reading these fields, with `Auto` for trainer and engine resolved for the machine.
 Does not belong here: arithmetic (`parts`), or whether anything is supported (`support`).
 """
 
@@ -24,14 +24,14 @@ class Machine:
     2**40, nodes=2)`."""
 
     gpu: GPUCard | None
-    """None: everything runs on the CPU, in main memory."""
+    """None if everything runs on the CPU, in main memory."""
     num_gpus: int = 0
-    """Of all nodes."""
+    """GPUs of all nodes together."""
     host_bytes: int | None = None
-    """Of each node, and so the disk."""
+    """Main memory of each node; disk is also per node."""
     disk_bytes: int | None = None
     nodes: int = 1
-    """All alike. With more than one, the first is the engine's."""
+    """Number of nodes, all alike. With more than one, the first belongs to the engine."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Parallel sizes as the manifest has them; None: to be chosen."""
+    """Parallel sizes from the manifest; None for a size to be chosen."""
 
     tensor: int | None = None
     expert: int | None = None
@@ -58,7 +58,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The manifest's part in it."""
+    """The part of the manifest that affects memory."""
 
     trainer: str
     engine: str
@@ -68,73 +68,73 @@ class Job:
     rank: int
     """LoRA's rank or OFT's block size."""
     targets: tuple[str, ...]
-    """None: the family's usual ones."""
+    """None for the family's defaults."""
     experts: ExpertLayout
     max_sequence: int
     max_new: int
     running: int
-    """Completions sampled at the same time, at most."""
+    """Most completions sampled at the same time."""
     micro_batch_tokens: int
     is_micro_batch_fixed: bool
-    """The manifest says it; else the planner may lower it."""
+    """Whether the manifest sets the micro-batch; otherwise the planner may lower it."""
     recompute: Literal["Auto", "None", "Selective", "PerLayer"]
     attention: Literal["Eager", "SDPA", "Chunked"]
     step_tokens: int
-    """Tokens of a whole step at full length: a micro-batch never holds more."""
+    """Tokens of a whole step at full length: the upper bound of a micro-batch."""
     asked: Asked
     copies: Literal["Auto", "Shared", "Two"]
     replicas: int
-    """Servers of the engine that one device's memory holds; on the CPU all of them are in this machine's."""
+    """Engine servers in one device's memory; on the CPU, main memory holds all of them."""
     servers: int
     """`rollout.replicas`."""
     asked_server_gpus: int | None
-    """`rollout.tensorParallel`; None: to be chosen."""
+    """`rollout.tensorParallel`; None if it is to be chosen."""
     critic_rank: int | None
-    """LoRA's rank or OFT's block size of the critic's adapter; None: there is no critic."""
+    """LoRA's rank or OFT's block size of the critic's adapter; None without a critic."""
     teacher: TeacherType | None
-    """Who teaches; None: nobody."""
+    """Type of the teacher; None without one."""
     compares_logits: bool
-    """A teacher's distribution over the vocabulary with the policy's, not only how likely it finds a token."""
+    """Whether the teacher's distribution over the vocabulary is compared with the policy's, not only its log-probs."""
     teacher_on_ranks: bool
-    """There is none, or ranks can ask it."""
+    """Whether ranks can ask the teacher, or there is none."""
     devices: Devices
     sleep: Literal["None", "Cache", "All"]
-    """What servers on the trainer's GPUs give back while it works."""
+    """What servers on the trainer's GPUs release while the trainer works."""
     kept_checkpoints: int
     samples: bool
-    """An engine samples in it."""
+    """Whether an engine samples in this run."""
     deterministic: bool
     """`rollout.deterministic`."""
     engine_arguments: Mapping[str, Any]
-    """`rollout.engineArguments`, each of the kind that SGLang takes."""
+    """`rollout.engineArguments`, each of the type that SGLang accepts."""
 
     @property
     def is_split(self) -> bool:
-        """Trainer and engine have GPUs of their own."""
+        """Whether trainer and engine have separate GPUs."""
         return self.devices.are_apart
 
     @property
     def speculates_with_mtp(self) -> bool:
-        """The engine loads the checkpoint's layer that guesses the next tokens."""
+        """Whether the engine loads the checkpoint's MTP layer, which drafts the next tokens."""
         return self.engine_arguments.get("speculative-algorithm") in ("NEXTN", "EAGLE")
 
     @property
     def in_process(self) -> bool:
-        """Trainer and engine are one process, hence one base."""
+        """Whether trainer and engine are one process and so share one base."""
         return self.engine == "Torch"
 
     @property
     def is_elsewhere(self) -> bool:
-        """The engine is on machines that are not ours to plan."""
+        """Whether the engine runs on machines outside the plan."""
         return self.engine == "OpenAI"
 
 
 def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devices: Devices | None = None) -> Job:
-    """`Auto`: torch for both on the CPU and on one GPU, Megatron and SGLang on several; SGLang beside Megatron.
+    """Resolves `Auto`: torch for both on the CPU or one GPU, Megatron and SGLang on several; SGLang beside Megatron.
 
     Args:
-        devices: where they are not what `placement` makes of the machine.
-        may_choose: a micro-batch that the manifest leaves at its default may be made smaller.
+        devices: the devices, if they differ from what `placement` makes of the machine.
+        may_choose: whether a micro-batch that the manifest leaves at its default may be lowered.
     """
     spec = run.spec
     training, adapter, placement, teacher = spec.training, spec.adapter, spec.placement, spec.algorithm.teacher

@@ -1,4 +1,4 @@
-"""Parallel layouts: which are possible for a model on so many GPUs, in the order in which they are preferred.
+"""Parallel layouts that are possible for a model on a number of GPUs, in order of preference.
 
 Belongs here: divisibility and preference. Does not belong here: bytes (`parts`).
 """
@@ -14,9 +14,9 @@ from orbit_runtime.planner.job import Asked, Job
 
 KEYS = ("k_proj", "v_proj")
 CUT_BY_COLUMNS = ("o_proj", "down_proj")
-"""What writes the hidden state; of other linears that are divided, the rows."""
+"""Linears that write the hidden state; other divided linears are cut by rows."""
 DIVIDED = ("attention", "dense_mlp", "shared_expert")
-"""Roles of weights that tensor parallelism cuts; experts are dealt out whole."""
+"""Roles of weights that tensor parallelism cuts; experts are distributed whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +38,25 @@ class Layout:
 
     @property
     def token_sets(self) -> int:
-        """Into how many parts the tokens of ranks that divide the same experts are divided."""
+        """Number of parts into which the tokens of ranks that divide the same experts are divided."""
         return max(1, self.expert // self.tensor)
 
 
 def asked_layout(asked: Asked) -> Layout:
-    """Where ranks are as many as the sizes need: on the CPU. What is not asked for is 1."""
+    """The layout on the CPU, with as many ranks as the sizes need. Sizes not set are 1."""
     tensor, pipeline, context = asked.tensor or 1, asked.pipeline or 1, asked.context or 1
-    # Matrices in parts need experts in as many, or more.
+    # If matrices are cut into parts, experts must be divided into at least as many.
     expert = asked.expert or tensor
-    # As few copies as give the experts' parts whole ranks.
+    # As few copies as give each part of the experts whole ranks.
     data = asked.data or expert // gcd(expert, tensor * context)
     return Layout(tensor, expert, pipeline, context, data)
 
 
 def possible_layouts(model: ModelFacts, num_gpus: int, job: Job) -> Iterator[Layout]:
-    """Least divided first: what is not divided needs no communication, and replicas multiply the throughput.
+    """Yields layouts, least divided first: undivided parts need no communication, and replicas multiply the throughput.
 
-    Experts are always divided as far as they go, because routed tokens travel anyway. Layers and sequences are divided
-    only where the manifest says so.
+    Experts are always divided as far as possible, because routed tokens travel anyway. Layers and sequences are divided
+    only if the manifest says so.
     """
     asked, num_experts = job.asked, model.architecture.num_experts
     pipeline, context = asked.pipeline or 1, asked.context or 1
@@ -70,7 +70,7 @@ def possible_layouts(model: ModelFacts, num_gpus: int, job: Job) -> Iterator[Lay
 
 
 def objection(model: ModelFacts, job: Job, layout: Layout) -> str | None:
-    """Why the model cannot be divided so; None where it can."""
+    """Why the model cannot be divided like this; None if it can."""
     return next(_objections(model, job, layout), None)
 
 

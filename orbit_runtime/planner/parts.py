@@ -2,7 +2,7 @@
 
 Belongs here: the arithmetic. Does not belong here: choosing a layout (`search`), constants (`assumptions`).
 
-Parts are named for people: the same words stand in the table, in `--json` and in messages.
+Parts have readable names: the same names appear in the table, in `--json` and in messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that decides how much a device holds."""
+    """Everything that determines how much a device holds."""
 
     model: ModelFacts
     job: Job
@@ -45,42 +45,42 @@ class Setting:
     micro_batch_tokens: int
     recompute: Recompute
     server_gpus: int = 1
-    """That each of SGLang's servers takes."""
+    """GPUs of each SGLang server."""
 
     @property
     def engine_layout(self) -> Layout:
-        """Our own servers cut experts as they cut the rest. Who is in the trainer's process cuts nothing; on the CPU
-        all parts are in one memory."""
+        """The engine's layout. Our own servers cut experts like the rest; an engine in the trainer's process cuts
+        nothing. On the CPU, all parts are in one memory."""
         if self.machine.gpu is None or self.job.engine != "SGLang":
             return Layout()
         return Layout(tensor=self.server_gpus, expert=self.server_gpus, data=self.job.servers)
 
     @property
     def attention_groups(self) -> int:
-        """Of a server's GPUs, each with the whole of the attention (`attn-dp-size`)."""
+        """Groups of a server's GPUs, each of which holds the whole attention (`attn-dp-size`)."""
         groups = self.job.engine_arguments.get("attn-dp-size", 1) if self.job.engine == "SGLang" else 1
         return groups if self.engine_layout.tensor % groups == 0 else 1
 
     @property
     def ranks_here(self) -> int:
-        """Of the trainer, in the memory of one device: on the CPU all of them."""
+        """Ranks of the trainer in the memory of one device; on the CPU, all of them."""
         return 1 if self.machine.gpu else self.layout.num_gpus
 
     @property
     def compute_bytes(self) -> int:
-        """Of one number in a pass: fp32 on the CPU, BF16 on a GPU."""
+        """Bytes of one element in a pass: fp32 on the CPU, BF16 on a GPU."""
         return 2 if self.machine.gpu else 4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parts by phase, and what the KV cache was asked to hold."""
+    """Parts by phase, and the requested contents of the KV cache."""
 
     phases: dict[Phase, Parts]
     kv_bytes_per_sequence: int
-    """On this device, at full length."""
+    """Bytes on this device for one sequence at full length."""
     running: int
-    """Sequences that this device's replica would hold at most."""
+    """Most sequences that this device's replica would hold."""
 
     def total(self, phase: Phase) -> int:
         return sum(self.phases[phase].values())
@@ -104,7 +104,7 @@ def size_parts(setting: Setting) -> Sizes:
             "publish": _merged(trainer.resident, exported),
         }
     elif job.in_process:
-        # Between the engine's passes nothing of them is kept, nor between the trainer's.
+        # Nothing is kept between passes, neither by the engine nor by the trainer.
         work = {"KV cache": per_sequence * running, **work}
         phases = {
             "load": {**trainer.loaded, "loading buffer": _loading(setting)},
@@ -119,7 +119,7 @@ def size_parts(setting: Setting) -> Sizes:
         awake = {} if job.is_elsewhere else {**server, **cache}
         beside = {} if alone else awake
         loading = {"loading buffer": _loading(setting)}
-        # A server starts when the trainer has its base and its adapter.
+        # A server starts once the trainer has its base and its adapter.
         phases = {
             "load": _merged(trainer.loaded, {} if alone else server, loading),
             "rollout": _merged({} if job.is_split else trainer.resident, awake),
@@ -133,22 +133,22 @@ def size_parts(setting: Setting) -> Sizes:
 @dataclass(frozen=True)
 class TrainerSide:
     loaded: Parts
-    """Before the first step."""
+    """Parts held before the first step."""
     resident: Parts
-    """In every phase, with the optimizer."""
+    """Parts held in every phase, including the optimiser's."""
 
 
 def _trainer_side(setting: Setting) -> TrainerSide:
     base = _base(setting, "trainer")
     if setting.job.in_process and not setting.job.is_split:
-        # The one copy is the engine's: it holds what the trainer does not need as well.
+        # The single copy is the engine's: it also holds what the trainer does not need.
         base = _base(setting, "engine")
     loaded = _times(setting.ranks_here, {**base, **_runtime(setting, "trainer")})
     return TrainerSide(loaded, {**loaded, **_times(setting.ranks_here, _optimizer(setting))})
 
 
 def _server_side(setting: Setting) -> Parts:
-    """What SGLang's servers hold of a device for as long as they are awake, but for the KV cache and a pass."""
+    """What awake SGLang servers hold on a device, except the KV cache and the tensors of a pass."""
     job = setting.job
     if job.in_process or job.is_elsewhere:
         return {}
@@ -158,9 +158,9 @@ def _server_side(setting: Setting) -> Parts:
 
 
 def _asleep(setting: Setting, awake: Parts) -> Parts:
-    """What is left of a server on the trainer's device; on a CPU nothing is given back.
+    """What a sleeping server still holds on the trainer's device; on a CPU it releases nothing.
 
-    Whoever gives back its cache also gives back what its allocator kept of a pass.
+    A server that releases its cache also releases what its allocator kept of a pass.
     """
     if setting.job.sleep == "None" or setting.machine.gpu is None:
         return awake
@@ -171,7 +171,7 @@ def _asleep(setting: Setting, awake: Parts) -> Parts:
 
 
 def base_bytes(setting: Setting, side: Literal["trainer", "engine"]) -> int:
-    """Of one copy, on one device."""
+    """Bytes of one copy of the base on one device."""
     return sum(_base(setting, side).values())
 
 
@@ -180,7 +180,7 @@ def _times(count: int, parts: Parts) -> Parts:
 
 
 def _merged(*each: Parts) -> Parts:
-    """Sums by name: both sides have a process, and what an allocator cannot use."""
+    """Sums parts by name: both sides have, for example, a process and fragmented memory."""
     merged: Parts = {}
     for parts in each:
         for name, size in parts.items():
@@ -192,8 +192,8 @@ def _merged(*each: Parts) -> Parts:
 
 
 def _base(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
-    """One copy; where layers are divided, of the fullest stage, and on the CPU, where all are in one memory, of their
-    mean."""
+    """One copy of the base. If layers are divided: of the fullest stage, or on the CPU, where all stages share one
+    memory, of their mean."""
     stages = _stages(setting) if side == "trainer" else 1
     if stages == 1:
         return _base_of(setting, side, None)
@@ -204,7 +204,7 @@ def _base(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
 
 
 def _stages(setting: Setting) -> int:
-    """More than layers are refused elsewhere, and counted as many as there can be."""
+    """Pipeline stages, at most one per layer: more are refused elsewhere."""
     return min(setting.layout.pipeline, setting.model.architecture.num_layers)
 
 
@@ -222,7 +222,7 @@ def _is_in(stored: StoredWeight, setting: Setting, stage: tuple[int, int] | None
 
 
 def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[int, int] | None) -> Parts:
-    """`replicated` is what tensor parallelism leaves whole: routers, norms, low-rank down-projections."""
+    """`replicated`: what tensor parallelism leaves whole, such as routers, norms and low-rank down-projections."""
     layout = setting.layout if side == "trainer" else setting.engine_layout
     even = whole = 0.0
     for stored in base_weights(setting.model, side, with_mtp=setting.job.speculates_with_mtp):
@@ -235,7 +235,7 @@ def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[
         groups = setting.attention_groups if side == "engine" and weight.role == "attention" else 1
         ways = _ways(stored, setting, layout.tensor // groups)
         if side == "trainer" and weight.role in ("embedding", "head"):
-            # Ranks of a trainer hold the vocabulary whole.
+            # Each rank of a trainer holds the whole vocabulary.
             ways = 1
         even += size / layout.tensor
         whole += size / ways - size / layout.tensor
@@ -246,13 +246,13 @@ def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[
 def base_weights(
     model: ModelFacts, side: Literal["trainer", "engine"], *, with_mtp: bool = False
 ) -> Iterator[StoredWeight]:
-    """What a side loads: MTP layers only an engine that speculates with them, and the trainer no vision tower."""
+    """The weights that a side loads: MTP layers only for an engine that speculates; no vision tower for the trainer."""
     left_out: tuple[Role, ...] = ("mtp", "vision") if side == "trainer" else () if with_mtp else ("mtp",)
     return (stored for stored in model.weights if stored.weight.role not in left_out)
 
 
 def _resident_bytes(stored: StoredWeight, setting: Setting) -> int:
-    """Our own loader keeps norms and other small parameters in the compute dtype, and all that trains."""
+    """Bytes in memory. Our loader keeps norms, other small parameters and all that trains in the compute dtype."""
     if setting.job.adapter == "Full":
         return stored.weight.num_parameters * setting.compute_bytes
     small = not stored.weight.is_linear and stored.weight.role != "embedding"
@@ -272,7 +272,7 @@ def _ways(stored: StoredWeight, setting: Setting, tensor: int) -> int:
 
 
 def _loading(setting: Setting) -> int:
-    """Tensors go to the device one at a time, a layer's experts apart."""
+    """Bytes of loading: tensors go to the device one at a time, a layer's experts separately."""
     return max(stored.num_bytes // stored.weight.count for stored in setting.model.weights)
 
 
@@ -292,14 +292,14 @@ def _optimizer(setting: Setting) -> Parts:
 
 
 def _named(what: str, setting: Setting) -> str:
-    """A part of what trains."""
+    """Name of a part of what trains."""
     whole = {"": "masters", "export": "model export"}
     return whole[what] if setting.job.adapter == "Full" else f"adapter {what}".rstrip()
 
 
 def _teacher(setting: Setting) -> int:
-    """An adapter that was trained before is in the compute dtype, one that follows the policy has masters of its own.
-    Of the first no more is known than the run's own: that is what it is counted as."""
+    """An adapter trained before is in the compute dtype; one that follows the policy has its own masters.
+    The size of the former is unknown; the size of the run's own adapter is assumed."""
     kind, parameters = setting.job.teacher, setting.adapter.total
     if kind in (None, "Base", "Served"):
         return 0
@@ -307,7 +307,7 @@ def _teacher(setting: Setting) -> int:
 
 
 def _critic_parameters(setting: Setting) -> int:
-    """Its adapter grows with its rank as the policy's does; its head is a column of the hidden size and a number."""
+    """Parameters of the critic: an adapter that scales with its rank; a head of `hidden_size` weights and a bias."""
     job = setting.job
     if job.critic_rank is None:
         return 0
@@ -316,21 +316,22 @@ def _critic_parameters(setting: Setting) -> int:
 
 
 def _local_adapter(setting: Setting) -> int:
-    """Parameters on one rank. What is cut with its layer is counted whole: a part of what is small beside the base."""
+    """Adapter parameters on one rank. Those cut along with their layer count whole: the adapter is small beside the
+    base."""
     return math.ceil((setting.adapter.dense + _local_experts(setting)) * _stage_share(setting))
 
 
 def _stage_share(setting: Setting) -> float:
-    """Of what every layer has as much of, the part that the largest stage holds."""
+    """The share of the layers that the largest stage holds."""
     stages, layers = _stages(setting), setting.model.architecture.num_layers
     return 1.0 if stages == 1 else len(stage_layers(layers, 0, stages)) / layers
 
 
 def _local_experts(setting: Setting, ways: int | None = None) -> int:
-    """Expert parameters of the adapter on one device. One for all of a layer stands on every rank.
+    """Expert parameters of the adapter on one device. One that all experts of a layer share is on every rank.
 
     Args:
-        ways: over how many devices experts are dealt out; None: as the trainer's.
+        ways: number of devices over which experts are distributed; None: as for the trainer.
     """
     if setting.job.experts in ("Shared", "None"):
         return setting.adapter.experts
@@ -338,12 +339,12 @@ def _local_experts(setting: Setting, ways: int | None = None) -> int:
 
 
 def _slots(setting: Setting) -> int:
-    """What the engine multiplies by, once for each version that it holds."""
+    """Bytes of the adapter slots by which the engine multiplies, one per version that it holds."""
     size = setting.adapter
     if setting.job.in_process:
         one = size.total * setting.compute_bytes
         if setting.job.adapter == "OFT":
-            # R, and the fp32 parameters of every layer, kept to be read back.
+            # R, and the fp32 parameters of every layer, kept for reading back.
             one = size.rotation_elements * setting.compute_bytes + size.written_parameters * known.MASTER_BYTES
         return one * known.ADAPTER_VERSIONS
     experts = _local_experts(setting, setting.engine_layout.expert)
@@ -355,11 +356,11 @@ def _slots(setting: Setting) -> int:
 
 
 def _kv(setting: Setting) -> tuple[int, int]:
-    """(bytes of one full-length sequence on this device, sequences that its replica is asked to hold)."""
+    """(bytes of one full-length sequence on this device, sequences that its replica should hold)."""
     kv, layout = setting.model.architecture.kv, setting.engine_layout
     scale = setting.compute_bytes / 2
     one = (setting.job.max_sequence * kv.bytes_per_token + kv.bytes_per_sequence) * scale
-    # Attention on several groups of a server's GPUs: each group holds the keys and values of its own sequences.
+    # With several attention groups on a server's GPUs, each group holds the keys and values of its own sequences.
     groups = setting.attention_groups
     shares = min(layout.tensor // groups, kv.heads) * layout.pipeline
     replicas = max(1, layout.data * layout.context * groups)
@@ -367,7 +368,7 @@ def _kv(setting: Setting) -> tuple[int, int]:
 
 
 def _engine_work(setting: Setting) -> Parts:
-    """A prefill pass: nothing is kept for a backward, so one layer's tensors are alive at a time."""
+    """A prefill pass: nothing is kept for a backward pass, so one layer's tensors are alive at a time."""
     engine = "Torch" if setting.job.in_process else "SGLang"
     prompt = setting.job.max_sequence * setting.job.running
     most = setting.job.engine_arguments.get("chunked-prefill-size", known.PREFILL_TOKENS[engine])
@@ -386,9 +387,9 @@ def _engine_work(setting: Setting) -> Parts:
 def _training(setting: Setting) -> Parts:
     model, layout, job = setting.model.architecture, setting.layout, setting.job
     tokens, width = min(setting.micro_batch_tokens, job.step_tokens), setting.compute_bytes
-    # The first stage has begun as many passes as there are stages before it finishes one.
+    # Before it finishes one pass, the first stage has begun as many passes as there are stages.
     share = layout.tensor * layout.context / (_stages(setting) * _stage_share(setting))
-    # Policy and critic take their turns: one's gradients are gone before the other's are there.
+    # Policy and critic train in turn: the gradients of one are freed before those of the other exist.
     local = max(_local_adapter(setting), _critic_parameters(setting))
     parts: Parts = {
         "activations": math.ceil(tokens * saved_elements(model, job, setting.recompute) * width / share),
@@ -396,11 +397,11 @@ def _training(setting: Setting) -> Parts:
             tokens * recomputed_elements(model, job, setting.recompute) * width / (layout.tensor * layout.context)
         ),
         "gradients": local * known.GRADIENT_BYTES,
-        # Whole weights as they are multiplied are the model that passes run through.
+        # With `Full`, the rounded weights are the model itself.
         "adapter, rounded": 0 if job.adapter == "Full" else local * width,
     }
     if layout.token_sets > 1 and model.num_experts:
-        # The tokens of all ranks that divide the same experts, gathered before each layer of them.
+        # Tokens of all ranks that divide the same experts, gathered before each layer of experts.
         layers = len({w.layer for w in model.weights if w.role == "routed_expert"})
         kept = math.ceil(layers * _stages(setting) * _stage_share(setting)) if setting.recompute == "None" else 1
         parts["activations gathered"] = tokens * model.hidden_size * width * layout.token_sets * kept
@@ -420,7 +421,7 @@ def _training(setting: Setting) -> Parts:
 
 
 def _gathered_keys(setting: Setting, tokens: int) -> int:
-    """Of other ranks' tokens, for as long as a layer's backward pass needs them."""
+    """Bytes of keys and values of other ranks' tokens, held while a layer's backward pass needs them."""
     layout, model = setting.layout, setting.model.architecture
     by_layer: dict[int, int] = {}
     for weight in model.weights:
@@ -432,7 +433,7 @@ def _gathered_keys(setting: Setting, tokens: int) -> int:
 
 
 def _dequantisation(setting: Setting) -> int:
-    """Dense weights alive at a time; nothing where every linear is computed as it lies there."""
+    """Dense weights alive at once; 0 if every linear multiplies by its packed weights directly."""
     if setting.job.adapter == "Full":
         return 0
     width = setting.compute_bytes
@@ -455,7 +456,7 @@ def _dequantisation(setting: Setting) -> int:
 
 
 def _runtime(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
-    """Libraries of a side's process, and what the allocator cannot use."""
+    """Libraries of a side's process, and memory that the allocator cannot use."""
     if setting.machine.gpu is None:
         return {"runtime": known.HOST_PROCESS_BYTES}
     size = known.CONTEXT_BYTES

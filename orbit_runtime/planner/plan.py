@@ -1,6 +1,6 @@
-"""The plan: what a run takes on a machine, whether it fits, what decides it, and what to change where it does not.
+"""The plan: what a run needs on a machine, whether it fits, what limits it, and what to change if it does not fit.
 
-Belongs here: the result and putting it together. Does not belong here: bytes of a part (`parts`), choosing (`search`).
+Belongs here: the result and its assembly. Does not belong here: bytes of a part (`parts`), choosing (`search`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from orbit_runtime.spec import OrbitRun
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes are bytes on one device, the fullest; on the CPU the device is main memory."""
+    """Sizes are bytes on the fullest device; on the CPU, the device is main memory."""
 
     run: str
     model: str
@@ -49,21 +49,21 @@ class Plan:
     adapter: AdapterSize
     phases: dict[Phase, Parts]
     kv_tokens: int
-    """That the KV cache of one replica holds."""
+    """Tokens that the KV cache of one replica holds."""
     kv_sequences: int
-    """At full length, of one replica; completions beyond that wait."""
+    """Full-length sequences that one replica holds; further completions wait."""
     binding: Phase
     """The phase with the least room."""
     host_bytes: int
     disk_bytes: int
     download_bytes: int
     servers: int
-    """SGLang servers that Orbit starts; 0: none."""
+    """Number of SGLang servers that Orbit starts."""
     server_gpus: int
-    """That each takes; on the CPU its processes."""
+    """GPUs of each server; on the CPU, its processes."""
     devices: Devices
     server_memory: ServerMemory | None
-    """What each server is told on a GPU; None: there is none, or nobody knows how much memory there is."""
+    """Memory settings of each server on a GPU; None without servers, or if the memory is unknown."""
     support: Support
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def is_too_big(self) -> bool:
-        """For the devices, whatever else is wrong."""
+        """Whether the run exceeds the devices' memory, whatever else is wrong."""
         return self.capacity is not None and any(self.total(phase) > self.capacity for phase in self.phases)
 
     @property
@@ -86,11 +86,11 @@ class Plan:
 
     @property
     def server_devices(self) -> tuple[range, ...]:
-        """GPUs of each server, numbered over the machine; on the CPU none."""
+        """GPUs of each server, numbered over the machine; empty on the CPU."""
         return self.devices.servers(self.servers, self.server_gpus) if len(self.devices.engine) else ()
 
     def base_bytes(self) -> int:
-        """Of one copy on one device, without what tensor parallelism leaves whole."""
+        """Bytes of one copy on one device, without what tensor parallelism leaves whole."""
         train = self.phases["train"]
         return train.get("base", train.get("base (trainer)", 0))
 
@@ -110,11 +110,11 @@ class Plan:
 def plan(
     run: OrbitRun, model: ModelFacts, machine: Machine, *, may_choose: bool = True, devices: Devices | None = None
 ) -> Plan:
-    """Pure. What does not fit or is not supported is in `problems`; only a manifest that is wrong raises.
+    """Plans a run. Pure. `problems` lists what does not fit or is not supported; only a wrong manifest raises.
 
     Args:
         may_choose: whether a micro-batch that the manifest leaves open may be lowered until it fits.
-        devices: where they are not what the layout makes of the machine: a trainer may take fewer than it could.
+        devices: the devices, if they differ from what the layout makes of the machine: a trainer may use fewer.
 
     Raises:
         ManifestError: the precision is not the checkpoint's, or a target, rank or block size suits no layer.
@@ -161,7 +161,7 @@ def plan(
 
 
 def check_fits(made: Plan) -> None:
-    """Raises `UnsupportedError` (78) with the first problem, the others in its message, unless there are none."""
+    """Raises `UnsupportedError` (78) with the first problem, and the others in its message, if there are any."""
     if made.problems:
         first, *others = made.problems
         message = "; ".join([first.message, *(other.message for other in others)])
@@ -210,7 +210,7 @@ def _copies_problem(job: Job) -> list[Problem]:
 
 
 def division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Machine) -> list[Problem]:
-    """What stands against dividing a model among ranks like this; nothing where one process trains."""
+    """Obstacles to dividing a model among ranks like this; none if a single process trains."""
     if job.trainer == "Torch":
         return []
     gpus = len(job.devices.trainer)
@@ -226,7 +226,7 @@ def division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Mach
 
 
 def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:
-    """GPUs that servers leave alone because the model cannot be cut over all of them."""
+    """Notes on GPUs that servers leave unused because the model cannot be cut over all of them."""
     if job.engine != "SGLang" or job.asked_server_gpus is not None or job.servers * size >= gpus:
         return []
     why = find_objection(model, job, gpus // job.servers, gpus)
@@ -282,16 +282,16 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
 
 
 def _host_bytes(choice: Choice, machine: Machine) -> int:
-    """Main memory beside GPUs, on the node that needs most; on the CPU it is the device itself."""
+    """Main memory beside the GPUs, on the node that needs most; on the CPU it is the device itself."""
     setting = choice.setting
     if machine.gpu is None:
         return max(choice.sizes.total(phase) for phase in PHASES)
     job = setting.job
     served = job.servers * setting.server_gpus if job.engine == "SGLang" else 0
     gathered = setting.adapter.total * (known.CHECKPOINT_BYTES + 2)
-    # A server that gives its weights back keeps a copy of them in main memory.
+    # A server that releases its weights keeps a copy of them in main memory.
     backup = served * base_bytes(setting, "engine") if job.sleep == "All" else 0
-    # Of several nodes the first has the servers, and each of the others ranks, one of which gathers.
+    # With several nodes, the first has the servers; each of the others has ranks, one of which gathers.
     ranks = max(1, setting.layout.num_gpus)
     processes = ranks + served if machine.nodes == 1 else max(machine.node_gpus, served)
     return processes * known.HOST_RANK_BYTES + gathered + backup

@@ -1,4 +1,4 @@
-"""What is wrong with a run on a machine, as a plan tells it. Does not belong here: finding it."""
+"""A problem of a run on a machine, as a plan reports it. Does not belong here: finding problems."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ class Problem:
     where: str
     fix: str
     fix_suffices: bool = False
-    """With that change nothing of this problem is left; one of memory was seen to fit."""
+    """Whether the fix resolves this problem completely; for memory, the changed run was checked to fit."""

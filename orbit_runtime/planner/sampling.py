@@ -1,7 +1,7 @@
-"""Which settings of sampling each kind of engine gives with log-probs of the distribution that it draws from.
+"""Which sampling settings each kind of engine supports with log-probs of the distribution that it samples from.
 
-One row for each setting, or two together, that a kind of engine does not give, and why. `orbit validate`, `orbit plan`,
-the operator and a run ask here: `docs/decisions/0098-sampling-that-an-engine-gives.md`.
+One row for each setting, or combination of settings, that a kind of engine lacks, and why. `orbit validate`,
+`orbit plan`, the operator and a run use it: `docs/decisions/0098-sampling-that-an-engine-gives.md`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling
 
 Kind = Literal["Torch", "SGLang", "SGLang without plug-in", "SGLang, deterministic", "vLLM"]
-"""`SGLang` runs Orbit's plug-in, as each server that Orbit starts."""
+"""`SGLang` runs Orbit's plug-in, as every server does that Orbit starts."""
 
 IS_SET: dict[str, Callable[[Sampling], bool]] = {
     "temperature": lambda sampling: sampling.temperature != 1.0,
@@ -28,15 +28,15 @@ IS_SET: dict[str, Callable[[Sampling], bool]] = {
     "stopTokenIds": lambda sampling: bool(sampling.stop_token_ids),
     "ignoreEos": lambda sampling: sampling.ignore_eos,
 }
-"""By the manifest's name; `maxNewTokens` is always given."""
+"""Settings by the manifest's name; `maxNewTokens` is always supported."""
 
 
 @dataclass(frozen=True)
 class Lack:
-    """What one kind of engine cannot give: a setting, or several together."""
+    """What one kind of engine does not support: a setting, or several together."""
 
     fields: tuple[str, ...]
-    """The first is blamed."""
+    """The message names the first."""
     why: str
 
 
@@ -55,15 +55,15 @@ LACKS: dict[Kind, tuple[Lack, ...]] = {
     "SGLang, deterministic": (*(Lack((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
     "vLLM": (Lack(("minP", "topP"), "it cuts by minP first, and so leaves more to topP than the trainer counts with"),),
 }
-"""Of SGLang 0.5.23, read in its `layers/sampler.py`, `sampling/penaltylib` and `managers/schedule_batch.py`, and of
-vLLM 0.32, by its documentation: no vLLM was run with these."""
+"""For SGLang 0.5.23, from its `layers/sampler.py`, `sampling/penaltylib` and `managers/schedule_batch.py`; for
+vLLM 0.32, from its documentation: no vLLM was run with these settings."""
 
 
 def check_sampling(sampling: Sampling, kind: Kind, name: str) -> None:
-    """Raises UnsupportedError (78) for what this kind of engine does not give.
+    """Raises UnsupportedError (78) for settings that this kind of engine does not support.
 
     Args:
-        name: of the engine or server, for the message.
+        name: name of the engine or server, for the message.
     """
     for lack in LACKS[kind]:
         if all(IS_SET[field](sampling) for field in lack.fields):
@@ -77,7 +77,7 @@ def check_sampling(sampling: Sampling, kind: Kind, name: str) -> None:
 
 
 def shaping_fields(sampling: Sampling) -> tuple[str, ...]:
-    """Settings, by the manifest's name, that make log-probs others than the model's own."""
+    """Settings, by the manifest's name, with which log-probs differ from the model's own."""
     shaping = ("temperature", "topK", "topP", "minP", "repetitionPenalty", "logitBias")
     return tuple(field for field in shaping if IS_SET[field](sampling))
 
@@ -99,12 +99,12 @@ def sampling_of(spec: RunSpec) -> Sampling:
 
 
 def check_engine(spec: RunSpec, engine: str | None = None) -> None:
-    """Raises UnsupportedError (78) for settings of sampling that the manifest's engine does not give.
+    """Raises UnsupportedError (78) for sampling settings that the manifest's engine does not support.
 
-    What attached servers give is known once they are asked.
+    What attached servers support is only known once they are asked.
 
     Args:
-        engine: what `Auto` became; None: as the manifest says.
+        engine: the engine to which `Auto` was resolved; None: the manifest's.
     """
     if (engine or spec.rollout.engine) == "SGLang":
         kind: Kind = "SGLang, deterministic" if spec.rollout.deterministic else "SGLang"
@@ -112,7 +112,7 @@ def check_engine(spec: RunSpec, engine: str | None = None) -> None:
 
 
 def check_teacher_sampling(spec: RunSpec) -> None:
-    """Raises UnsupportedError (78) where a served teacher would be compared with another distribution than its own."""
+    """Raises UnsupportedError (78) if a served teacher would be compared with a distribution other than its own."""
     teacher = spec.algorithm.teacher
     shaping = shaping_fields(sampling_of(spec)) if teacher is not None and teacher.type == "Served" else ()
     if shaping:

@@ -1,6 +1,7 @@
-"""Choosing: the first layout, micro-batch and recomputation that fit, in the order of preference.
+"""Chooses the first layout, micro-batch and recomputation that fit, in order of preference.
 
-Belongs here: trying. Does not belong here: the order of layouts (`layout`), bytes (`parts`), words (`plan`, `advice`).
+Belongs here: trying settings. Does not belong here: the order of layouts (`layout`), bytes (`parts`), messages (`plan`,
+`advice`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SMALLEST_MICRO_BATCH = 1024
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting with its sizes; the KV cache is cut to what is left where the engine can live with less."""
+    """A setting with its sizes; the KV cache is cut to the remaining memory if the engine can work with less."""
 
     setting: Setting
     sizes: Sizes
@@ -30,7 +31,7 @@ class Choice:
 
     @property
     def binding(self) -> Phase:
-        """The phase that needs most, the KV cache counted as small as the engine can do with."""
+        """The phase that needs most, with the KV cache at the least that the engine can work with."""
 
         def least(phase: Phase) -> int:
             cache = self.sizes.phases[phase].get("KV cache", 0)
@@ -49,12 +50,12 @@ class Choice:
 
 
 def capacity_of(machine: Machine) -> int | None:
-    """Bytes of one device; None where nobody knows."""
+    """Bytes of one device; None if unknown."""
     return machine.gpu.usable_bytes if machine.gpu else machine.host_bytes
 
 
 def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, server_gpus: int = 1) -> Choice:
-    """The preferred setting that fits; where none does, the one that is least over."""
+    """The preferred setting that fits; if none does, the one that exceeds the memory least."""
     tried: list[Choice] = []
     for setting in _settings(model, job, machine, adapter, server_gpus):
         choice = try_setting(setting)
@@ -65,9 +66,9 @@ def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, 
 
 
 def try_setting(setting: Setting) -> Choice:
-    """Sizes of one setting. SGLang takes what memory is left for its KV cache; the torch engine takes what it needs.
+    """Sizes of one setting. SGLang's KV cache takes the remaining memory; the torch engine takes what it needs.
 
-    What is left is so in every phase in which the cache is there: a server that does not sleep keeps it in all.
+    The memory must be free in every phase in which the cache exists: a server that does not sleep keeps it in all.
     """
     capacity, sizes = capacity_of(setting.machine), size_parts(setting)
     holding = [phase for phase in PHASES if "KV cache" in sizes.phases[phase]]
@@ -94,14 +95,14 @@ def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
     if job.trainer == "Torch":
         return [Layout()]
     found = [] if machine.gpu is None else list(possible_layouts(model, len(job.devices.trainer), job))
-    # What every layer exchanges stays on a node.
+    # Exchanges within every layer stay on one node.
     found = [layout for layout in found if machine.nodes == 1 or machine.node_gpus % layout.tensor == 0]
-    # On a CPU as many ranks as the sizes need. Where nothing is possible, the plan says why of what was asked.
+    # On a CPU, as many ranks as the sizes need. If nothing is possible, the plan says why for the requested sizes.
     return found or [asked_layout(job.asked)]
 
 
 def _copies(job: Job) -> Copies:
-    """No other process reads a trainer's base."""
+    """Copies of the base. No other process reads a trainer's base."""
     return "Shared" if job.in_process or job.is_elsewhere else "Two"
 
 
@@ -111,7 +112,7 @@ def _recomputes(job: Job) -> tuple[Recompute, ...]:
 
 
 def _micro_batches(job: Job) -> Iterator[int]:
-    """The manifest's, then halves of it down to what one full sequence needs."""
+    """The manifest's size, then successive halves down to what one full sequence needs."""
     size = job.micro_batch_tokens
     yield size
     while not job.is_micro_batch_fixed and size // 2 >= max(SMALLEST_MICRO_BATCH, job.max_sequence):

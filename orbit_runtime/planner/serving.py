@@ -1,8 +1,8 @@
-"""SGLang servers of our own on several GPUs: how many each takes, and what of a model cannot be cut over so many.
+"""Our own SGLang servers on several GPUs: how many GPUs each takes, and over how many a model can be cut.
 
-Belongs here: SGLang 0.5.23's rules of cutting. Does not belong here: bytes (`parts`), starting servers (`rollout`).
+Belongs here: SGLang 0.5.23's rules for cutting. Does not belong here: bytes (`parts`), starting servers (`rollout`).
 
-A column-parallel layer is cut by its rows, a row-parallel one by its columns; heads are dealt out whole.
+A column-parallel layer is cut by its rows, a row-parallel one by its columns; heads are distributed whole.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from orbit_runtime.planner.adapter_size import adapted_weights
 from orbit_runtime.planner.job import Job
 
 ROW_PARALLEL = ("o_proj", "o_b_proj", "down_proj")
-"""Targets whose input is cut; of the other linears that are cut, the output is."""
+"""Targets whose input is cut; other linears are cut by their output."""
 KEYS = ("k_proj", "v_proj")
 CPU_MULTIPLE = 32
-"""On a CPU SGLang pads inner widths to this many for each process, and adapters would no longer fit."""
+"""On a CPU, SGLang pads inner widths to a multiple of this per process; adapters would then no longer fit."""
 FIELD = "spec.rollout.tensorParallel"
 
 
 def server_gpus(model: ModelFacts, job: Job, num_gpus: int) -> int:
-    """GPUs of each server; on a CPU its processes.
+    """GPUs of each server; on a CPU, its processes.
 
-    Unset, all that the machine has for it, as far as the model can be cut: a server is asked for by `replicas` alone.
+    If unset, as many as the machine has for it and as the model can be cut over: `replicas` alone requests servers.
 
     Args:
-        num_gpus: that servers may take; 0: a CPU.
+        num_gpus: number that servers may use; 0 for a CPU.
     """
     if job.engine != "SGLang":
         return 1
@@ -39,7 +39,7 @@ def server_gpus(model: ModelFacts, job: Job, num_gpus: int) -> int:
 
 
 def find_objection(model: ModelFacts, job: Job, size: int, num_gpus: int) -> str | None:
-    """Why there cannot be servers of this size; None where there can."""
+    """Why there cannot be servers of this size; None if there can."""
     if job.engine != "SGLang":
         return None
     if num_gpus and job.servers * size > num_gpus:
@@ -50,7 +50,7 @@ def find_objection(model: ModelFacts, job: Job, size: int, num_gpus: int) -> str
 
 
 def find_refusal(model: ModelFacts, job: Job, num_gpus: int) -> UnsupportedError | None:
-    """Why a manifest's servers cannot be had, with the field and what to write instead."""
+    """Why a manifest's servers are impossible, with the field and what to write instead."""
     why = find_objection(model, job, server_gpus(model, job, num_gpus), num_gpus)
     if why is None:
         return None
@@ -62,7 +62,7 @@ def find_refusal(model: ModelFacts, job: Job, num_gpus: int) -> UnsupportedError
 
 
 def check_servers(model: ModelFacts, job: Job, num_gpus: int) -> int:
-    """GPUs of each server, as `server_gpus`. Raises UnsupportedError (78) where something stands against it."""
+    """GPUs of each server, as `server_gpus`. Raises UnsupportedError (78) if that is impossible."""
     found = find_refusal(model, job, num_gpus)
     if found is not None:
         raise found
@@ -104,7 +104,7 @@ def _cuts(stored: StoredWeight, size: int, heads: int, *, on_cpu: bool, family: 
             f"on a CPU SGLang cuts {weight.module} in multiples of {CPU_MULTIPLE}, and each of {size} processes would "
             f"have {width // size}"
         )
-    # On a CPU the base is unpacked, and the experts of gpt-oss SGLang cuts between blocks, wherever these end.
+    # On a CPU the base is unpacked; and SGLang cuts the experts of gpt-oss regardless of where blocks end.
     if stored.block is None or on_cpu or (family == "gpt_oss" and weight.role == "routed_expert"):
         return
     block = stored.block[1] if is_row_parallel else stored.block[0]

@@ -1,9 +1,9 @@
-"""The memory that an SGLang server on a GPU is told to take: what the plan gave it, in SGLang's own terms.
+"""The memory settings of an SGLang server on a GPU: the plan's allocation in SGLang's terms.
 
-Belongs here: SGLang 0.5.23's way to count. Does not belong here: how much that is (`parts`, `search`), or the flags
+Belongs here: how SGLang 0.5.23 counts. Does not belong here: the amounts (`parts`, `search`), or the flags
 (`rollout.sglang_server`).
 
-SGLang measures what is free on a GPU before it loads a model, M, and sizes its cache so that base, adapter slots and
+SGLang measures the free memory M of a GPU before it loads a model, and sizes its cache so that base, adapter slots and
 cache together take `--mem-fraction-static` of M (`kv_pool_runtime.py`); `--max-total-tokens` bounds the cache.
 """
 
@@ -26,15 +26,15 @@ class ServerMemory:
     """Example: 65,536 tokens in what is left beside a 4B model's trainer: `ServerMemory(65536, 4, 0.61)`."""
 
     kv_tokens: int
-    """That its KV cache holds."""
+    """Tokens that its KV cache holds."""
     adapter_slots: int
-    """Adapters that it holds on the device at a time, counted in the plan whether they are in use or not."""
+    """Adapters that it can hold on the device at once; the plan counts unused slots too."""
     fraction: float
-    """Of what is free when it starts: base, adapter slots and KV cache."""
+    """Fraction of the memory free at its start that base, adapter slots and KV cache take."""
 
 
 def server_memory(choice: Choice) -> ServerMemory | None:
-    """Of each server; None on a CPU, where its memory is the machine's, and without servers of ours."""
+    """The settings of each server; None on a CPU, where its memory is the machine's, and without our own servers."""
     setting, sizes = choice.setting, choice.sizes
     if not setting.job.samples:
         return None
@@ -51,6 +51,6 @@ def server_memory(choice: Choice) -> ServerMemory | None:
 
 
 def _trainer_bytes(rollout: dict[str, int]) -> int:
-    """What the trainer holds of the device while the engine samples."""
+    """Bytes that the trainer holds on the device while the engine samples."""
     names = ("base (trainer)", "base (trainer), replicated", "runtime (trainer)", "adapter", "optimizer")
     return sum(rollout.get(name, 0) for name in names)

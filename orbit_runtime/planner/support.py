@@ -1,9 +1,9 @@
-"""What the pinned versions can do together: format x family x adapter x engine x trainer, each limit with its reason.
+"""What the pinned versions support together: format x family x adapter x engine x trainer, with a reason per limit.
 
-Belongs here: one row per limit. What no row names is supported. Does not belong here: memory, or checking a file.
+Belongs here: one row per limit; everything else is supported. Does not belong here: memory, or checking a file.
 
-A row is `refused` where a pinned version cannot do it, `missing` where the part of Orbit that would is not in this
-version, and `planned` where it is written and has not run on the hardware or the files that it is for.
+A row is `refused` if a pinned version cannot do it, `missing` if this version of Orbit lacks the part that would, and
+`planned` if the code exists but has not run on the hardware or files for which it is meant.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from orbit_runtime.workers.sglang_launch import PINNED_SGLANG
 
 State = Literal["works", "planned", "missing", "refused"]
 PINNED = {"sglang": PINNED_SGLANG, "megatron-core": "0.19.2", "torch": "2.14.1", "transformers": "5.19.0"}
-"""Versions that the rows speak of; a test compares them with `images/constraints`."""
+"""Versions to which the rows apply; a test compares them with `images/constraints`."""
 
 MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v4", "gpt_oss")
 FAMILY_NAMES = ("qwen3", "llama", *MOE_FAMILIES)
 EXPERT_LAYOUTS = ("SharedOuter", "Shared", "PerExpert", "None")
 FORMATS = ("BF16", "FP8", "INT4", "NVFP4", "MXFP4")
-"""What `quant` reads, and with it the torch trainer and engine; a test compares it with its table."""
+"""Formats that `quant`, and so the torch trainer and engine, can read; a test compares them with its table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +36,27 @@ class Combination:
     engine: str
     trainer: str
     num_gpus: int = 1
-    """0: the CPU."""
+    """0 for the CPU."""
     deterministic: bool = False
     adapts_down: bool = True
-    """`down_proj` is among the targets."""
+    """Whether `down_proj` is among the targets."""
     gpu: str = ""
-    """Short name of the card (`model_info.gpus`); empty where it is not known."""
+    """Short name of the card (`model_info.gpus`); empty if unknown."""
     critic: bool = False
-    """The algorithm has one."""
+    """Whether the algorithm has a critic."""
     teacher: bool = False
-    """It has one that ranks cannot ask."""
+    """Whether the algorithm has a teacher that ranks cannot ask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Every field that is given must match; an empty one matches anything."""
+    """Every field that is set must match; an empty field matches anything."""
 
     state: State
     reason: str
     fix: str = ""
     where: str = ""
-    """The field under `spec` that the fix names first; where it is refused."""
+    """The field under `spec` that the fix names first, for a refusal."""
     format: tuple[str, ...] = ()
     family: tuple[str, ...] = ()
     adapter: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Limit:
     on_gpu: bool = False
     on_cpu: bool = False
     deterministic: bool = False
-    """Only where the manifest asks for it."""
+    """Only if the manifest requests determinism."""
     adapts_down: bool = False
     """Only with `down_proj`."""
     critic: bool = False
@@ -216,7 +216,7 @@ def find_support(asked: Combination) -> Support:
 
 
 def all_combinations() -> Iterator[Combination]:
-    """What the table lists: torch alone on one device, with SGLang on a CPU, Megatron with SGLang on eight GPUs."""
+    """The table's combinations: torch alone on one device, with SGLang on a CPU, Megatron with SGLang on 8 GPUs."""
     for engine, trainer, gpus in (("Torch", "Torch", 1), ("SGLang", "Torch", 0), ("SGLang", "Megatron", 8)):
         for family in FAMILY_NAMES:
             for form in FORMATS:

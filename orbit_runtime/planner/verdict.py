@@ -1,7 +1,7 @@
-"""May this run start on this machine? One answer for `orbit plan`, `orbit run` and the operator.
+"""Whether a run may start on a machine: one answer for `orbit plan`, `orbit run` and the operator.
 
-Belongs here: which trainer and engine this version would start, and the yes, the no or the "not known" that follows
-from their plan. Does not belong here: bytes and layouts (`plan`), finding the facts (`cli`, the operator).
+Belongs here: which trainer and engine this version would start, and the yes, no or "unknown" that follows from their
+plan. Does not belong here: bytes and layouts (`plan`), finding the facts (`cli`, the operator).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Reason = Literal["Fits", "DoesNotFit", "Unsupported", "NotInThisVersion", "Model
 
 @dataclass(frozen=True)
 class Verdict:
-    """`accepted` is None only where a fact is missing: the memory of the machine."""
+    """`accepted` is None only if the machine's memory is unknown."""
 
     accepted: bool | None
     reason: Reason
     problem: Problem | None
-    """What is wrong, its field, and what to change; None where nothing is."""
+    """What is wrong, its field, and what to change; None if nothing is wrong."""
     plan: Plan | None
-    """None where the manifest contradicts the model, so that nothing could be planned."""
+    """None if the manifest contradicts the model, so that nothing could be planned."""
 
     def to_json(self) -> dict[str, Any]:
         planned = self.plan.to_json() if self.plan else {}
@@ -40,17 +40,17 @@ class Verdict:
 
 
 def judge(run: OrbitRun, model: ModelFacts, machine: Machine) -> Verdict:
-    """Pure.
+    """Judges a run on a machine. Pure.
 
     Args:
-        machine: of a `Split` pod the whole, both containers.
+        machine: for a `Split` pod, both containers together.
     """
     try:
         made = plan_as_run(run, model, machine)
     except ManifestError as error:
         problem = Problem(error.message, error.where or "spec", error.fix or "")
         return Verdict(False, "ModelMismatch", problem, None)
-    # Where no GPUs like these would hold it, that is the first thing to say.
+    # If the run exceeds the memory of these GPUs, report that first.
     if made.support.state == "missing" and not made.is_too_big:
         problem = Problem("; ".join(made.support.reasons), f"spec.{made.support.where}", made.support.fix)
         return Verdict(False, "NotInThisVersion", problem, made)
@@ -66,7 +66,7 @@ def judge(run: OrbitRun, model: ModelFacts, machine: Machine) -> Verdict:
 
 
 def check_verdict(verdict: Verdict) -> None:
-    """Raises UnsupportedError (78), or ManifestError (64) where the manifest contradicts the model, for a no."""
+    """Raises UnsupportedError (78) for a refusal, or ManifestError (64) if the manifest contradicts the model."""
     if verdict.accepted is not False or verdict.problem is None:
         return
     problem = verdict.problem
@@ -75,10 +75,10 @@ def check_verdict(verdict: Verdict) -> None:
 
 
 def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
-    """The plan of what would be started.
+    """The plan of the processes that would be started.
 
-    `Auto` is the torch trainer on one GPU where that is enough, with the micro-batch that the manifest says; else
-    ranks on all GPUs that the trainer may have.
+    `Auto` is the torch trainer on one GPU if that is enough with the manifest's micro-batch; otherwise it is ranks on
+    all GPUs that the trainer may use.
     """
     if run.spec.training.trainer == "Megatron" or machine.nodes > 1:
         return _with_device_problem(plan(run, model, machine), run, machine)
@@ -105,7 +105,7 @@ def _with_device_problem(made: Plan, run: OrbitRun, machine: Machine) -> Plan:
 
 
 def _idle(made: Plan, num_gpus: int, whole: Devices) -> str | None:
-    """GPUs that neither the trainer nor a server uses, by their number. A server may stand on the trainer's."""
+    """Names the GPUs that neither the trainer nor a server uses. A server may share the trainer's GPUs."""
     used = {*made.devices.trainer, *(gpu for gpus in made.server_devices for gpu in gpus)}
     idle = [gpu for gpu in range(num_gpus) if gpu not in used]
     if not idle:

@@ -1,4 +1,4 @@
-"""What training a model's own weights (`spec.adapter.type: Full`) cannot be combined with in this version.
+"""What this version cannot combine with training all weights of a model (`spec.adapter.type: Full`).
 
 Belongs here: those limits, for `orbit plan`, the operator and a run. Does not belong here: bytes (`parts`).
 """
@@ -16,7 +16,7 @@ ADAPT = "train an adapter (adapter.type: LoRA)"
 
 
 def whole_problems(spec: RunSpec, precision: str | None = None, num_experts: int = 0) -> Iterator[Problem]:
-    """Args: precision, num_experts: of the checkpoint; unless given, what the manifest says is all that is known."""
+    """Args: precision, num_experts: the checkpoint's; if omitted, only the manifest is known."""
     if spec.adapter.type != "Full":
         return
     if spec.algorithm.type != "SFT":
@@ -52,13 +52,13 @@ def whole_problems(spec: RunSpec, precision: str | None = None, num_experts: int
 
 
 def check_whole(spec: RunSpec) -> None:
-    """Raises UnsupportedError (78) with the first of them."""
+    """Raises UnsupportedError (78) with the first problem."""
     for problem in whole_problems(spec):
         raise UnsupportedError(problem.message, where=problem.where, fix=problem.fix)
 
 
 def check_adapted(spec: RunSpec) -> None:
-    """Raises UnsupportedError (78) where a run's adapters are asked for, and it trains the model itself."""
+    """Raises UnsupportedError (78) if a run's adapters are requested but it trains the model itself."""
     if spec.adapter.type == "Full":
         raise UnsupportedError(
             "a run that trains the whole of a model has no adapters: what it ends with is a model",

@@ -1,19 +1,19 @@
-"""Where a run is kept: one interface over local folders and object stores, bundles proven by a manifest, one writer.
+"""Storage of a run: one interface to local folders and object stores, bundles proven by a manifest, one writer.
 
 The protocol, on which every reader and writer of a run folder relies:
 
 1. **Put is atomic, nothing else is assumed.** An object is whole or absent. No append, no rename, no conditional
    update; create-only puts are honoured.
-2. **Parts first, manifest last.** A bundle (checkpoint, adapter) is the parts named by its `manifest.json`, with
-   the size and SHA-256 of every piece of them. Without a manifest there is no bundle; a reader trusts manifests only
-   and verifies each piece.
+2. **Parts first, manifest last.** A bundle (checkpoint, adapter) consists of the parts listed in its
+`manifest.json`, with the size and SHA-256 of every piece. Without a manifest there is no bundle; a reader trusts
+manifests only and verifies each piece.
 3. **One writer.** An execution takes the next number by a create-only put under `executions/`, keeps a heartbeat
-   and, on a local folder, an flock. It asks before each manifest whether a higher number exists and stops if so.
-   Part names carry the number, so two executions never mix their parts.
-4. **A reply that is lost is not a failure.** Each call is retried with back-off until a deadline. A create-only put
-   that is answered "exists" after a retry is compared with what stands there.
+and, on a local folder, an flock. Before each manifest it checks whether a higher number exists, and stops if so.
+Part names contain the number, so two executions never mix their parts.
+4. **A lost reply is not a failure.** Each call is retried with back-off until a deadline. If a retried create-only
+put is answered "exists", the existing object is compared with the one being written.
 
-Belongs here: bytes by key, and who may write them. Does not belong here: what the bytes mean (`loop`), or torch.
+Belongs here: bytes by key, and who may write them. Does not belong here: the meaning of the bytes (`loop`), or torch.
 """
 
 from __future__ import annotations

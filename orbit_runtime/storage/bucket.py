@@ -15,7 +15,7 @@ from orbit_runtime.storage.opening import open_store
 from orbit_runtime.storage.store import NoSuchBucket, NotFound, Store, is_key
 
 RANGE_BYTES = 8 * 2**20
-"""An object store is asked for so much at a time: what one lost connection costs."""
+"""Bytes per request, and so the most that one lost connection costs."""
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
@@ -35,7 +35,7 @@ class Bucket:
             raise missing(error.message) from None
 
     def list(self) -> Sequence[str]:
-        """Names of all objects below it, at any depth, those included that `describe` refuses."""
+        """Names of all objects below the folder, at any depth, including those that `describe` refuses."""
         return self._store.list()
 
     def describe(self, name: str) -> RemoteFile:

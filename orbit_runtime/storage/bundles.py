@@ -1,4 +1,4 @@
-"""Bundles: a few files that are valid together, such as a checkpoint or an adapter.
+"""Bundles: a few files that are only valid together, such as a checkpoint or an adapter.
 
 Belongs here: parts, digests, the manifest. Does not belong here: what the parts mean, or how many are kept.
 """
@@ -26,7 +26,7 @@ class Part:
 
     key: str
     pieces: Pieces
-    """Its bytes in order, as `digests` cuts them; a file of one piece has that piece's SHA-256."""
+    """Pieces of its bytes in order, as `digests` cuts them; a file of one piece has that piece's SHA-256."""
 
     @property
     def bytes(self) -> int:
@@ -35,19 +35,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Content:
-    """What a part is to hold, in pieces that are made when they are needed."""
+    """The future content of a part, in pieces that are produced when needed."""
 
     bytes: int
     pieces: Callable[[], Iterable[Buffer]]
-    """May be called more than once, and must give the same: a try that failed is begun anew."""
+    """May be called more than once, as a failed attempt starts over, and must give the same pieces each time."""
     known: Pieces | None = None
-    """Their digests, where somebody hashed them already; they are not hashed again."""
+    """Digests of the pieces, if they were hashed before; they are then not hashed again."""
     is_there: bool = False
-    """Another process wrote it to its place: it is listed, and not written."""
+    """Whether another process already wrote the part to its place: it is then only listed."""
 
 
 class Stored(Mapping[str, Buffer]):
-    """Files that lie in a store, each read when it is looked at; who shares the store is told where they are."""
+    """Files in a store, each read on access. Readers that share the store can be given their keys instead."""
 
     def __init__(self, store: Store, parts: Mapping[str, Part]) -> None:
         self.store = store
@@ -66,21 +66,21 @@ class Stored(Mapping[str, Buffer]):
         return len(self.parts)
 
     def first_piece(self, name: str) -> Buffer:
-        """Of a safetensors file: its header."""
+        """The first piece of a file; for safetensors, the header."""
         part = self.parts[name]
         return self.store.get_range(part.key, 0, part.pieces[0].bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What makes a bundle: it is written last, and its parts are what it says."""
+    """The manifest, which is written last and defines the bundle's parts."""
 
     kind: str
     execution: int
     parts: Mapping[str, Part]
     """By logical name, such as `master.safetensors`."""
     facts: Mapping[str, Any]
-    """Small JSON values of the writer: step, policy version, digests."""
+    """Small JSON values from the writer: step, policy version, digests."""
     written: float
 
 
@@ -107,18 +107,18 @@ def write_bundle(
     kind: str = "",
     plain_names: bool = False,
 ) -> Manifest:
-    """Write parts, then the manifest. Killed anywhere, the folder holds the old bundle, the new one or none.
+    """Write the parts, then the manifest. If killed at any point, the folder holds the old bundle, the new one or none.
 
-    Of a part that is given as `Content` a few pieces are in memory at a time, and one pass hashes and writes it.
+    A part given as `Content` is hashed and written in one pass, with a few pieces in memory at a time.
 
     Safe to call twice. A bundle that a lower execution left here is replaced; that of a higher one stands.
 
     Args:
         prefix: the bundle's folder, such as `checkpoints/step-000012`.
-        parts: by logical name; the object's name carries the execution number as well.
+        parts: by logical name; the object's name also contains the execution number.
         facts: JSON values.
-        kind: `checkpoint`, `adapter` …; the first folder of the prefix, in singular, unless given.
-        plain_names: the object's name is the logical name, for readers that expect it (PEFT).
+        kind: `checkpoint`, `adapter` …; by default the first folder of the prefix, in the singular.
+        plain_names: use the logical name as the object's name, for readers that expect it (PEFT).
 
     Raises:
         OutputError: another execution took over.
@@ -148,7 +148,7 @@ def restate_bundle(
     facts: Mapping[str, Any],
     parts: Mapping[str, Buffer] | None = None,
 ) -> None:
-    """Gives a complete bundle other facts, and parts that it lacks; those that stand stay as they are.
+    """Replaces the facts of a complete bundle, and adds parts that it lacks; existing parts stay as they are.
 
     Raises:
         OutputError: another execution took over.
@@ -166,7 +166,7 @@ def restate_bundle(
 
 
 def standing_content(part: Part) -> Content:
-    """Of a part that another process wrote."""
+    """The content of a part that another process wrote."""
     return Content(part.bytes, tuple, part.pieces, is_there=True)
 
 
@@ -178,12 +178,12 @@ def _content(part: Buffer | Content) -> Content:
 
 
 def _overwrites(standing: Manifest, contents: Mapping[str, Content]) -> bool:
-    """Whether a part that stands is to get other bytes, or may."""
+    """Whether an existing part will, or may, get other bytes."""
     return any(part.key in contents and contents[part.key].known != part.pieces for part in standing.parts.values())
 
 
 def standing_parts(store: Store, prefix: str, execution: Execution) -> Mapping[str, Part]:
-    """Of the bundle that stands there, for whoever is to write it again; none: there is none that reads.
+    """Parts of the existing bundle, for the caller that will rewrite it; empty if there is no readable bundle.
 
     Raises:
         OutputError: a higher execution wrote it.
@@ -196,13 +196,13 @@ def standing_parts(store: Store, prefix: str, execution: Execution) -> Mapping[s
 
 
 def withdraw_bundle(store: Store, execution: Execution, prefix: str) -> None:
-    """Before its parts are written anew: a kill among them must not leave the old manifest above new parts."""
+    """Removes the manifest before parts are rewritten: a kill meanwhile must not leave it above new parts."""
     execution.check()
     store.delete([_folder(prefix) + MANIFEST])
 
 
 def write_parts(store: Store, contents: Mapping[str, Content]) -> dict[str, Part]:
-    """By key: what was written. Small ones go together, large ones one after the other."""
+    """Writes contents by key; returns the parts. Small ones are written together, large ones one after another."""
     written, small = {}, []
     for key, content in contents.items():
         if content.is_there:
@@ -235,11 +235,11 @@ def _stream(store: Store, key: str, content: Content) -> Pieces:
 
 
 def read_manifest(store: Store, prefix: str) -> Manifest:
-    """The manifest alone, parts unread.
+    """Reads only the manifest, not the parts.
 
     Raises:
         NotFound: there is no complete bundle here.
-        CorruptBundle: the manifest is not one.
+        CorruptBundle: the manifest is invalid.
     """
     key = _folder(prefix) + MANIFEST
     try:
@@ -263,11 +263,11 @@ def read_bundle(store: Store, prefix: str, *, in_place: bool = False) -> Bundle:
     """Read a bundle and verify every part.
 
     Args:
-        in_place: parts are `Stored`: verified a few pieces at a time, and held by nobody here.
+        in_place: parts are `Stored`: verified a few pieces at a time, and not kept in memory.
 
     Raises:
         NotFound: there is no complete bundle here.
-        CorruptBundle: names the part that is missing, has another size or another digest.
+        CorruptBundle: a part is missing or has another size or digest; the message names it.
     """
     folder = _folder(prefix)
     manifest = read_manifest(store, folder)
@@ -331,7 +331,7 @@ def list_bundles(store: Store, prefix: str) -> list[str]:
 
 
 def newest_readable(store: Store, prefix: str, *, in_place: bool = False) -> tuple[Bundle | None, tuple[str, ...]]:
-    """The newest bundle that verifies, and why each newer one does not. `None` when there is none at all."""
+    """The newest bundle that verifies, or `None`, and why each newer one does not."""
     skipped: list[str] = []
     for folder in list_bundles(store, prefix):
         try:
@@ -347,7 +347,7 @@ def bundle_order(folder: str) -> list[tuple[int, str]]:
 
 
 def manifest_json(manifest: Manifest) -> bytes:
-    """The file. `pieces` of a part are pairs of bytes and SHA-256, in the order of the file."""
+    """Bytes of the manifest file. `pieces` of a part are pairs of size and SHA-256, in the order of the file."""
     parts = {
         name: {"key": part.key, "bytes": part.bytes, "pieces": [[piece.bytes, piece.sha256] for piece in part.pieces]}
         for name, part in manifest.parts.items()
@@ -371,7 +371,7 @@ def _put_manifest(store: Store, folder: str, manifest: Manifest, execution: Exec
 
 
 def _standing(store: Store, folder: str) -> Manifest | None:
-    """The manifest that is there. A broken one counts as none at all, but its key has to be freed."""
+    """The existing manifest. A broken one counts as absent, but its key must be freed."""
     try:
         return read_manifest(store, folder)
     except NotFound:
@@ -390,7 +390,7 @@ def _refuse_higher(store: Store, standing: Manifest, execution: Execution) -> No
 
 
 def part_key(prefix: str, name: str, execution: int) -> str:
-    """Where an execution's part of a bundle lies."""
+    """Key of an execution's part of a bundle."""
     stem, dot, ending = name.partition(".")
     return f"{_folder(prefix)}{stem}-e{execution:06d}{dot}{ending}"
 

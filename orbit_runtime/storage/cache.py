@@ -1,7 +1,7 @@
 """The download cache: finished files under their SHA-256, unfinished ones under what they will be, one lock each.
 
-Belongs here: where a downloaded byte lies and when it counts. Does not belong here: where it comes from (`hub`,
-`bucket`), or trying again (`download`).
+Belongs here: where a downloaded byte is kept and when it counts. Does not belong here: its source (`hub`, `bucket`), or
+retries (`download`).
 
 `blobs/<sha256>` finished files · `parts/<key>` unfinished ones · `known/<key>` SHA-256 of files that announce none ·
 `folders/<digest>/` names that point at blobs · `listings/<key>.json` what a hub's revision holds · `locks/` ·
@@ -49,7 +49,7 @@ class Cache:
         return self.root / "parts" / key
 
     def find(self, key: str, size: int, sha256: str | None) -> str | None:
-        """SHA-256 of a file that is here whole; `None` where it has to be fetched."""
+        """SHA-256 of a file that the cache holds completely; `None` if it must be fetched."""
         if sha256 is None:
             try:
                 sha256 = (self.root / "known" / key).read_text()
@@ -61,7 +61,7 @@ class Cache:
             return None
 
     def keep(self, key: str, part: Path, sha256: str) -> None:
-        """A verified part becomes a blob, at once and whole."""
+        """Turns a verified part into a blob, atomically."""
         self.blob(sha256).parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, self.blob(sha256))
         self._write("known", key, sha256)
@@ -82,7 +82,7 @@ class Cache:
             return None
 
     def save_digest(self, key: str, digest: str) -> None:
-        """Nothing where the folder cannot be written: it is only computed again then."""
+        """Does nothing if the folder cannot be written: the digest is then computed again."""
         with suppress(OSError):
             self._write("digests", key, digest)
 
@@ -100,7 +100,7 @@ class Cache:
         try:
             os.rename(staging, target)
         except OSError:
-            # Another run was faster, and has made the same links.
+            # Another run was faster and created the same links.
             shutil.rmtree(staging)
             if not all((target / name).is_symlink() for name in files):
                 raise
@@ -108,9 +108,9 @@ class Cache:
 
     @contextmanager
     def lock(self, key: str, wait: Callable[[float], None]) -> Iterator[Path]:
-        """The part that only we write, within it. `wait` sleeps, or raises when the run is to stop.
+        """A context in which only this process writes the part that it yields. `wait` sleeps, or raises to stop.
 
-        Without flock on this file system every process writes a part of its own.
+        On a file system without flock, every process writes its own part.
         """
         handle = None
         while True:
@@ -128,7 +128,7 @@ class Cache:
                 release_lock(handle)
 
     def check_room(self, missing: int) -> None:
-        """Raises StorageError (74) where that many bytes more do not fit."""
+        """Raises StorageError (74) if this many more bytes do not fit."""
         self.root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.root).free
         if missing > free:
@@ -139,7 +139,7 @@ class Cache:
             )
 
     def explain(self, error: OSError) -> OrbitError:
-        """The error of ours for a disk that refused."""
+        """Our error for a disk that refused."""
         reason = (error.strerror or "the disk failed").lower()
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             fix = "set ORBIT_CACHE (on a cluster: spec.placement.modelCache) to a folder that can be written"

@@ -1,6 +1,6 @@
-"""`python -m orbit_runtime.storage.delete URI`: a run folder goes away, whole.
+"""`python -m orbit_runtime.storage.delete URI`: deletes a whole run folder.
 
-Belongs here: checking that it is one, and deleting it. Does not belong here: when that is wanted (the operator).
+Belongs here: checking that it is a run folder, and deleting it. Does not belong here: when to delete (the operator).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from orbit_runtime.storage.opening import open_store
 from orbit_runtime.storage.store import Store
 
 MARKS = ("run.json", "executions/")
-"""Every run folder has one of these from its first second on."""
+"""Every run folder has one of these from its first second."""
 
 
 def delete_run(store: Store) -> int:
-    """Deletes every object of a run folder, those that say what it is last; returns how many there were.
+    """Deletes every object of a run folder, those that identify it last; returns the number of objects.
 
     Raises:
-        OutputError: there is something, and it is no run folder.
+        OutputError: the folder is not empty and not a run folder.
     """
     keys = store.list()
     marks = [key for key in keys if key.startswith(MARKS)]
@@ -30,7 +30,7 @@ def delete_run(store: Store) -> int:
             where=store.uri,
             fix="nothing was deleted; check spec.storage.uri",
         )
-    # Cut short and started again, it must still recognise what is left.
+    # If interrupted and started again, it must still recognise what is left.
     store.delete([key for key in keys if not key.startswith(MARKS)])
     store.delete(marks)
     return len(keys)

@@ -1,7 +1,7 @@
-"""From a remote source into the cache: resumed, verified, several files at a time, with bytes and time left.
+"""Downloads from a remote source into the cache: resumed, verified, several files at a time, with progress.
 
-Belongs here: trying again, digests, the meter. Does not belong here: a source's protocol (`hub`, `bucket`), or which
-files a run needs (`inputs`).
+Belongs here: retries, digests, the meter. Does not belong here: a source's protocol (`hub`, `bucket`), or which files a
+run needs (`inputs`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READ_BYTES = 2**20
 TELL_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 8.0
 QUIET_TRIES = 4
-"""Tries in a row without a new byte; the reader hears of them from this one on."""
+"""Consecutive tries without a new byte from which on the user is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +37,25 @@ class RemoteFile:
     """Changes with the content: a digest or an ETag."""
     sha256: str | None = None
     git_sha1: str | None = None
-    """What git calls this content, for files that the hub keeps in git itself."""
+    """Git's hash of this content, for files that the hub keeps in git itself."""
     likely_md5: str | None = None
-    """An object store's ETag that has the form of an MD5: it is one unless the server encrypts objects."""
+    """An object store's ETag in the form of an MD5, which it is unless the server encrypts objects."""
 
 
 class MissingError(Protocol):
-    """Makes the error for a thing that is not there."""
+    """Makes the error for something that does not exist."""
 
     def __call__(self, message: str, *, fix: str | None = None) -> OrbitError: ...
 
 
 class InterruptedTransfer(Exception):
-    """Worth another try. Example: `InterruptedTransfer("503", wait=2.0)`"""
+    """A failure worth another try. Example: `InterruptedTransfer("503", wait=2.0)`"""
 
     def __init__(self, reason: str, *, wait: float | None = None, reached: bool = True) -> None:
         """
         Args:
-            wait: seconds that the source asks for.
-            reached: the source answered at all.
+            wait: seconds that the source asks to wait.
+            reached: whether the source answered at all.
         """
         super().__init__(reason)
         self.reason = reason
@@ -64,29 +64,29 @@ class InterruptedTransfer(Exception):
 
 
 class Source(Protocol):
-    """Where files come from."""
+    """A source of files."""
 
     uri: str
-    """For messages; holds no credentials."""
+    """For messages; contains no credentials."""
     identity: str
-    """The same for the same content of `RemoteFile.version`."""
+    """Together with `RemoteFile.version`, identifies the content."""
 
     def read(self, file: RemoteFile, start: int) -> tuple[int, Iterator[bytes]]:
-        """Bytes from `start` on, or from the offset that is returned where the source cannot start there.
+        """The offset at which the bytes start, and the bytes. It is `start` unless the source cannot start there.
 
         Raises:
-            InterruptedTransfer: at once, or while the bytes are read.
+            InterruptedTransfer: immediately, or while the bytes are read.
         """
         ...
 
     def check_unchanged(self, file: RemoteFile) -> None:
-        """Raises OrbitError where the file was replaced while it was read."""
+        """Raises OrbitError if the file was replaced while it was read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How far a download is. Example: `Transfer("hf://org/name", 1200, 3400, 12.0)`"""
+    """Progress of a download. Example: `Transfer("hf://org/name", 1200, 3400, 12.0)`"""
 
     what: str
     done: int
@@ -96,15 +96,15 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to try, who is told, and when to give up."""
+    """How long to try, whom to notify, and when to give up."""
 
     deadline_seconds: float = 120.0
-    """Without a single new byte; then it is a StorageError."""
+    """Seconds without a new byte before a StorageError."""
     silent_seconds: float = 15.0
-    """How long one request waits for a byte."""
+    """Seconds for which one request waits for a byte."""
     tell: Callable[[Transfer], None] = lambda _: None
     notice: Callable[[str], None] = lambda _: None
-    """For the reader: what goes wrong and is tried again."""
+    """Called with messages for the user about failures that are retried."""
     stop: Callable[[], bool] = lambda: False
     sleep: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
@@ -117,14 +117,14 @@ def fetch_files(
     patience: Patience,
     broken: Callable[[str, str], OrbitError],
 ) -> dict[str, str]:
-    """Name → SHA-256 of files that then are in the cache. What is there already is not asked for again.
+    """Fetches files into the cache; returns name → SHA-256. Files already in the cache are not requested again.
 
     Args:
-        broken: from message and file name, the error for content that is not what the source announced.
+        broken: makes, from message and file name, the error for content that differs from what the source announced.
 
     Raises:
-        StorageError: (74) the source stayed silent, or the disk is full. What arrived is kept and continued.
-        StoppedOnRequest: (75) `patience.stop` said so.
+        StorageError: (74) the source stayed silent, or the disk is full. Received bytes are kept for the next start.
+        StoppedOnRequest: (75) `patience.stop` requested it.
     """
     try:
         found = {file.name: cache.find(key_of(source, file), file.size, file.sha256) for file in files}
@@ -139,7 +139,7 @@ def fetch_files(
 
 
 def key_of(source: Source, file: RemoteFile) -> str:
-    """Under which a file is looked for before its digest is known."""
+    """The key of a file in the cache before its digest is known."""
     if file.sha256 is not None:
         return file.sha256
     return hashlib.sha256(f"{source.identity}\n{file.name}\n{file.version}\n{file.size}".encode()).hexdigest()
@@ -175,11 +175,11 @@ def _fetch_missing(
 
 
 class _Ended(Exception):
-    """Another file failed, or the run is to stop."""
+    """Another file failed, or the run must stop."""
 
 
 class _Meter:
-    """Bytes of all files together. Safe to use from several threads."""
+    """Counts the bytes of all files together. Safe to use from several threads."""
 
     def __init__(self, what: str, total: int, monotonic: Callable[[], float]) -> None:
         self.ended = threading.Event()
@@ -201,7 +201,7 @@ class _Meter:
 
 
 class _Fetcher:
-    """One file."""
+    """Fetches one file."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class _Fetcher:
     def run(self) -> str:
         file, key = self._file, key_of(self._source, self._file)
         with self._cache.lock(key, self._pause) as part:
-            # Whoever held the lock before us may have fetched it.
+            # The previous holder of the lock may have fetched it.
             found = self._cache.find(key, file.size, file.sha256)
             if found is not None:
                 self._count(file.size)
@@ -228,7 +228,7 @@ class _Fetcher:
             while True:
                 self._fill(part)
                 sha256, problem = self._verify(part)
-                # An ETag that only looks like an MD5: the same bytes came twice.
+                # The same bytes came twice, so the ETag only looks like an MD5.
                 is_same = sha256 == before and _size(part) == file.size
                 if problem is None or (file.likely_md5 is not None and is_same):
                     self._source.check_unchanged(file)
@@ -237,11 +237,11 @@ class _Fetcher:
                 part.unlink()
                 if before is not None:
                     raise self._broken(problem, file.name)
-                # A part of an earlier start may be to blame: once more from its first byte.
+                # A part from an earlier start may be the cause: start over once from the first byte.
                 before = sha256
 
     def _fill(self, part: Path) -> None:
-        """Until the part has the file's size; the clock starts anew with each byte that arrives."""
+        """Reads until the part has the file's size; each byte that arrives restarts the clock."""
         last_byte, tries = self._patience.monotonic(), 0
         if not part.exists():
             part.touch()
@@ -260,7 +260,7 @@ class _Fetcher:
             tries += 1
             if tries >= QUIET_TRIES:
                 self._patience.notice(f"{self._file.name}: {reason} (try {tries}); next in {pause:.0f} s")
-            # One try may have used the time up because this process stood still: it counts from the second on.
+            # One try may use up the time because this process was suspended: time counts from the second try.
             waited = now - last_byte if tries > 1 else 0.0
             if waited + pause > self._patience.deadline_seconds:
                 raise StorageError(

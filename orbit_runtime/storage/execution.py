@@ -1,6 +1,6 @@
-"""Executions: one process tree's life as the writer of a run folder, and the number that fences off its predecessors.
+"""Executions: the life of one process tree as the writer of a run folder, and the number that fences its predecessors.
 
-Belongs here: claiming, heartbeats, refusing. Does not belong here: what is written (`bundles`).
+Belongs here: claims, heartbeats, refusals. Does not belong here: what is written (`bundles`).
 
 Under `executions/`: `000003.json` (create-only: who took number 3), `000003.heartbeat.json` (rewritten while it lives,
 and once at its end), `.lock` (flock, local folders only). Machines that share a folder need clocks that agree to
@@ -40,12 +40,12 @@ class ExecutionRecord:
     run: str
     process: Process
     locked: bool
-    """It holds the flock of the folder for as long as it lives."""
+    """Whether it holds the folder's flock for as long as it lives."""
     started: float
     attempt: str | None
-    """The operator's attempt that started it, or `None` by hand."""
+    """The operator's attempt that started it; `None` if started by hand."""
     nonce: str
-    """Makes the record unlike any other, so that its writer knows it again."""
+    """Makes the record unique, so that its writer recognises it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Execution:
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """Refuse to go on when a higher execution exists. Called before every manifest; safe to call often.
+        """Refuse to continue if a higher execution exists. Called before every manifest; safe to call often.
 
         Raises:
             OutputError: another execution took over.
@@ -89,15 +89,15 @@ class Execution:
         self._write(Heartbeat(self._store.clock(), "live"), HEARTBEAT_SECONDS / 2)
 
     def start_heartbeat(self) -> None:
-        """Beat now and every ten seconds in a daemon thread, until `release`. A beat that fails is only logged."""
+        """Beat now and every ten seconds in a daemon thread, until `release`. A failed beat is only logged."""
         assert self._thread is None, "the heartbeat was started before"
         self._thread = threading.Thread(target=self._beat_until_ended, name="orbit-heartbeat", daemon=True)
         self._thread.start()
 
     def release(self, ended: str) -> None:
-        """Stop the heartbeat, record why it ended (`done`, `stopped`, an error's name), give the lock back.
+        """Stop the heartbeat, record why the execution ended (`done`, `stopped`, an error's name), release the lock.
 
-        Safe to call twice. A store that is down does not make a finished run fail: its heartbeat goes stale instead.
+        Safe to call twice. An unavailable store does not make a finished run fail: its heartbeat goes stale instead.
         """
         if not self._stop_heartbeat():
             return
@@ -105,10 +105,10 @@ class Execution:
         self._unlock()
 
     def withdraw(self, ended: str) -> None:
-        """In place of `release`, for a first execution that wrote nothing but its claim: leaves no trace of it.
+        """Instead of `release`, for a first execution that wrote nothing but its claim: leaves no trace of it.
 
-        Takes its records away, and a local folder that holds nothing else then. Where another execution followed,
-        or the folder holds more, it is released as any other. `release` does nothing afterwards.
+        Removes its records, and the local folder if nothing else is in it. If another execution followed or the folder
+        holds more, it is released as usual. `release` does nothing afterwards.
         """
         if not self._stop_heartbeat():
             return
@@ -124,7 +124,7 @@ class Execution:
         self._unlock()
 
     def _stop_heartbeat(self) -> bool:
-        """False where it was stopped before."""
+        """False if it was stopped before."""
         if self._ended.is_set():
             return False
         self._ended.set()
@@ -142,7 +142,7 @@ class Execution:
         if self._store.root is None:
             return
         with suppress(OSError):
-            # Still locked: whoever opens the file meanwhile is refused, and finds a new one later.
+            # Still locked: a process that opens the file meanwhile is refused, and finds a new file later.
             (self._store.root / _LOCK).unlink(missing_ok=True)
             (self._store.root / _FOLDER).rmdir()
             self._store.root.rmdir()
@@ -178,9 +178,9 @@ def claim_execution(
     """Become the one writer of a run folder.
 
     Args:
-        takeover: go ahead although another one looks alive: an operator started this attempt and ended that one.
+        takeover: proceed even if another execution looks alive: the operator ended it and started this attempt.
         attempt: the operator's name for this start.
-        process: who claims; this process unless told.
+        process: the claiming process; this process by default.
 
     Raises:
         OutputError: a live execution holds the folder.
@@ -214,16 +214,16 @@ def claim_execution(
 
 
 def newest_execution(store: Store) -> tuple[ExecutionRecord, Heartbeat | None] | None:
-    """Who wrote here last and its last sign of life, for `orbit ls` and `/status`; `None` in a new folder."""
+    """The last writer and its last sign of life, for `orbit ls` and `/status`; `None` in a new folder."""
     record = _newest_record(store)
     return (record, _read_heartbeat(store, record.execution)) if record else None
 
 
 def is_live(record: ExecutionRecord, heartbeat: Heartbeat | None, here: Process, now: float, *, locked: bool) -> bool:
-    """Whether an execution must be taken for alive. Pure.
+    """Whether an execution must be considered alive. Pure.
 
     Args:
-        locked: we hold the folder's flock, so a holder of it on this very machine is dead.
+        locked: whether we hold the folder's flock, so that an earlier holder on this machine must be dead.
     """
     if heartbeat is not None and heartbeat.state == "ended":
         return False
@@ -256,7 +256,7 @@ def _claim(
         try:
             store.put(f"{_FOLDER}{record.execution:06d}.json", _json(asdict(record)), create_only=True)
         except AlreadyExists:
-            continue  # Another claim was faster: judge that one.
+            continue  # Another claim was faster: judge it next.
         return record
 
 

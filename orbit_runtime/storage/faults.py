@@ -1,7 +1,7 @@
-"""What a failed call to the store means: is it worth another try, and whose fault is it?
+"""What a failed call to the store means: whether to retry, and whose fault it is.
 
 Belongs here: reading the errors of obstore and of the operating system. Does not belong here: waiting (`store`).
-The text of a store's error may hold signatures and key ids, so only the facts picked out here reach a message.
+The text of a store's error may contain signatures and key ids, so only the facts extracted here reach a message.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _CREDENTIAL_SOURCES = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "st
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One failed call, reduced to what may be shown."""
+    """One failed call, reduced to facts that may be shown."""
 
     kind: FaultKind
     reason: str
@@ -64,7 +64,7 @@ class Fault:
 
 
 def read_fault(error: Exception) -> Fault:
-    """Sort an error of obstore by what can be done about it. Whatever is not recognised counts as transient."""
+    """Classify an error of obstore by what can be done about it. Unrecognised errors count as transient."""
     text = str(error)
     if isinstance(error, AlreadyExistsError):
         return Fault("exists", "already exists")

@@ -18,13 +18,13 @@ class LockBusyError(Exception):
 
 
 def take_lock(path: Path) -> int | None:
-    """Lock a file, creating it; the handle for `release_lock`, or `None` where the file system has no flock.
+    """Create and lock a file; returns the handle for `release_lock`, or `None` if the file system has no flock.
 
     The handle closes on exec and is closed in every forked child: a reward worker that outlives a killed run must not
     keep the folder locked. Closing a child's copy leaves the parent's lock alone.
 
     Raises:
-        LockBusyError: somebody holds it.
+        LockBusyError: the lock is held.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -42,7 +42,7 @@ def take_lock(path: Path) -> int | None:
 
 
 def release_lock(handle: int) -> None:
-    """Give the lock back. The file stays: removing it would let two processes lock two files of one name."""
+    """Release the lock. The file stays: removing it would let two processes lock two files of one name."""
     if handle in _held:
         _held.discard(handle)
         os.close(handle)

@@ -1,6 +1,6 @@
-"""Repositories of a Hugging Face hub, or of a server that speaks as one, as a source of downloads.
+"""Repositories of a Hugging Face hub, or of a compatible server, as a source of downloads.
 
-Belongs here: the hub's two requests (what is in a revision; a file's bytes) and what its refusals mean.
+Belongs here: the hub's two requests (contents of a revision; a file's bytes) and what its refusals mean.
 Does not belong here: the cache, or which files a run needs (`inputs`).
 
 A branch is resolved to its commit first, and everything is read from that commit.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ENDPOINT = "https://huggingface.co"
 MAX_PAUSE_SECONDS = 60.0
 MAX_UNREACHED = 5
-"""Tries that reach no hub at all, with pauses of 1, 2, 4 and 8 s between; then it is an error."""
+"""Tries that reach no hub at all, with pauses of 1, 2, 4 and 8 s between them, before an error."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ADDRESS = re.compile(r"(datasets/)?([\w.-]+/[\w.-]+)(?:@([^/?#]+))?(?:/(.+))?", re.ASCII)
 _PASSING = (408, 425, 429)
@@ -49,7 +49,7 @@ class HubAddress:
 
 
 def parse_address(uri: str) -> HubAddress | None:
-    """`None` where it is none."""
+    """The address in a URI; `None` if it is not one."""
     found = _ADDRESS.fullmatch(uri.removeprefix("hf://"))
     if found is None or ".." in uri.split("/"):
         return None
@@ -86,8 +86,8 @@ class Hub:
     """One repository at one commit.
 
     Args:
-        missing: makes the error for what is not there.
-        cache: keeps what a commit holds, so that another start does not need the hub; `None` keeps nothing.
+        missing: makes the error for something that does not exist.
+        cache: keeps the listing of a commit, so that another start does not need the hub; `None` keeps nothing.
         revision: the commit that an earlier start of the run used, instead of the address's.
     """
 
@@ -166,9 +166,9 @@ class Hub:
         raise InterruptedTransfer(f"it ended after {len(data)} of {wanted} bytes")
 
     def _stream(self, name: str, start: int, end: int | None = None) -> Iterator[int | bytes]:
-        """First the offset at which the answer starts, then its bytes."""
+        """Yields the offset at which the response starts, then its bytes."""
         self._check_online(name)
-        # Compression would count other bytes than the file's.
+        # With compression, byte counts would not be the file's.
         headers = {**self._headers(), "Accept-Encoding": "identity"}
         if start or end is not None:
             headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
@@ -176,11 +176,11 @@ class Hub:
         with _as_interruption(), self._client.stream("GET", url, headers=headers) as answer:
             self._check(answer, name)
             yield _offset(answer, start)
-            # As they come: httpx would lose what it had gathered for a larger piece when the connection breaks.
+            # In the sizes received: to form larger chunks, httpx buffers bytes that a broken connection would lose.
             yield from answer.iter_bytes()
 
     def _list(self, revision: str) -> tuple[str, dict[str, RemoteFile]]:
-        # What a commit holds is fixed; a branch is asked for anew, unless nothing may be asked.
+        # The contents of a commit are fixed; a branch is resolved again, unless offline.
         known = _COMMIT.fullmatch(revision) or self._access.offline
         listing = self._cache.load_listing(self._listing_key(revision)) if self._cache and known else None
         if listing is None:
@@ -221,7 +221,7 @@ class Hub:
             cut, seconds = _cut(state), patience.monotonic() - started
             if not cut.reached and state.attempt_number >= MAX_UNREACHED:
                 return True
-            # One try may have used the time up because this process stood still.
+            # One try may use up the time because this process was suspended.
             return (seconds if state.attempt_number > 1 else 0.0) + _pause(state) > patience.deadline_seconds
 
         def tell(state: RetryCallState) -> None:
@@ -260,7 +260,7 @@ class Hub:
             )
 
     def _check(self, answer: httpx.Response, name: str | None) -> None:
-        """Raises for everything but success. `name`: of a file, or `None` for the repository."""
+        """Raises unless the request succeeded. `name`: the file's, or `None` for the repository."""
         status, code = answer.status_code, answer.headers.get("x-error-code", "")
         if status < 300:
             return
@@ -282,13 +282,13 @@ class Hub:
         else:
             fix = "check the name; for a private or gated repository set HF_TOKEN (on a cluster through a secret in "
             fix += "spec.placement.envFromSecrets)"
-        # The hub answers 401 for names that do not exist, too, and does not say which it was.
+        # The hub also answers 401 for names that do not exist, and does not tell the cases apart.
         reason = f"HTTP {status} {code}".rstrip()
         return CredentialsError(f"the hub refused this repository ({reason})", where=self.uri, fix=fix)
 
 
 def _build_client(silent_seconds: float) -> httpx.Client:
-    """Follows redirects to other hosts, which do not get the token: httpx drops it there."""
+    """A client that follows redirects to other hosts, to which httpx does not send the token."""
     import httpx
 
     return httpx.Client(follow_redirects=True, timeout=httpx.Timeout(silent_seconds, connect=10.0))
@@ -303,7 +303,7 @@ def _cut(state: RetryCallState) -> InterruptedTransfer:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Seconds before the next try: as the hub asks for, or twice as long as before."""
+    """Seconds before the next try: as the hub requests, or twice as long as before."""
     cut = _cut(state)
     first = 0.1 if cut.reached else 1.0
     return min(8.0, first * 2 ** (state.attempt_number - 1)) if cut.wait is None else cut.wait
@@ -323,7 +323,7 @@ def _as_interruption() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Without the address: a redirect's holds a signature."""
+    """The reason without the address: that of a redirect contains a signature."""
     name = type(error).__name__
     words = {
         "ConnectError": "no connection",
@@ -335,7 +335,7 @@ def _reason(error: Exception) -> str:
 
 
 def _offset(answer: httpx.Response, start: int) -> int:
-    """Where the answer's bytes begin: servers may ignore a range."""
+    """The offset at which the response's bytes begin: servers may ignore a range."""
     if answer.status_code != 206:
         return 0
     found = re.match(r"bytes (\d+)-", answer.headers.get("content-range", ""))

@@ -1,9 +1,10 @@
-"""What a manifest reads, wherever it lies: a URI becomes a local path.
+"""Inputs of a manifest, wherever they are stored: turns a URI into a local path.
 
-Belongs here: schemes, and which files of a source a run needs. Does not belong here: `builtin://`, whose owners know
-their own (`model_info`, `data`), or a source's protocol (`hub`, `bucket`).
+Belongs here: schemes, and which files of a source a run needs. Does not belong here: `builtin://` (`model_info`,
+`data`), or a source's protocol (`hub`, `bucket`).
 
-A model is its `*.safetensors` and the texts beside them. Pickled weights and a model's own code are never fetched.
+A model is its `*.safetensors` files and the text files beside them. Pickled weights and a model's own code are never
+fetched.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from orbit_runtime.storage.store import is_key
 Kind = Literal["model", "prompts", "code"]
 INDEX, SINGLE, WEIGHTS = "model.safetensors.index.json", "model.safetensors", ".safetensors"
 ARCHIVE = ".zip"
-"""Python imports from it as it is, so nothing is ever unpacked."""
+"""Python imports directly from an archive, so nothing is ever unpacked."""
 MAX_CODE_FILES = 10_000
 _ON_A_CLUSTER = ("pvc", "configmap")
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -40,12 +41,12 @@ class Fetched:
     """Where an input is on this machine."""
 
     path: Path
-    """A folder; for prompts and code also a file."""
+    """A folder; for prompts and code, possibly a file."""
     uri: str
     revision: str | None = None
-    """The hub's commit."""
+    """The commit on the hub."""
     digest: str | None = None
-    """SHA-256 over names and contents, where it was fetched or is code."""
+    """SHA-256 over names and contents, if the input was fetched or is code."""
 
     def to_json(self) -> dict[str, str | None]:
         return {"uri": self.uri, "revision": self.revision, "digest": self.digest}
@@ -60,18 +61,18 @@ def fetch_input(
     environ: Mapping[str, str] | None = None,
     revision: str | None = None,
 ) -> Fetched:
-    """The local folder or file of a URI, downloaded where it has to be.
+    """The local folder or file of a URI, downloaded if necessary.
 
     Args:
         where: the manifest's field, for messages.
-        environ: where settings and credentials are; the process's own environment unless given.
-        revision: the hub's commit that an earlier start of the same run used.
+        environ: holds settings and credentials; the process's own environment by default.
+        revision: the commit on the hub that an earlier start of the same run used.
 
     Raises:
-        ModelError, DataError, UsageError: (66, 65, 64 by kind) it is not there, or not what its source announced.
+        ModelError, DataError, UsageError: (66, 65, 64 by kind) the input is missing, or not what its source announced.
         CredentialsError: (77) the source refused.
         StorageError: (74) the source or the disk failed.
-        StoppedOnRequest: (75) what arrived is kept.
+        StoppedOnRequest: (75) stopped; received bytes are kept.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme == "file":
@@ -98,10 +99,10 @@ def fetch_input(
 def code_digest(path: Path, where: str) -> str:
     """SHA-256 over the names and contents of a folder of code, or of an archive.
 
-    Hidden and compiled files do not count, so that a folder has the digest of its copy in a bucket.
+    Hidden and compiled files do not count, so that a folder has the same digest as its copy in a bucket.
 
     Raises:
-        UsageError: there is no such folder, it is empty, or it holds far too much to be code.
+        UsageError: the folder does not exist, is empty, or holds far too much to be code.
     """
     if path.is_file() and path.suffix == ARCHIVE:
         return f"sha256:{digest_of({path.name: hashlib.sha256(path.read_bytes()).hexdigest()})}"
@@ -110,7 +111,7 @@ def code_digest(path: Path, where: str) -> str:
     files: dict[str, str] = {}
     for each in sorted(path.rglob("*")):
         name = each.relative_to(path)
-        # A ConfigMap's volume holds its files a second time below `..data`.
+        # A ConfigMap's volume contains its files a second time below `..data`.
         if _is_passed_over(name.as_posix()) or not each.is_file():
             continue
         files[name.as_posix()] = hashlib.sha256(each.read_bytes()).hexdigest()
@@ -123,7 +124,7 @@ def code_digest(path: Path, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """One input, and what its errors need to know."""
+    """One wanted input, with the facts for its errors."""
 
     uri: str
     kind: Kind
@@ -182,7 +183,7 @@ class _Wanted:
         return self._keep_model(bucket, {name: bucket.describe(name) for name in names}, None)
 
     def _keep_model(self, source: Source, listed: Mapping[str, RemoteFile], revision: str | None) -> Fetched:
-        """Texts first: the index among them says which weights there are."""
+        """Fetches text files first: the index among them lists the weights."""
         if "config.json" not in listed:
             raise self.missing("there is no config.json: this is not a model in Hugging Face format")
         texts = [file for name, file in listed.items() if _is_text(name)]
@@ -211,7 +212,7 @@ class _Wanted:
     def _keep(
         self, source: Source, files: Sequence[RemoteFile], revision: str | None = None, *, folder: str | None = None
     ) -> Fetched:
-        """Args: folder: of the source, where its files are wanted together, not one file."""
+        """Args: folder: of the source, if its files are wanted together instead of one file."""
         found = fetch_files(source, files, self.cache, self.patience, self.broken)
         kept, digest = self.cache.build_folder(found)
         if folder is not None:
@@ -226,7 +227,7 @@ def _is_text(name: str) -> bool:
 
 
 def _is_data(name: str) -> bool:
-    """Rows, and what says which files have them; `data.readers` knows what is in them."""
+    """Whether the file holds rows, or lists files that do; `data.readers` knows their contents."""
     last = name.rpartition("/")[2]
     return not _is_passed_over(name) and (
         last in _DATA_TEXTS or last.removesuffix(".gz").removesuffix(".zst").endswith(_DATA)

@@ -1,4 +1,4 @@
-"""From a URI to a store, with the findings that can be made before anything is written.
+"""Opens the store of a URI, with the checks that are possible before anything is written.
 
 Belongs here: URIs, environment, local folders that cannot be written. Does not belong here: reading or writing.
 """
@@ -37,17 +37,17 @@ def open_store(
 ) -> Store:
     """Open `runs/x`, `file:///srv/runs/x` or `s3://bucket/prefix`; creates nothing.
 
-    A remote store is asked once, with a short deadline, so that a wrong bucket or a store that is down shows now.
+    A remote store is asked once, with a short deadline, so that a wrong bucket or an unavailable store shows now.
     `ORBIT_STORE_DEADLINE_SECONDS` sets how long each later call may be retried.
 
     Args:
-        environ: where settings and credentials are; the process's own environment unless given.
+        environ: holds settings and credentials; the process's own environment by default.
         writable: refuse a local folder that cannot be written. Readers of a finished run pass `False`.
 
     Raises:
-        OutputError: the folder cannot be written, a file stands in its place, or no bucket can have that name.
+        OutputError: the folder cannot be written, a file is in its place, or the bucket's name is invalid.
         CredentialsError: the store refused the credentials, or there are none.
-        StorageError: the store did not answer, or has no such bucket.
+        StorageError: the store did not answer, or lacks the bucket.
     """
     environ = os.environ if environ is None else environ
     deadline = read_deadline(environ)

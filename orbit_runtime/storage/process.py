@@ -1,6 +1,6 @@
-"""Which process is this, so that another one on the same machine can tell whether it still runs.
+"""Identifies a process, so that another on the same machine can tell whether it still runs.
 
-Belongs here: facts of Linux's /proc, each `None` where there is none. Does not belong here: what follows from them.
+Belongs here: facts from Linux's /proc, each `None` if unavailable. Does not belong here: what follows from them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process, told apart from later ones with its pid.
+    """One process, distinguished from later ones with the same pid.
 
     Example: `Process("gpu-7", "5c1e…", "pid:[4026]", 17, 912)`
     """
@@ -21,7 +21,7 @@ class Process:
     host: str
     boot_id: str | None
     pid_namespace: str | None
-    """Two containers of one machine may share its name and not see each other's processes."""
+    """Two containers on a machine may share its name without seeing each other's processes."""
     pid: int
     start_ticks: int | None
     """Start time in clock ticks since boot."""
@@ -33,11 +33,11 @@ def current_process() -> Process:
 
 
 def is_gone(process: Process, here: Process) -> bool:
-    """Whether a process provably runs no more, seen from `here`. In doubt: `False`."""
+    """Whether a process, seen from `here`, has provably ended. `False` if in doubt."""
     if process.host != here.host or process.boot_id is None or here.boot_id is None:
         return False
     if process.boot_id != here.boot_id:
-        # The machine of that name was started again, unless two machines share a name.
+        # The machine of that name was restarted, unless two machines share a name.
         return False
     if process.pid_namespace is None or process.pid_namespace != here.pid_namespace or process.start_ticks is None:
         return False
@@ -45,12 +45,12 @@ def is_gone(process: Process, here: Process) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """`None` when the process is gone or a zombie, or where there is no /proc."""
+    """`None` if the process is gone or a zombie, or if there is no /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name in parentheses may hold spaces and parentheses itself.
+    # The name in parentheses may itself contain spaces and parentheses.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 

@@ -1,4 +1,4 @@
-"""Which bundles stay. Belongs here: choosing and removing. Does not belong here: cadence (`loop`)."""
+"""Retention of bundles. Belongs here: choosing and removing. Does not belong here: cadence (`loop`)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from orbit_runtime.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """What goes, in the order in which it must go: without its manifest a bundle is none, whatever parts remain."""
+    """Objects to delete, in order: without its manifest a bundle no longer exists, whatever parts remain."""
 
     manifests: tuple[str, ...]
     parts: tuple[str, ...]
 
 
 def prune_bundles(store: Store, prefix: str, keep: int, *, newest: str | None = None) -> Pruning:
-    """Remove all but the newest `keep` complete bundles (0 keeps all), and parts that older unfinished ones left.
+    """Remove all but the newest `keep` complete bundles (0 keeps all), and parts of older unfinished ones.
 
     Args:
-        newest: the bundle just written. Higher ones are left alone and not counted: after a fall-back over a corrupt
-            checkpoint it still stands above the good ones, which must not make room for it.
+        newest: the bundle just written. Higher ones are left alone and not counted: after a fall-back, a corrupt
+        checkpoint still has a higher number than the good ones, which must not be removed in its favour.
     """
     choice = choose_pruning(store.list(prefix), keep, newest=newest)
     store.delete(choice.manifests)
@@ -31,7 +31,7 @@ def prune_bundles(store: Store, prefix: str, keep: int, *, newest: str | None = 
 
 
 def choose_pruning(keys: Sequence[str], keep: int, *, newest: str | None = None) -> Pruning:
-    """Pure: from the keys below a prefix to those that go. Never the newest complete bundle, nor what is above it."""
+    """The keys below a prefix to delete: never the newest complete bundle, nor anything above it. Pure."""
     bundles: dict[str, list[str]] = {}
     for key in keys:
         bundles.setdefault(key.rpartition("/")[0], []).append(key)

@@ -1,6 +1,6 @@
-"""Rows that were written one object each, gathered into one file.
+"""Gathers rows that were written as one object each into one file.
 
-Belongs here: JSON lines. Does not belong here: what a row says (`observability`).
+Belongs here: JSON lines. Does not belong here: the contents of a row (`observability`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from orbit_runtime.storage.store import NotFound, Store
 
 
 def compact_rows(store: Store, prefix: str, target: str) -> int:
-    """Write `prefix*.json` as JSON lines into `target`, in the order of the numbers in their names; the count of rows.
+    """Write `prefix*.json` as JSON lines into `target`, ordered by the numbers in their names; returns the row count.
 
-    One put: a reader sees the old file or the new one. The rows stay, so it can be done again at any time.
+    It is one put: a reader sees the old file or the new one. The rows stay, so this can be repeated at any time.
     """
     keys = sorted((key for key in store.list(prefix) if key.endswith(".json")), key=bundle_order)
     lines: list[str] = []

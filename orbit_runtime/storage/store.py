@@ -1,4 +1,4 @@
-"""The store: bytes by key, each call retried until its deadline, each failure told as an error with an owner.
+"""The store: bytes by key, each call retried until its deadline, each failure raised as an error with an owner.
 
 Belongs here: put, get, list and delete. Does not belong here: URIs (`opening`), bundles, executions.
 """
@@ -24,19 +24,19 @@ _log = logging.getLogger("orbit.storage")
 _KEY = re.compile(r"[A-Za-z0-9._=+-]+(/[A-Za-z0-9._=+-]+)*")
 _PARALLEL_REQUESTS = 8
 STREAM_BYTES = 1 << 24
-"""Of one request of a streamed object, and the least that is worth streaming."""
+"""Bytes of one request of a streamed object, and the smallest object worth streaming."""
 _STREAM_REQUESTS = 2
 _MAPPED_BYTES = 1 << 20
 
 STORE_ERRORS = (BaseError, OSError)
-"""What the store and the disk raise; anything else is a mistake of ours."""
+"""Exceptions of the store and the disk; any other is a bug of ours."""
 
 Keys = list[str]
-"""`list` is a method below."""
+"""An alias, as `list` is a method below."""
 
 
 class NoSuchBucket(StorageError):
-    """The URI names a bucket that nobody has made."""
+    """The URI names a bucket that does not exist."""
 
 
 class NotFound(StorageError):
@@ -48,11 +48,11 @@ class AlreadyExists(StorageError):
 
 
 class CorruptBundle(StorageError):
-    """A bundle is not what its manifest says: a part is missing, truncated or changed, or the manifest is no JSON."""
+    """A bundle contradicts its manifest: a part is missing, truncated or changed, or the manifest is not JSON."""
 
 
 class Backend(Protocol):
-    """The seven calls that we make of an obstore store (`LocalStore`, `S3Store`, `MemoryStore` …)."""
+    """The seven methods that we use of an obstore store (`LocalStore`, `S3Store`, `MemoryStore` …)."""
 
     def put(self, path: str, file: Any, /, *, mode: Any = None, **streaming: Any) -> Any: ...
     def get(self, path: str, /) -> Any: ...
@@ -68,9 +68,9 @@ class Store:
 
     Args:
         backend: an obstore store whose root is `uri`.
-        uri: for messages; holds no credentials.
+        uri: for messages; contains no credentials.
         root: the folder on this machine, or `None` for an object store.
-        deadline_seconds: how long one call may be retried before it is a `StorageError`; it is tried twice at least.
+        deadline_seconds: how long one call may be retried before a `StorageError`; it is tried at least twice.
         clock, sleep: wall clock and waiting; `monotonic` measures the deadline.
     """
 
@@ -98,7 +98,7 @@ class Store:
         return f"Store({self.uri!r})"
 
     def with_deadline(self, seconds: float) -> Store:
-        """The same store, more or less patient."""
+        """The same store with another deadline."""
         return Store(
             self._backend,
             self.uri,
@@ -113,7 +113,7 @@ class Store:
         """Write one object, whole or not at all. Safe to call twice.
 
         Raises:
-            AlreadyExists: with `create_only`, when another writer's object has this key.
+            AlreadyExists: with `create_only`, if another writer's object has this key.
         """
         check_key(key)
         tries = 0
@@ -126,18 +126,18 @@ class Store:
         try:
             self._call(f"writing {key}", key, attempt)
         except AlreadyExists:
-            # An earlier try may have been carried out although its answer was lost.
+            # An earlier try may have succeeded although its answer was lost.
             if tries == 1 or self.get(key) != data:
                 raise
         except NotFound:
-            # Writing creates what is missing, so what is not there is a place where nothing can be created.
+            # A put creates missing folders, so "not found" means that nothing can be created there.
             raise self._uncreatable(key) from None
 
     def put_stream(self, key: str, pieces: Callable[[], Iterable[Buffer]]) -> None:
-        """Write one object from its pieces, whole or not at all, with a few of them in memory at a time.
+        """Write one object from its pieces, whole or not at all, with a few pieces in memory at a time.
 
         Args:
-            pieces: each try asks for them anew, so they must be the same every time.
+            pieces: called again for each try, and must give the same pieces every time.
         """
         check_key(key)
 
@@ -159,9 +159,9 @@ class Store:
         return data
 
     def view(self, key: str) -> Buffer:
-        """Read one object for looking at: in a local folder it is mapped, so that it takes no memory of its own.
+        """Read one object as a view: in a local folder it is memory-mapped, and so takes no memory of its own.
 
-        Writing to it changes nothing but this view. Raises `NotFound`.
+        Writing to the view changes only the view. Raises `NotFound`.
         """
         check_key(key)
         try:
@@ -169,12 +169,12 @@ class Store:
                 with (self.root / key).open("rb") as file:
                     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         except OSError:
-            # Whatever it is, the ordinary way says it in our words.
+            # Whatever the failure is, the ordinary read raises it as our error.
             pass
         return self.get(key)
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
-        """Read bytes `[start, end)` of one object, fewer where it ends before. Raises `NotFound`."""
+        """Read bytes `[start, end)` of one object, fewer if it ends earlier. Raises `NotFound`."""
         check_key(key)
         doing = f"reading {key}"
         data = self._call(doing, key, lambda: bytes(self._backend.get_range(key, start=start, end=end)))
@@ -187,7 +187,7 @@ class Store:
         return int(self._call(f"looking for {key}", key, lambda: self._backend.head(key))["size"])
 
     def version(self, key: str) -> tuple[int, str]:
-        """Size of one object, and a text that changes when it is replaced. Raises `NotFound`."""
+        """Size of one object, and a text that changes if it is replaced. Raises `NotFound`."""
         check_key(key)
         found = self._call(f"looking for {key}", key, lambda: self._backend.head(key))
         return int(found["size"]), str(found.get("e_tag") or found.get("last_modified"))
@@ -222,7 +222,7 @@ class Store:
         return sorted(folders)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; those that are gone already are no error."""
+        """Remove objects; it is no error if they are already gone."""
         names = [*keys]
         for key in names:
             check_key(key)
@@ -243,11 +243,11 @@ class Store:
             return
 
     def put_many(self, objects: Sequence[tuple[str, bytes]]) -> None:
-        """Write several objects, in parallel where each costs a round trip. All are written when it returns."""
+        """Write several objects, in parallel if each costs a round trip. On return, all are written."""
         self._each(lambda pair: self.put(pair[0], pair[1]), objects)
 
     def view_many(self, keys: Sequence[str]) -> Sequence[Buffer | NotFound]:
-        """`view` of several objects, in the order asked; a missing one comes back as its `NotFound`."""
+        """`view` of several objects, in the given order; a missing one is returned as its `NotFound`."""
 
         def read(key: str) -> Buffer | NotFound:
             try:
@@ -265,7 +265,7 @@ class Store:
         return [*self._pool.map(call, items)]
 
     def sweep(self) -> None:
-        """Remove what a killed writer left half-written in a local folder. For the only writer, at its start.
+        """Remove files that a killed writer left half-written in a local folder. Only the single writer calls it.
 
         LocalStore writes `NAME#1` and renames it; listings hide such files, so nothing else ever removes them.
         """
@@ -279,7 +279,7 @@ class Store:
         started = self.monotonic()
 
         def out_of_time(state: RetryCallState) -> bool:
-            # One attempt may have used it up because this process stood still: that says nothing of the store.
+            # One attempt may use up the time because this process was suspended, which says nothing about the store.
             is_late = self.monotonic() - started + state.upcoming_sleep > self.deadline_seconds
             return is_late and state.attempt_number > 1
 
@@ -302,7 +302,7 @@ class Store:
             raise self.explain(error, doing, key, seconds=self.monotonic() - started) from None
 
     def explain(self, error: Exception, doing: str, key: str = "", *, seconds: float = 0.0) -> OrbitError:
-        """The error of ours that says what a failed call means, without the text of the store's own."""
+        """Our error that tells what a failed call means, without the text of the store's own."""
         fault = read_fault(error)
         where = self.uri
         match fault.kind:
@@ -311,7 +311,7 @@ class Store:
             case "exists":
                 return AlreadyExists(f"{key} was already written by someone else", where=where)
             case "no-bucket":
-                # Whoever runs the store makes buckets: an operator tries again, and finds it once it is there.
+                # The store's owner creates buckets: the operator retries, and finds the bucket once it exists.
                 return NoSuchBucket(
                     "the bucket does not exist", where=where, fix="create the bucket, or correct its name in the URI"
                 )
@@ -379,7 +379,7 @@ class Store:
 
 
 def is_key(key: str) -> bool:
-    """Keys are plain ASCII segments joined by `/`, the same in every store."""
+    """Whether a key is plain ASCII segments joined by `/`, as in every store."""
     return _KEY.fullmatch(key) is not None and ".." not in key.split("/")
 
 

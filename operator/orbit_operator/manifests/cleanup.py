@@ -1,4 +1,4 @@
-"""The Job that deletes a run's artifacts from the store, when the run is deleted and asked for it."""
+"""The Job that deletes a run's artifacts from the store when the run is deleted and its manifest requests this."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from orbit_operator.settings import Settings
 
 COMPONENT = "cleanup"
 DEADLINE_SECONDS = 540
-"""Within the time for which the deletion of the run waits."""
+"""Shorter than the time for which the run's deletion waits."""
 FAILURE_RULES: list[Object] = [
     {"action": "FailJob", "onExitCodes": {"containerName": COMPONENT, "operator": "In", "values": [64, 73, 77, 78]}},
 ]
-"""What another try would not mend: no run folder is there, or no right to it."""
+"""Failures that a retry would not fix: there is no run folder, or no right to it."""
 
 
 def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
-    """It has the run's own rights to the store, and no others, and may stand where the run may: on any GPU or none.
+    """The Job has exactly the run's rights to the store, and may be placed wherever the run may, with any GPU or none.
 
-    It has no priority class: nothing that trains should make room for it.
+    It has no priority class: it must not preempt anything that trains.
     """
     storage, placement = source.manifest.spec.storage, source.manifest.spec.placement
     run = build_container(source, 0, [], settings)
@@ -43,7 +43,7 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
     pod: Object = {
-        # A pod that failed stays until its Job goes, and says why.
+        # A failed pod stays until its Job is deleted, and tells why it failed.
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,

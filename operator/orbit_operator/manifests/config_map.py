@@ -10,11 +10,11 @@ from orbit_runtime.spec.run import API_VERSION
 
 MANIFEST_FILE = "run.yaml"
 LARGEST_MANIFEST = 1 << 20
-"""Bytes that the API server lets a ConfigMap hold; `orbit run` reads no more either."""
+"""Bytes that the API server allows in a ConfigMap; `orbit run` reads no more either."""
 
 
 def build_config_map(source: RunSource) -> Object:
-    """Equal for every attempt of a run: what may change on a living object (`lifecycle`) is the operator's alone."""
+    """The same for every attempt of a run: the block that may change (`lifecycle`) is left to the operator."""
     spec = {name: value for name, value in localise(source.spec).items() if name != "lifecycle"}
     if source.metrics_port is not None:
         spec["observability"] = {**spec.get("observability", {}), "metricsPort": source.metrics_port}
@@ -28,6 +28,6 @@ def build_config_map(source: RunSource) -> Object:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata(source, config_map_name(source.name), component="manifest"),
-        # JSON is YAML.
+        # JSON is valid YAML.
         "data": {MANIFEST_FILE: orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode()},
     }

@@ -1,4 +1,4 @@
-"""The Job of an attempt: exactly one pod, never a second try, and an end only when that pod has ended."""
+"""The Job of an attempt: exactly one pod, no retries, and it ends only when that pod has ended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FAILURE_RULES: list[Object] = [
     {"action": "FailJob", "onExitCodes": {"containerName": RUN_CONTAINER, "operator": "NotIn", "values": [0]}},
     {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
 ]
-"""Every failure ends the Job, as it would without them; with them its condition keeps the exit code for good."""
+"""Every failure ends the Job, as it would without these rules; with them, the Job's condition keeps the exit code."""
 
 
 def build_job(source: RunSource, attempt: int, avoid_nodes: Sequence[str], settings: Settings) -> Object:
-    """Made once and never changed: a queue's word on `suspend` stays the queue's."""
+    """Created once and never changed: a queue decides on `suspend`."""
     head = metadata(source, job_name(source.name, attempt), attempt)
     queue = source.manifest.spec.lifecycle.queue_name
     if queue is not None:

@@ -1,4 +1,4 @@
-"""Claims and ConfigMaps that a manifest names in its URIs: where the pod finds them.
+"""Volume claims and ConfigMaps that a manifest names in its URIs, and where the pod finds them.
 
 Belongs here: `pvc://` and `configmap://` as volumes and as paths. Does not belong here: other volumes (`pod`).
 """
@@ -17,7 +17,7 @@ _FOLDERS = {"pvc": "/mnt/claims", "configmap": "/mnt/configmaps"}
 
 
 def localise(value: Any) -> Any:
-    """The value with every such URI replaced by the path at which the pod has it."""
+    """The value with every such URI replaced by its path in the pod."""
     if isinstance(value, Mapping):
         return {name: localise(child) for name, child in value.items()}
     if isinstance(value, list):
@@ -27,11 +27,11 @@ def localise(value: Any) -> Any:
 
 
 def build_mounts(spec: Mapping[str, Any]) -> tuple[list[Object], list[Object]]:
-    """Volumes and their mounts, read-only, in the order in which the manifest names them."""
+    """Volumes and their read-only mounts, in the order in which the manifest names them."""
     found = dict.fromkeys(_sources(spec))
     volumes, mounts = [], []
     for kind, name in found:
-        # A volume's name is shorter than an object's may be.
+        # The limit on a volume's name is shorter than that on an object's.
         volume = f"{kind}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
         source = {"persistentVolumeClaim": {"claimName": name, "readOnly": True}}
         volumes.append({"name": volume, **(source if kind == "pvc" else {"configMap": {"name": name}})})

@@ -1,5 +1,5 @@
-"""The NetworkPolicy of a run: only questions about its state come in; only names, HTTPS and what is declared go out.
-Over several nodes its pods speak among themselves as well."""
+"""The NetworkPolicy of a run: requests for its state may enter; only DNS, HTTPS and declared egress may leave.
+The pods of a run over several nodes may also talk to each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DNS_PORTS = ({"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53})
 
 
 def build_network_policy(source: RunSource, settings: Settings) -> Object:
-    """Selects the pods of this run alone."""
+    """Selects only the pods of this run."""
     ingress: list[Object] = []
     if source.metrics_port is not None:
         callers = sorted({settings.namespace, *settings.scrape_namespaces})
@@ -24,7 +24,7 @@ def build_network_policy(source: RunSource, settings: Settings) -> Object:
         ]
     among: list[Object] = []
     if source.manifest.spec.placement.nodes > 1:
-        # Ranks, their head and the run: Ray and the collectives choose ports as they go.
+        # Ranks, their head and the run may use any port: Ray and the collectives choose ports dynamically.
         among = [{"podSelector": {"matchLabels": {RUN_UID: source.uid}}}]
         ingress.append({"from": among})
     egress: list[Object] = [{"ports": list(DNS_PORTS)}, {"ports": [{"protocol": "TCP", "port": 443}]}]

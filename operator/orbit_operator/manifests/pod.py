@@ -1,7 +1,7 @@
-"""The pod of an attempt: what it asks for, what it may do, what it mounts.
+"""The pod of an attempt: what it requests, what it may do, what it mounts.
 
 Belongs here: the pod template, for both layouts. Does not belong here: the Job around it (`job`).
-It meets the *restricted* pod security standard, has no service-account token, and its root file system is read-only.
+The pod meets the *restricted* pod security standard, has no service-account token, and a read-only root file system.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ GPU = "nvidia.com/gpu"
 USER_ID = 65532
 MANIFEST_FOLDER, CACHE_FOLDER, WORK_FOLDER = "/etc/orbit", "/var/cache/orbit", "/var/lib/orbit"
 TOKEN_FOLDER = "/run/orbit"
-"""Of the two containers of a `Split` pod alone, in memory."""
+"""An in-memory folder shared by the two containers of a `Split` pod only."""
 ENGINE_PORT = 9401
 TERMINATION_FILE = "/dev/termination-log"
-"""Where the kubelet looks for a container's last words."""
+"""Where the kubelet looks for a container's termination message."""
 AVOIDANCE_WEIGHT = 100
-"""The most there is: any other node goes before one that failed, and a cluster of one node can still go on."""
+"""The maximum: any other node is preferred to one that failed, yet a cluster of one node can still continue."""
 
 
 def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[str], settings: Settings) -> Object:
-    """Template of the attempt's Job."""
+    """The pod template of the attempt's Job."""
     spec, placement = source.manifest.spec, source.manifest.spec.placement
     extra_volumes, extra_mounts = build_mounts(source.spec)
     run = build_container(source, attempt, extra_mounts, settings)
@@ -62,7 +62,7 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
 
 
 def build_container(source: RunSource, attempt: int, extra_mounts: list[Object], settings: Settings) -> Object:
-    """The container that runs `orbit run`. In a `Split` pod it has the trainer's GPUs, and half of everything else."""
+    """The container that runs `orbit run`. In a `Split` pod it gets the trainer's GPUs and half of everything else."""
     placement = source.manifest.spec.placement
     split, devices = placement.layout == "Split", split_devices(placement, placement.gpus)
     secrets = [source.manifest.spec.storage.credentials_secret_name, *placement.env_from_secrets]
@@ -97,7 +97,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
         ],
     }
     if source.metrics_port is not None:
-        # Ready means that the run can be asked, not that the model is loaded: queues time out on readiness.
+        # Ready means that the run answers requests, not that the model is loaded: queues time out on readiness.
         probe = {"httpGet": {"path": "/healthz", "port": "metrics"}, "periodSeconds": 10, "timeoutSeconds": 5}
         container["ports"] = [{"name": "metrics", "containerPort": source.metrics_port, "protocol": "TCP"}]
         container["readinessProbe"] = {**probe, "failureThreshold": 3}
@@ -105,13 +105,13 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
 
 
 def build_pod_metadata(own: Object, settings: Settings) -> Object:
-    """With what the installation adds; our own labels go before."""
+    """Adds the installation's labels and annotations; our own labels take precedence."""
     annotations = {"annotations": dict(settings.run_pod_annotations)} if settings.run_pod_annotations else {}
     return {"labels": {**settings.run_pod_labels, **own}, **annotations}
 
 
 def build_node_selector(placement: Placement, settings: Settings) -> dict[str, str]:
-    """The installation's, and the manifest's before it."""
+    """The installation's labels and the manifest's, which take precedence."""
     return {**settings.run_node_selector, **placement.node_selector}
 
 
@@ -135,7 +135,7 @@ def container_security() -> Object:
 
 
 def _engine_variables() -> list[Object]:
-    """Where the engine's agent listens, and where the token stands that it obeys."""
+    """Where the engine's agent listens, and the file with the token that it accepts."""
     return [
         {"name": "ORBIT_ENGINE_URL", "value": f"http://127.0.0.1:{ENGINE_PORT}"},
         {"name": "ORBIT_TOKEN_FILE", "value": f"{TOKEN_FOLDER}/token"},
@@ -143,7 +143,7 @@ def _engine_variables() -> list[Object]:
 
 
 def _ray_variables(source: RunSource, attempt: int) -> list[Object]:
-    """Over several nodes: where the ranks are."""
+    """For a run over several nodes: the address of its ranks."""
     if source.manifest.spec.placement.nodes == 1:
         return []
     return [
@@ -153,10 +153,10 @@ def _ray_variables(source: RunSource, attempt: int) -> list[Object]:
 
 
 def _engine(run: Object, placement: Placement, settings: Settings) -> Object:
-    """The engine as a native sidecar: it starts before the run's container and ends after it.
+    """The engine as a native sidecar, which starts before the run's container and ends after it.
 
-    Its agent starts servers when the run asks for them, and listens to this pod alone. What both containers see
-    (models, adapters, the token) stands in the volumes that they share.
+    Its agent starts servers when the run requests them, and is reachable from this pod only. Models, adapters and the
+    token are in volumes that both containers share.
     """
     return {
         **{name: run[name] for name in ("imagePullPolicy", "workingDir", "envFrom", "volumeMounts",
@@ -171,9 +171,9 @@ def _engine(run: Object, placement: Placement, settings: Settings) -> Object:
 
 
 def _resources(placement: Placement, settings: Settings, gpus: int, *, halved: bool) -> Object:
-    """Requests equal limits: nothing on the node can take them away, and the CPU manager may pin cores.
+    """Requests equal limits, so that nothing on the node can take them away and the CPU manager may pin cores.
 
-    Cores that nobody named are a request alone: a share that holds where cores are short, and all of them elsewhere.
+    Cores that were not specified are only requested: a guaranteed share when cores are short, all of them otherwise.
     """
     asked = placement.resources
     cpu = asked.cpu if asked.cpu is not None else settings.run_cpu
@@ -189,14 +189,14 @@ def _resources(placement: Placement, settings: Settings, gpus: int, *, halved: b
         amounts[GPU] = str(gpus)
     requests = dict(amounts)
     if not cpu and settings.run_cpu_per_gpu:
-        # A run without GPUs loads and trains on one core, slowly; the share is what keeps it alive.
+        # A run without GPUs can load and train on one core, slowly; this share keeps it alive.
         cores = settings.run_cpu_per_gpu * gpus if gpus else 1.0
         requests["cpu"] = f"{math.ceil(cores * 1000)}m"
     return {name: each for name, each in (("requests", requests), ("limits", amounts)) if each}
 
 
 def build_volumes(source: RunSource) -> list[Object]:
-    """What every pod of a run mounts, besides what its manifest names."""
+    """Volumes that every pod of a run mounts, besides those that its manifest names."""
     placement = source.manifest.spec.placement
     cache, split = placement.model_cache, placement.layout == "Split"
     if cache.claim_name is not None:
@@ -214,7 +214,7 @@ def build_volumes(source: RunSource) -> list[Object]:
 
 
 def build_tolerations(placement: Placement, settings: Settings) -> list[Object]:
-    """Of an attempt, and of what is made for the same nodes."""
+    """Tolerations of an attempt, and of other pods meant for the same nodes."""
     seconds = int(settings.node_lost_seconds)
     away = [
         {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
@@ -234,7 +234,7 @@ def _toleration(each: Toleration) -> Object:
 
 
 def node_affinity(placement: Placement, avoid_nodes: Sequence[str]) -> Object:
-    """Only nodes with the GPU that was named, and rather none of those that failed."""
+    """Requires the GPU that was named, and prefers nodes that did not fail."""
     affinity: Object = {}
     if placement.gpu_product is not None:
         product = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [placement.gpu_product]}

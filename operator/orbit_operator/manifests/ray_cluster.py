@@ -1,7 +1,7 @@
-"""The RayCluster of an attempt over several nodes: where the trainer's ranks are. KubeRay makes its pods.
+"""The RayCluster with the trainer's ranks, for an attempt over several nodes. KubeRay creates its pods.
 
 Belongs here: its head, which holds no rank, and one group of nodes for the ranks. Does not belong here: the run's own
-pod (`pod`), which joins them and starts the ranks; its exit code stays the attempt's.
+pod (`pod`), which joins the cluster and starts the ranks, and whose exit code is the attempt's.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ API_VERSION = "ray.io/v1"
 COMPONENT = "ranks"
 AGENT_PORT = 9500
 HEAD_RESOURCES = {name: {"cpu": "1", "memory": "4Gi"} for name in ("requests", "limits")}
-"""Ray's own daemons and an object store of 30 % of the memory."""
+"""For Ray's daemons, and an object store that takes 30 % of the memory."""
 
 
 def build_ray_cluster(source: RunSource, attempt: int, settings: Settings) -> Object:
-    """As many nodes for ranks as `placement.nodes` leaves; the first is the run's own."""
+    """One node for ranks for each of `placement.nodes` but the first, which the run's own pod uses."""
     placement = source.manifest.spec.placement
     ranks = placement.nodes - 1
     return {
@@ -55,13 +55,13 @@ def build_ray_cluster(source: RunSource, attempt: int, settings: Settings) -> Ob
 
 
 def _template(source: RunSource, settings: Settings, port: int, *, head: bool) -> Object:
-    """A pod without the run's credentials for its store: ranks read the model and write nothing."""
+    """A pod without the credentials for the run's store: ranks read the model and write nothing."""
     spec, placement = source.manifest.spec, source.manifest.spec.placement
     extra_volumes, extra_mounts = build_mounts(source.spec)
     run = build_container(source, 0, extra_mounts, settings)
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 10, "failureThreshold": 6}
     container: Object = {
-        # The command is KubeRay's: `ray start` with the parameters of the group.
+        # KubeRay supplies the command: `ray start` with the parameters of the group.
         **{name: run[name] for name in ("image", "imagePullPolicy", "workingDir", "securityContext")},
         "name": COMPONENT,
         "env": [

@@ -1,4 +1,4 @@
-"""What every object of a run is made from, and what they all have in common.
+"""What every object of a run is built from, and what these objects have in common.
 
 Belongs here: names, labels, the owner. Does not belong here: any one kind of object.
 """
@@ -16,19 +16,19 @@ from orbit_runtime.spec.run import API_VERSION
 GROUP = "orbitrl.dev"
 RUN_NAME, RUN_UID, ATTEMPT = f"{GROUP}/run-name", f"{GROUP}/run-uid", f"{GROUP}/attempt"
 METRICS_PORT = 9400
-"""Port of a run's pod where the manifest leaves it open."""
+"""Metrics port of a run's pod if the manifest does not set one."""
 
 RAY_PORT = 6379
-"""Of the head of an attempt's RayCluster."""
+"""Port of the head of an attempt's RayCluster."""
 LONGEST_NAME = 40
-"""KubeRay cuts names of pods from the front where they are longer than 50 with what it adds."""
+"""KubeRay truncates a pod's name from the front if it exceeds 50 characters together with what KubeRay adds."""
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """One run as the API server has it. `spec` is the raw block, defaults filled in; `manifest` the same, typed."""
+    """One run as the API server has it. `spec` is the raw block with defaults; `manifest` is the same, typed."""
 
     namespace: str
     name: str
@@ -38,7 +38,7 @@ class RunSource:
 
     @property
     def metrics_port(self) -> int | None:
-        """`None` where the run shows nothing of itself."""
+        """The port, or `None` if the run exposes none."""
         port = self.manifest.spec.observability.metrics_port
         return None if port < 0 else port or METRICS_PORT
 
@@ -48,7 +48,7 @@ def job_name(run: str, attempt: int) -> str:
 
 
 def ranks_name(run: str, attempt: int) -> str:
-    """Begins with a letter, as KubeRay wants; a long name keeps its end apart by a digest."""
+    """Begins with a letter, as KubeRay requires; a digest keeps long names distinct."""
     name = f"ranks-{run}-a{attempt}"
     if len(name) <= LONGEST_NAME:
         return name
@@ -57,7 +57,7 @@ def ranks_name(run: str, attempt: int) -> str:
 
 
 def ray_address(run: str, attempt: int) -> str:
-    """Of the service that KubeRay makes for the head."""
+    """Address of the service that KubeRay creates for the head."""
     return f"{ranks_name(run, attempt)}-head-svc:{RAY_PORT}"
 
 
@@ -75,7 +75,7 @@ def run_folder(uri: object, name: str) -> str:
 
 
 def labels(source: RunSource, attempt: int | None = None, component: str = "trainer") -> dict[str, str]:
-    """The labels of a child; those of an attempt's Job and pod carry its number."""
+    """The labels of a child; an attempt's Job and pod also carry its number."""
     common = {
         "app.kubernetes.io/name": "orbit-run",
         "app.kubernetes.io/instance": source.name,
@@ -89,7 +89,7 @@ def labels(source: RunSource, attempt: int | None = None, component: str = "trai
 
 
 def metadata(source: RunSource, name: str, attempt: int | None = None, component: str = "trainer") -> Object:
-    """Metadata of a child that goes away with its run."""
+    """Metadata of a child that is deleted with its run."""
     return {
         "name": name,
         "namespace": source.namespace,

@@ -1,1 +1,1 @@
-"""Decisions, one per file: pure functions of facts and time. Nothing here knows of the cluster's API."""
+"""Decisions, one per file: pure functions of facts and time, independent of the cluster's API."""

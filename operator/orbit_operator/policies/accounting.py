@@ -1,6 +1,6 @@
-"""What became of the GPU time of an attempt: useful, lost, or spent waiting.
+"""How the GPU time of an attempt was spent: useful, lost or waiting.
 
-Belongs here: seconds of one attempt, and their sums. Does not belong here: limits on them (`deadlines`).
+Belongs here: the seconds of one attempt, and sums over attempts. Does not belong here: limits on them (`deadlines`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from orbit_operator.facts import Attempt
 
 @dataclass(frozen=True, slots=True)
 class GPUSeconds:
-    """Seconds times GPUs. Example: 8 GPUs, 60 s of loading, 600 s of training of which the last 30 were lost with a
-    crash: `GPUSeconds(useful=4560, lost=240, waiting=480)`."""
+    """Seconds times GPUs. Example: 8 GPUs, 60 s of loading, 600 s of training of which a crash lost the last 30:
+    `GPUSeconds(useful=4560, lost=240, waiting=480)`."""
 
     useful: float = 0.0
     lost: float = 0.0
@@ -25,7 +25,7 @@ class GPUSeconds:
 
 
 def account(attempt: Attempt, gpus: int, now: float) -> GPUSeconds:
-    """One attempt. While it lives, its training counts as useful; what a crash then takes back becomes lost."""
+    """Accounts for one attempt. While it lives, its training counts as useful; what a crash undoes becomes lost."""
     useful = attempt.earlier_seconds
     if attempt.scheduled is None:
         return GPUSeconds(useful=gpus * useful)
@@ -40,7 +40,7 @@ def account(attempt: Attempt, gpus: int, now: float) -> GPUSeconds:
 
 
 def account_all(attempts: Iterable[Attempt], retired: Mapping[str, float], gpus: int, now: float) -> GPUSeconds:
-    """All attempts, those that are no longer listed included."""
+    """Accounts for all attempts, including those no longer listed."""
     total = GPUSeconds(*(retired.get(name, 0.0) for name in ("useful", "lost", "waiting")))
     for attempt in attempts:
         total += account(attempt, gpus, now)

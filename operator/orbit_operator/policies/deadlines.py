@@ -1,6 +1,6 @@
-"""How long may a run compute, and how long may an attempt take to start?
+"""How long a run may compute, and how long an attempt may take to start.
 
-Belongs here: time that counts, and whether a limit is reached. Does not belong here: ending anything (`plan`).
+Belongs here: which time counts, and when a limit is reached. Does not belong here: ending anything (`plan`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ STARTING_PHASES = frozenset({"", "Starting", "Preflight"})
 
 
 def active_seconds(attempts: Sequence[Attempt], retired: Mapping[str, float], now: float) -> float:
-    """GPU time so far, over all attempts: from a pod's placement on a node to its end."""
+    """Seconds so far for which attempts held GPUs: from a pod's placement on a node to its end."""
     return retired.get("seconds", 0.0) + sum(held_seconds(attempt, now) for attempt in attempts)
 
 
 def held_seconds(attempt: Attempt, now: float) -> float:
-    """How long an attempt holds or held its GPUs."""
+    """Seconds for which an attempt has held its GPUs."""
     if attempt.scheduled is None:
         return attempt.earlier_seconds
     end = attempt.ended if attempt.ended is not None else now
@@ -28,7 +28,7 @@ def held_seconds(attempt: Attempt, now: float) -> float:
 def active_deadline(
     attempts: Sequence[Attempt], retired: Mapping[str, float], limit: int | None, now: float
 ) -> float | None:
-    """When the run's time is used up if the present attempt goes on; `None` without a limit or while nothing runs."""
+    """When the run's time is used up if the current attempt continues; `None` without a limit or while nothing runs."""
     if limit is None:
         return None
     left = limit - active_seconds(attempts, retired, now)
@@ -37,9 +37,9 @@ def active_deadline(
 
 
 def startup_deadline(attempt: Attempt, lifecycle: Lifecycle) -> float | None:
-    """When this attempt must have begun to train; `None` without a limit, or once it has.
+    """When this attempt must have begun to train; `None` without a limit, or once it has begun.
 
-    A container that runs and never answered is left alone: a closed network must not end a healthy run.
+    A running container that never answered is left alone: a blocked network must not end a healthy run.
     """
     if lifecycle.startup_deadline_seconds is None or attempt.scheduled is None or attempt.running is not None:
         return None

@@ -1,4 +1,4 @@
-"""How did this attempt end, on whose account, and who must act?
+"""How an attempt ended, which budget is charged, and who must act.
 
 Belongs here: exit codes, termination messages, pod and Job conditions, each turned into a `Verdict`.
 Does not belong here: whether to try again (`restart`).
@@ -33,7 +33,7 @@ EXIT_CODES: dict[int, tuple[str, Budget, Owner]] = {
     84: ("GateFailed", "user", "user"),
     85: ("RewardNonFinite", "user", "user"),
     86: ("RewardsFailing", "user", "user"),
-    # Not Orbit's: what a shell, a kernel or an interpreter says.
+    # Not Orbit's own codes: those of a shell, a kernel or an interpreter.
     126: ("CommandNotFound", "user", "user"),
     127: ("CommandNotFound", "user", "user"),
     128: ("CommandNotFound", "user", "user"),
@@ -43,13 +43,14 @@ EXIT_CODES: dict[int, tuple[str, Budget, Owner]] = {
     139: ("Crashed", "infra", "hardware"),
     143: ("Interrupted", "infra", "cluster"),
 }
-"""Exit code: reason, budget of a first occurrence, who must act. Every other code is a bug (`InternalError`)."""
+"""Exit code → reason, budget charged at the first occurrence, who must act. Any other code is a bug
+(`InternalError`)."""
 
 FIRST_INFRA_THEN_USER = frozenset({"OutOfMemory", "GPUFault", "CollectiveFailed", "Crashed"})
-"""The machine may be at fault, or the program: a repetition without any progress in between is the program's."""
+"""The fault may be the machine's or the program's: a repetition without progress in between is the program's."""
 
 AVOID_NODE = frozenset({"GPUFault", "CollectiveFailed", "Crashed", "NodeLost", "PodRejected", STARTUP_DEADLINE})
-"""Reasons that speak against the node."""
+"""Reasons to avoid the node."""
 
 WAITING: dict[str, tuple[str, Owner]] = {
     "ImagePullBackOff": ("ImagePullFailed", "user"),
@@ -62,7 +63,7 @@ WAITING: dict[str, tuple[str, Owner]] = {
     "RunContainerError": ("ContainerNotCreated", "user"),
     "CrashLoopBackOff": ("EngineDied", "cluster"),
 }
-"""The kubelet's word for a container that does not start: our reason, who must act."""
+"""The kubelet's reason for a container that does not start → our reason, who must act."""
 
 _DISRUPTIONS: dict[str, tuple[str, Owner]] = {
     "PreemptionByScheduler": ("Preempted", "none"),
@@ -82,16 +83,16 @@ _REJECTIONS = (
 )
 _MESSAGE_LIMIT = 1024
 _LONGEST = 4096
-"""What the kubelet keeps of a termination message."""
+"""Bytes of a termination message that the kubelet keeps."""
 
 
 def judge_job(job: JobFacts | None, pod: PodFacts | None, node: NodeFacts | None) -> Verdict:
-    """The verdict over an attempt that is over.
+    """The verdict on an attempt that is over.
 
     Args:
-        job: None where the Job was deleted before it ended.
-        pod: its newest pod, None where that is gone.
-        node: the node of that pod, None where it was not looked at.
+        job: None if the Job was deleted before it ended.
+        pod: the newest pod; None if it is gone.
+        node: the node of that pod; None if it was not read.
     """
     if pod is not None and pod.end is not None:
         return _with_node(_judge_exit(pod.end, pod), node)
@@ -111,17 +112,17 @@ def judge_job(job: JobFacts | None, pod: PodFacts | None, node: NodeFacts | None
 
 
 def judge_lost(pod: PodFacts) -> Verdict:
-    """The verdict over an attempt whose pod stands on a node that nobody can reach."""
+    """The verdict on an attempt whose pod is on an unreachable node."""
     where = f"node {pod.node} is not ready"
     return Verdict("Failed", "NodeLost", "infra", "cluster", f"{where}; its pod is fenced off", avoid_node=True)
 
 
 def judge_startup(verdict: Verdict, reason: str, message: str) -> Verdict:
-    """The verdict over an attempt that never trained within its start-up deadline, and that we ended for it.
+    """The verdict on an attempt that we ended because it did not train within its start-up deadline.
 
     Args:
-        verdict: what the ending looks like by itself; a failure that explains itself stays what it is.
-        reason: what it waited for, as the status said last.
+        verdict: the verdict on the ending alone; a failure that explains itself is kept.
+        reason: what the attempt waited for, according to the last status.
     """
     if verdict.reason not in ("Checkpointed", "Killed", "Interrupted", "PodGone", "JobWithdrawn", "JobDeleted"):
         return verdict
@@ -132,7 +133,7 @@ def judge_startup(verdict: Verdict, reason: str, message: str) -> Verdict:
 
 
 def find_waiting(pod: PodFacts) -> tuple[str, Owner, str] | None:
-    """Why a pod does not start: reason, who must act, message. None while nothing is wrong with it."""
+    """Why a pod does not start: reason, who must act, message. None if nothing is wrong."""
     if pod.waiting_reason in WAITING:
         reason, owner = WAITING[pod.waiting_reason]
         return reason, owner, _cut(pod.waiting_message or pod.waiting_reason)
@@ -140,7 +141,7 @@ def find_waiting(pod: PodFacts) -> tuple[str, Owner, str] | None:
 
 
 def read_termination(message: str) -> dict[str, Any]:
-    """The termination message as an object; `{"message": …}` where it is only text."""
+    """The termination message as an object; `{"message": …}` if it is plain text."""
     try:
         facts = json.loads(message)
     except (ValueError, RecursionError):
@@ -149,7 +150,7 @@ def read_termination(message: str) -> dict[str, Any]:
 
 
 def _read_log(text: str) -> dict[str, Any]:
-    """The last words of a log, which is what the kubelet gives where no message was left."""
+    """The last lines of a log, which the kubelet supplies if no message was left."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for index in reversed(range(len(lines))):
         if lines[index].startswith("error: "):
@@ -182,7 +183,7 @@ def _judge_exit(end: ContainerEnd, pod: PodFacts) -> Verdict:
 
 
 def _judge_killed(end: ContainerEnd, pod: PodFacts) -> Verdict:
-    """Nobody asked the process; the pod knows who ended it."""
+    """The verdict on a process that was killed without a request to stop; the pod tells by whom."""
     if pod.disruption or pod.reason:
         verdict = _judge_pod(pod)
         return Verdict("Failed", verdict.reason, "infra", verdict.owner, _tell_kill(verdict.message, end),
@@ -193,7 +194,7 @@ def _judge_killed(end: ContainerEnd, pod: PodFacts) -> Verdict:
 
 
 def _tell_request(pod: PodFacts) -> str:
-    """Who asked it to stop; empty where nothing says."""
+    """Who asked the process to stop; empty if unknown."""
     if not pod.disruption and not pod.reason:
         return ""
     asked = _judge_pod(pod)
@@ -201,7 +202,7 @@ def _tell_request(pod: PodFacts) -> str:
 
 
 def _tell_kill(how: str, end: ContainerEnd) -> str:
-    """What killed it. A message that it left itself says more; the last line of its log only comes after."""
+    """What killed the process. A message that it left takes precedence; the last line of its log is only appended."""
     said = "" if end.reason == "ContainerStatusUnknown" else _sentence(read_termination(end.message))
     if not said:
         return _cut(how)
@@ -209,12 +210,12 @@ def _tell_kill(how: str, end: ContainerEnd) -> str:
 
 
 def _is_left(message: str) -> bool:
-    """Left by the container, and not the end of its log, which the kubelet takes where nothing was left."""
+    """Whether the container left this message; otherwise it is the end of the log, which the kubelet substitutes."""
     return message.lstrip().startswith("{") and "message" in read_termination(message)
 
 
 def _judge_pod(pod: PodFacts) -> Verdict:
-    """A pod that ended without its container saying how."""
+    """The verdict on a pod that ended without a report from its container."""
     text = _cut(pod.message or pod.reason or pod.disruption)
     if pod.disruption in _DISRUPTIONS:
         reason, owner = _DISRUPTIONS[pod.disruption]
@@ -230,7 +231,7 @@ def _judge_pod(pod: PodFacts) -> Verdict:
 
 
 def _with_node(verdict: Verdict, node: NodeFacts | None) -> Verdict:
-    """A node that reports broken GPUs explains a crash of the program on it."""
+    """Blames the node if it reports broken GPUs, which explain a crash of the program."""
     suspicious = verdict.reason in ("Crashed", "CollectiveFailed", "EngineDied", "Stalled", "Killed")
     if node is None or not node.problems or not suspicious:
         return verdict

@@ -1,6 +1,6 @@
-"""A run over several nodes: when its ranks' nodes are taken, and when they are given back.
+"""When a run over several nodes takes the nodes for its ranks, and when it releases them.
 
-Belongs here: which RayCluster is missing, and which nobody uses. Does not belong here: what stands in one
+Belongs here: which RayCluster is missing, and which is unused. Does not belong here: the contents of one
 (`manifests.ray_cluster`).
 """
 
@@ -13,7 +13,7 @@ from orbit_operator.facts import Attempt, Observed, RunFacts
 
 
 def missing_ranks(run: RunFacts, observed: Observed, attempts: Sequence[Attempt]) -> tuple[CreateRanks, ...]:
-    """Of the attempt under way: made once its Job is there, and again if somebody deleted it."""
+    """RayClusters to create for the live attempt: once its Job exists, and again if somebody deleted the cluster."""
     current = attempts[-1] if attempts else None
     if run.nodes == 1 or observed.ranks_problem or current is None or current.is_over:
         return ()
@@ -26,7 +26,7 @@ def missing_ranks(run: RunFacts, observed: Observed, attempts: Sequence[Attempt]
 
 
 def unused_ranks(observed: Observed, attempts: Sequence[Attempt]) -> tuple[DeleteRanks, ...]:
-    """Of attempts that are over and whose pod has ended: their GPUs would stand idle."""
+    """RayClusters to delete: those of attempts that are over and whose pod has ended, as their GPUs would be idle."""
     used = {pod.attempt for pod in observed.pods if not pod.is_terminal}
     used |= {attempt.number for attempt in attempts if not attempt.is_over}
     return tuple(

@@ -1,4 +1,4 @@
-"""May the run be tried again, when, and where not?
+"""Whether a run may be tried again, when, and which nodes to avoid.
 
 Belongs here: the two budgets, back-off, the nodes to avoid. Does not belong here: what an ending means (`failure`).
 """
@@ -16,17 +16,17 @@ FIRST_DELAY = 10.0
 LONGEST_DELAY = 600.0
 JITTER = 0.2
 FREE_WITHOUT_PROGRESS = 7
-"""So many endings on request in a row are free although nothing was trained in between; then the cluster pays.
+"""Consecutive stops on request without progress in between that are free; further ones are charged to the cluster.
 
-Fewer than attempts are listed (`attempts.LISTED`, less the one under way): what is not listed cannot be in a row.
+Smaller than the number of listed attempts (`attempts.LISTED`, less the live one): a streak needs listed attempts.
 """
 AVOIDED_NODES = 4
-"""The newest failures' nodes; older ones may be tried again, or a small cluster runs out of them."""
+"""Number of nodes avoided, newest failures first; older ones may be tried again, or a small cluster would run out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What the attempts so far cost."""
+    """What the attempts so far have used of each budget."""
 
     user: int = 0
     infra: int = 0
@@ -35,7 +35,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """What follows from the attempts so far: another one not before `not_before`, or the end for `refused`."""
+    """What follows from the attempts so far: another one at `not_before` or later, or the end because of `refused`."""
 
     not_before: float
     avoid_nodes: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Next:
 
 
 def charge(attempts: Sequence[Attempt], number: int, verdict: Verdict) -> Budget:
-    """The budget that an ending is taken from, given what came before it. Pure in the attempts before `number`."""
+    """The budget to which an ending is charged, given earlier attempts. Pure in the attempts before `number`."""
     before = [attempt for attempt in attempts if attempt.number < number and attempt.verdict is not None]
     this = next((attempt for attempt in attempts if attempt.number == number), None)
     if verdict.budget == "infra" and verdict.reason in FIRST_INFRA_THEN_USER and before:
@@ -65,7 +65,7 @@ def charge(attempts: Sequence[Attempt], number: int, verdict: Verdict) -> Budget
 
 
 def num_spent(attempts: Sequence[Attempt], retired: Mapping[str, float]) -> Spent:
-    """Sums over attempts that are over, those that are no longer listed included."""
+    """Sums over attempts that are over, including those no longer listed."""
     budgets = [
         attempt.verdict.budget for attempt in attempts if attempt.verdict and attempt.verdict.result != "Succeeded"
     ]
@@ -77,7 +77,7 @@ def num_spent(attempts: Sequence[Attempt], retired: Mapping[str, float]) -> Spen
 
 
 def decide_restart(attempts: Sequence[Attempt], spent: Spent, lifecycle: Lifecycle, uid: str) -> Next:
-    """What follows when no attempt is under way. `attempts` are all over, in order."""
+    """What follows when no attempt is live. `attempts` are all over, in order."""
     if not attempts:
         return Next(0.0)
     last = attempts[-1]
@@ -92,7 +92,7 @@ def decide_restart(attempts: Sequence[Attempt], spent: Spent, lifecycle: Lifecyc
 
 
 def back_off(attempts: Sequence[Attempt], uid: str) -> float:
-    """Seconds to wait: doubling with each failure in a row that trained nothing new; the jitter is the run's own."""
+    """Seconds to wait, doubled with each consecutive failure without progress; the jitter depends on the run."""
     failures = 0
     for earlier, later in zip([None, *attempts], attempts, strict=False):
         assert later.verdict is not None
@@ -108,7 +108,7 @@ def back_off(attempts: Sequence[Attempt], uid: str) -> float:
 
 
 def _progressed(earlier: Attempt, later: Attempt | None) -> bool:
-    """The later attempt left a checkpoint beyond the earlier one's."""
+    """Whether the later attempt left a checkpoint beyond the earlier one's."""
     if later is None or later.checkpoint_step is None:
         return False
     return later.checkpoint_step > (earlier.checkpoint_step or 0)

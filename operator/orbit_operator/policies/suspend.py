@@ -1,7 +1,7 @@
-"""Does a pod of this run still live?
+"""Whether a pod of a run is still alive.
 
-Belongs here: which pods may still write, and which stand on a node that nobody can reach.
-Does not belong here: what follows when it has stopped (`restart`, `deadlines`).
+Belongs here: which pods may still write, and which are on an unreachable node.
+Does not belong here: what follows once they have stopped (`restart`, `deadlines`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from orbit_operator.facts import NodeFacts, Observed, PodFacts
 
 GRACE_AFTER_DELETION = 30.0
-"""A kubelet that is alive has removed a pod this long after its grace period."""
+"""A working kubelet has removed a pod this long after its grace period."""
 
 
 def is_lost(pod: PodFacts, nodes: Mapping[str, NodeFacts], now: float, limit: float) -> bool:
-    """The pod is being deleted, and its node cannot be asked whether it still runs, for at least `limit` seconds.
+    """Whether the pod is being deleted and its node has been unreachable for at least `limit` seconds.
 
-    Where nodes may not be read, the taint manager's word counts, once no kubelet can still be about to end the pod.
+    If nodes may not be read, the taint manager's reason counts once a kubelet would have ended the pod.
     """
     if pod.is_terminal or pod.deletion_due is None or not pod.node:
         return False
@@ -28,7 +28,7 @@ def is_lost(pod: PodFacts, nodes: Mapping[str, NodeFacts], now: float, limit: fl
 
 
 def is_stranded(pod: PodFacts, nodes: Mapping[str, NodeFacts], now: float, limit: float) -> bool:
-    """Its node is gone for so long that the pod must be given up: it is deleted first, and then `is_lost`."""
+    """Whether the node has been gone so long that the pod must be given up: it is deleted first, and then `is_lost`."""
     node = nodes.get(pod.node) if pod.node else None
     return not pod.is_terminal and not pod.is_deleting and node is not None and _is_gone(node, now, limit)
 
@@ -39,7 +39,7 @@ def live_pods(observed: Observed, now: float, limit: float) -> tuple[PodFacts, .
 
 
 def node_wake(observed: Observed, limit: float) -> float | None:
-    """When a node that is not ready now will count as lost, if one of the run's pods stands on it."""
+    """When a node of the run's pods that is not ready now will count as lost."""
     since = [
         node.not_ready_since + limit
         for node in (observed.nodes.get(pod.node) for pod in observed.pods if not pod.is_terminal)

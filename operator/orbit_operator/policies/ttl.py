@@ -1,6 +1,6 @@
-"""When does a finished run go away?
+"""When a finished run is deleted.
 
-Belongs here: that one moment. Does not belong here: what becomes of its artifacts (a TTL never deletes them).
+Belongs here: that one moment. Does not belong here: its artifacts (a TTL never deletes them).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from orbit_operator.facts import Lifecycle
 
 
 def expiry(finished_at: float | None, lifecycle: Lifecycle, default: int) -> float | None:
-    """When a run that ended at `finished_at` is deleted; `None` for never. A default below 0 means never."""
+    """When a run that ended at `finished_at` is deleted; `None` means never, as does a default below 0."""
     if finished_at is None:
         return None
     seconds = lifecycle.ttl_seconds if lifecycle.ttl_seconds is not None else default
