@@ -159,8 +159,7 @@ def prove(
     """Runs the checks; measures even after a failed check, so that the evidence is complete.
 
     Args:
-        trainer_scores: the trainer's readings of the canary, with and without the adapter. None: the digests are the
-            proof.
+        trainer_scores: the trainer's readings of the canary, with and without the adapter; None if digests prove it.
         previous: the previous reading of the same copy.
         expected: digest of the tensors that layers must have applied; None to compute it here.
     """
