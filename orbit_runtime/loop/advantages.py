@@ -57,10 +57,11 @@ def _taught(trainer: Trainer, samples_D: Sequence[Sample], groups_P: Sequence[Gr
     """Log-probs of the teacher: from the rollouts, where servers were asked as these ended; else the trainer's."""
     told_D = [each.teacher_logprobs_T for group in groups_P for each in group.rollouts_G if each.trains]
     found_D = [each for each in told_D if each is not None]
-    if not found_D:
-        return trainer.teacher_logprobs(samples_D)
-    assert len(found_D) == len(samples_D), "a teacher is asked of all rollouts of a run, or of none"
-    return found_D
+    # Also where no rollout trains: then there is nobody to ask, and a trainer without a teacher is not.
+    if len(found_D) == len(samples_D):
+        return found_D
+    assert not found_D, "a teacher is asked about all rollouts of a run, or about none"
+    return trainer.teacher_logprobs(samples_D)
 
 
 def _that_teach(objective: Objective, groups_P: Sequence[Group]) -> Sequence[Group]:

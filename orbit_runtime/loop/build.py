@@ -29,7 +29,6 @@ from orbit_runtime.loop.engines import (
     build_engine,
     change_limit,
     check_token_ids,
-    endpoint_headers,
 )
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import Checkpoints
@@ -157,8 +156,6 @@ def build_parts(
     check_teacher_sampling(spec)
     if spec.training.trainer == "Megatron":
         check_rank_packages()
-    for index, endpoint in enumerate(spec.rollout.endpoints):
-        endpoint_headers(f"spec.rollout.endpoints[{index}]", endpoint, os.environ)
     check_servers(spec)
     show.stage("reading prompts")
     sources = prompt_sources(spec, names, inputs)

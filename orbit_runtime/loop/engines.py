@@ -245,13 +245,10 @@ def _attach(
     parent = closing.enter_context(TemporaryDirectory(prefix="orbit-adapters-", dir=shared))
     # The server may run as another user.
     Path(parent).chmod(0o755)
+    headers = all_headers("spec.rollout.endpoints", spec.rollout.endpoints, os.environ)
     endpoints = [
-        Endpoint(
-            each.url,
-            "Folder" if shared and each.adapter_method == "Auto" else each.adapter_method,
-            endpoint_headers(f"spec.rollout.endpoints[{index}]", each, os.environ),
-        )
-        for index, each in enumerate(spec.rollout.endpoints)
+        Endpoint(each.url, "Folder" if shared and each.adapter_method == "Auto" else each.adapter_method, own)
+        for each, own in zip(spec.rollout.endpoints, headers, strict=True)
     ]
     wanted = Wanted(
         adapter=adapter,
@@ -286,6 +283,11 @@ def check_token_ids(spec: RunSpec, vocabulary: int) -> None:
                 where=f"spec.rollout.sampling.{field}",
                 fix="write the token's number in the model's vocabulary",
             )
+
+
+def all_headers(where: str, endpoints: Sequence[Server], environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """`endpoint_headers` of each. Args: where: the manifest's list of them."""
+    return [endpoint_headers(f"{where}[{index}]", each, environment) for index, each in enumerate(endpoints)]
 
 
 def endpoint_headers(where: str, endpoint: Server, environment: Mapping[str, str]) -> dict[str, str]:

@@ -4,24 +4,24 @@ Belongs here: from the manifest to its servers, and their log-probs on the rollo
 server (`rollout.served_teacher`), whether a teacher is worth learning from (`teacher`), the divergence
 (`algorithms.distillation`).
 
-What it says is part of the rollout: it is paid for once, waits in checkpoints with it, and a replay asks nobody.
+What it says is part of the rollout: it is kept in checkpoints with it, and a replay asks nobody.
 """
 
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from orbit_runtime.data.samples import spread, trained
 from orbit_runtime.environments.episodes import Environment, Episode, Played
-from orbit_runtime.loop.engines import PROBES, endpoint_headers
+from orbit_runtime.loop.engines import PROBES, all_headers
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import FLOATS, Prompt, Tokenizer, TokenSource
+from orbit_runtime.types import Prompt, Tokenizer, TokenSource
 
 if TYPE_CHECKING:
     from orbit_runtime.rollout.served_teacher import ServedTeacher
@@ -30,8 +30,10 @@ FIELD = "spec.algorithm.teacher.endpoints"
 
 
 def check_servers(spec: RunSpec) -> None:
-    """Raises CredentialsError (77) for a variable of a teacher's endpoints that is not set."""
-    _headers(spec)
+    """Raises CredentialsError (77) for a variable of an endpoint, the engine's or a teacher's, that is not set."""
+    teacher = spec.algorithm.teacher
+    all_headers("spec.rollout.endpoints", spec.rollout.endpoints, os.environ)
+    all_headers(FIELD, teacher.endpoints if teacher else (), os.environ)
 
 
 def attach_teacher(
@@ -53,7 +55,7 @@ def attach_teacher(
     from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
     from orbit_runtime.rollout.served_teacher import ServedTeacher
 
-    headers = _headers(spec)
+    headers = all_headers(FIELD, teacher.endpoints, os.environ)
     endpoints = [Endpoint(each.url, "Folder", own) for each, own in zip(teacher.endpoints, headers, strict=True)]
     wanted = Wanted(
         adapter=None,
@@ -71,20 +73,6 @@ def attach_teacher(
     return ServedTeacher(engine, FIELD)
 
 
-def _headers(spec: RunSpec) -> list[dict[str, str]]:
-    teacher = spec.algorithm.teacher
-    return [
-        endpoint_headers(f"{FIELD}[{index}]", each, os.environ)
-        for index, each in enumerate(teacher.endpoints if teacher else ())
-    ]
-
-
-class Scores(Protocol):
-    """Says of each token of a sequence how likely it finds it."""
-
-    async def logprobs(self, token_ids_T: Sequence[int]) -> array[float]: ...
-
-
 @dataclass(frozen=True)
 class TaughtEnvironment:
     """An `Environment` whose rollouts come with what a teacher says of their tokens.
@@ -94,7 +82,7 @@ class TaughtEnvironment:
     """
 
     environment: Environment
-    teacher: Scores
+    teacher: ServedTeacher
 
     def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
         return self.environment.build_episodes(prompts_P, step)
@@ -106,7 +94,5 @@ class TaughtEnvironment:
         if not rollout.trains:
             return played
         told_T = await self.teacher.logprobs(rollout.token_ids_T)
-        column_T = array(
-            FLOATS, [each if mask else 0.0 for each, mask in zip(told_T, rollout.loss_mask_T, strict=True)]
-        )
+        column_T = spread(trained(told_T, rollout.loss_mask_T), rollout.loss_mask_T)
         return replace(played, rollout=replace(rollout, teacher_logprobs_T=column_T))

@@ -7,7 +7,6 @@ attaching them (`attached`), when they are asked (`loop.served_teacher`).
 from __future__ import annotations
 
 import asyncio
-import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -47,14 +46,15 @@ class ServedTeacher:
         """
         asking = asyncio.run_coroutine_threadsafe(self._ask(token_ids_T), self.engine.loop)
         found_T = array(FLOATS, await asyncio.wrap_future(asking))
-        for index, each in enumerate(found_T):
-            if not math.isfinite(each) or each <= LEAST_LOGPROB:
-                raise GateError(
-                    f"the teacher's log-prob of token {index} of an answer is {each}: {token_ids_T[index]} after "
-                    f"{list(token_ids_T[max(0, index - 4) : index])}",
-                    where=self._where,
-                    fix="take a teacher that gives every token of this vocabulary a probability",
-                )
+        # NaN and numbers above 0 are refused where the answer is read.
+        if min(found_T) <= LEAST_LOGPROB:
+            index = found_T.index(min(found_T))
+            raise GateError(
+                f"the teacher's log-prob of token {index} of an answer is {found_T[index]}: {token_ids_T[index]} after "
+                f"{list(token_ids_T[max(0, index - 4) : index])}",
+                where=self._where,
+                fix="take a teacher that gives every token of this vocabulary a probability",
+            )
         return found_T
 
     # --- the client's thread ---

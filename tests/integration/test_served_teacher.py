@@ -108,7 +108,6 @@ def test_a_teacher_that_answers_worse_than_the_policy_stops_the_run(server: Teac
 
 
 def test_a_run_that_lost_its_teacher_goes_on_from_its_checkpoint(server: Teacher, tmp_path: Path) -> None:
-    """With the rollouts that it had been asked about: nobody is asked twice."""
     out = tmp_path / "run"
     start(taught(server.url, steps=1, preflightPrompts=4), out)
     server.faults += [once("/generate", 500, {"error": "gone"}, when=lambda body: "stream" not in body)] * 100
