@@ -196,7 +196,8 @@ def build_parts(
     held_out = open_held_out(run, inputs, rewards, tokenizer, closing)
     show.stage("starting the engine")
     sequences = first_sequences(table, tokenizer)
-    engine = given.sides.engine if given.sides else build_engine(resolved, side, tokenizer, folder, sequences, closing)
+    build = given.sides.build_engine if given.sides else build_engine
+    engine = build(resolved, side, tokenizer, folder, sequences, closing)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
     keeper = Keeper()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -255,6 +256,12 @@ def _method(endpoint: Endpoint, wanted: Wanted) -> Literal["Folder", "Upload"]:
     method = endpoint.method
     if method == "Auto":
         method = "Folder" if endpoint.is_local else "Upload"
+    if method == "Upload" and wanted.adapter is not None and find_spec("torch") is None:
+        raise UnsupportedError(
+            f"an adapter goes to {endpoint.url} as tensors, which takes torch, and torch is not installed here",
+            where=wanted.where,
+            fix="write adapterMethod: Folder, and rollout.adapterFolder; or install torch",
+        )
     if method == "Upload" and wanted.adapter is not None and wanted.adapter.type == "OFT":
         raise UnsupportedError(
             "an OFT adapter goes to SGLang as a folder",

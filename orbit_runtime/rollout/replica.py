@@ -228,17 +228,31 @@ class Replica:
         """Safe to call again: a server that came back meanwhile already holds it."""
         if name in self._held:
             return
-        loaded, was_begun = self._adapters[name], name in self._begun
+        was_begun = name in self._begun
         self._begun.add(name)
         try:
-            if loaded.handover is None or not await self._take(name, loaded.adapter, loaded.handover):
-                await self.api.load(name, loaded.adapter, loaded.write_files(loaded.folder))
+            await self._hand(name, was_begun)
         except GateError as error:
-            # The previous try timed out but then succeeded. The proof shows what the server holds.
-            if not was_begun or not await self._has(name):
-                raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
+            raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
         self._begun.discard(name)
         self._held.add(name)
+
+    async def _hand(self, name: str, was_begun: bool) -> None:
+        loaded = self._adapters[name]
+        try:
+            if loaded.handover is None or not await self._take(name, loaded.adapter, loaded.handover):
+                await self._load_files(name, loaded)
+        except GateError:
+            if not await self._has(name):
+                raise
+            if not was_begun:
+                # A run that was killed left it on a server that outlived the run.
+                await self.api.unload(name)
+                await self._load_files(name, loaded)
+            # Otherwise the previous try timed out but then succeeded. The proof shows what the server holds.
+
+    async def _load_files(self, name: str, loaded: Loaded) -> None:
+        await self.api.load(name, loaded.adapter, loaded.write_files(loaded.folder))
 
     async def _take(self, name: str, adapter: AdapterFiles, handover: Handover) -> bool:
         """Whether the adapter came by the transport. If this copy fails, the others need not wait for it."""

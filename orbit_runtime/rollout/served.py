@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from orbit_runtime.adapters.patience import total_bytes
+from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.news import Alternatives
+from orbit_runtime.storage import Stored
 from orbit_runtime.types import AdapterFiles, FinishReason, Request, RoutedExperts, Scored
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -36,7 +37,7 @@ class Loaded:
 
     @property
     def num_bytes(self) -> int:
-        return total_bytes(self.adapter.files.values())
+        return self.adapter.num_bytes
 
     @property
     def ticket(self) -> Path:
@@ -44,10 +45,15 @@ class Loaded:
         return self.folder / "ticket"
 
     def write_files(self, folder: Path) -> Path:
-        """Safe to call twice."""
-        for name, content in self.adapter.files.items():
-            if not (folder / name).exists():
-                (folder / name).write_bytes(content)
+        """Safe to call twice. Raises GateError for a file of a store that another process has changed."""
+        files, pieces = self.adapter.files, self.adapter.pieces
+        for name in files:
+            if (folder / name).exists():
+                continue
+            content = files[name]
+            if isinstance(files, Stored) and pieces and first_difference(content, pieces[name]) is not None:
+                raise GateError(f"{files.parts[name].key} is not what the trainer wrote there", where=files.store.uri)
+            (folder / name).write_bytes(content)
         return folder
 
 

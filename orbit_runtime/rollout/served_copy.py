@@ -12,15 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.data.routing import unpack_experts
 from orbit_runtime.errors import GateError, UnsupportedError
-from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.rollout.sglang_api import merge_facts
-from orbit_runtime.rollout.taps import asked_facts, asked_pass, build_snapshot
 from orbit_runtime.types import AdapterFiles, Scored
 
 if TYPE_CHECKING:
+    from orbit_runtime.policy.snapshot import Snapshot
     from orbit_runtime.rollout.replica import Replica
     from orbit_runtime.rollout.served_engine import ServedEngine
 
@@ -59,8 +57,12 @@ class ServedCopy:
         replica, named = self._replica, sorted({name for name in adapters if name})
 
         async def readings() -> list[Scored]:
-            held = replica.num_bytes({*named, *standing})
-            asked = asked_facts(replica.taps, token_ids_T, named, standing, held) if replica.taps and named else None
+            asked = None
+            if replica.taps and named:
+                from orbit_runtime.rollout.taps import asked_facts
+
+                held = replica.num_bytes({*named, *standing})
+                asked = asked_facts(replica.taps, token_ids_T, named, standing, held)
             with asked or nullcontext() as told:
                 scores = await replica.ask(partial(replica.score, token_ids_T, adapters, prefix_length))
                 told_now = await told() if told else None
@@ -90,6 +92,10 @@ class ServedCopy:
     def explain_slot(self, name: str, published: AdapterFiles) -> str:
         if not self.reads_back:
             return ""
+        try:
+            from orbit_runtime.adapters.difference import explain_difference
+        except ImportError:
+            return "how it differs is told only where torch is installed"
         loaded = self._engine.slot(name)
         homes = [home for home in (loaded.folder, loaded.ticket) if home.is_dir()]
         # All copies share one folder, so only one may ask at a time.
@@ -116,6 +122,8 @@ class ServedCopy:
             GateError: the plug-in gave no answer.
             UnsupportedError: the server has no plug-in to ask.
         """
+        from orbit_runtime.rollout.taps import build_snapshot
+
         if self._replica.taps is None:
             raise UnsupportedError("this server's layers cannot be inspected", fix="let Orbit start the server")
         asked = partial(self._tapped, self._replica.taps, tuple(token_ids_T), adapter)
@@ -127,6 +135,8 @@ class ServedCopy:
     def _tapped(
         self, taps: Path, token_ids_T: tuple[int, ...], adapter: str | None, names: Sequence[str]
     ) -> tuple[list[bytes], Scored]:
+        from orbit_runtime.rollout.taps import asked_pass
+
         replica = self._replica
         ranks = replica.about.ranks if replica.about else 1
         try:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.inject import SHARED_INPUTS
-from orbit_runtime.adapters.names import SGLANG_TARGETS
+from orbit_runtime.adapters.names import SGLANG_TARGETS, SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers

@@ -42,15 +42,18 @@ class Asked:
 
 
 def kinds_of(spec: RunSpec) -> tuple[str, ...]:
-    """The processes of such a run besides its orchestrator; a run on demonstrations samples nothing."""
-    return ("trainer",) if spec.algorithm.type == "SFT" else ("trainer", "inference")
+    """The processes of such a run besides its orchestrator: a run on demonstrations samples nothing, and endpoints are
+    processes already."""
+    if spec.algorithm.type == "SFT" or spec.rollout.engine == "OpenAI":
+        return ("trainer",)
+    return ("trainer", "inference")
 
 
 def check_apart(spec: RunSpec) -> None:
     """Raises UnsupportedError (78) for what this version supports in one process only."""
-    if spec.rollout.engine not in ("Auto", "Torch"):
+    if spec.rollout.engine == "SGLang":
         raise UnsupportedError(
-            f"engine {spec.rollout.engine} is a server already, and `orbit run` asks it over HTTP",
+            "SGLang's servers are started by `orbit run`, not yet by `orbit inference`",
             where="spec.rollout.engine",
             fix="write Torch, or use `orbit run`",
         )
@@ -78,16 +81,16 @@ def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked
     """
     check_apart(manifest.spec)
     resolved = with_trainer(resolve(manifest, machine_facts(), folder=folder), "Torch")
-    check_torch_engine(resolved)
+    check_engine(resolved)
     search_path = [str(each) for each in (folder, Path.cwd())]
     inputs = Inputs(resolved.run.spec, {}, patience, search_path)
     teacher = open_teacher(resolved.run.spec)
     return Asked(resolved, inputs, inputs.model(), teacher)
 
 
-def check_torch_engine(resolved: Resolved) -> None:
+def check_engine(resolved: Resolved) -> None:
     """Raises UnsupportedError (78) if `engine: Auto` resolves to SGLang on this machine."""
-    if resolved.engine != "Torch":
+    if resolved.engine == "SGLang":
         raise UnsupportedError(
             f"engine Auto is {resolved.engine} on this machine", where="spec.rollout.engine", fix="write Torch"
         )

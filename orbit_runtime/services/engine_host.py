@@ -101,9 +101,10 @@ def build_engine_host(asked: Asked, note: Callable[[str], None]) -> Host:
     """
     resolved, spec = asked.resolved, asked.resolved.run.spec
     if "inference" not in kinds_of(spec):
+        of_endpoints = spec.rollout.engine == "OpenAI"
         raise UsageError(
-            "nothing is sampled for demonstrations",
-            where="spec.algorithm.type",
+            "the servers of spec.rollout.endpoints sample" if of_endpoints else "nothing is sampled for demonstrations",
+            where="spec.rollout.engine" if of_endpoints else "spec.algorithm.type",
             fix="start `orbit trainer` and `orbit orchestrator` alone",
         )
     policy = build_policy(resolved, asked.folder, "None", note)

@@ -5,7 +5,7 @@ Belongs here: the handshake. Does not belong here: a connection (`connection`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,18 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.loop.engines import build_servers
 from orbit_runtime.loop.sides import Opened
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.trainers import TrainerSide
 from orbit_runtime.policy.facts import PolicyFacts
-from orbit_runtime.services.building import check_apart, check_torch_engine
+from orbit_runtime.services.building import check_apart, check_engine
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import sweep, try_to_share
 from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.remote_trainer import RemoteTrainer
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
+from orbit_runtime.types import Engine, Tokenizer
 
 EQUAL = ("threads", "torch", "instructions")
 """Facts of `rounding`: if two processes differ in them, their passes round differently."""
@@ -34,10 +36,10 @@ class RemoteSides:
     """A `Sides` over two connections."""
 
     def __init__(self, trainer: Connection, inference: Connection | None) -> None:
-        """Args: inference: None if nothing is sampled."""
+        """Args: inference: None if there is no such process; see `building.kinds_of`."""
         self._trainer = trainer
         self._inference = inference
-        self._engine: RemoteEngine | None = None
+        self._share: Callable[[Callable[..., Any]], bool] | None = None
 
     @property
     def machine(self) -> MachineFacts:
@@ -54,7 +56,7 @@ class RemoteSides:
 
     def open(self, resolved: Resolved, opened: Opened, closing: ExitStack) -> TrainerSide:
         check_apart(resolved.run.spec)
-        check_torch_engine(resolved)
+        check_engine(resolved)
         for line in self._lines:
             check_manifest(line.facts(), identity_fields(resolved.run), opened)
         for line in self._lines:
@@ -63,11 +65,9 @@ class RemoteSides:
         scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-orchestrator-")))
         store, execution = opened.store, opened.execution
         sweep(store)
-        share = partial(try_to_share, store=store, execution=execution.number)
+        share = self._share = partial(try_to_share, store=store, execution=execution.number)
         trainer, remote = self._trainer.facts(), RemoteTrainer(self._trainer, store, execution, share, scratch)
         closing.callback(remote.tidy)
-        if self._inference is not None:
-            self._engine = RemoteEngine(self._inference, share)
         return TrainerSide(
             remote,
             TypeAdapter(PolicyFacts).validate_python(trainer["policy"]),
@@ -84,10 +84,20 @@ class RemoteSides:
     def _lines(self) -> tuple[Connection, ...]:
         return (self._trainer,) if self._inference is None else (self._trainer, self._inference)
 
-    @property
-    def engine(self) -> RemoteEngine:
-        assert self._engine is not None, "the sides are opened first"
-        return self._engine
+    def build_engine(
+        self,
+        resolved: Resolved,
+        side: TrainerSide,
+        tokenizer: Tokenizer,
+        folder: Path,
+        sequences: Sequence[Sequence[int]],
+        closing: ExitStack,
+    ) -> Engine:
+        if resolved.engine == "OpenAI":
+            return build_servers(resolved, side.facts, tokenizer, folder, sequences, closing)
+        assert self._inference is not None
+        assert self._share is not None, "the sides are opened first"
+        return RemoteEngine(self._inference, self._share)
 
 
 def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None:
