@@ -274,13 +274,6 @@ class AdapterFiles:
     memory: AdapterMemory | None = None
     """The memory that `files` are views of; None if they are ordinary bytes of this process."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files; none is read for it if their pieces are known."""
-        if self.pieces is not None:
-            return sum(piece.bytes for pieces in self.pieces.values() for piece in pieces)
-        return sum(memoryview(data).nbytes for data in self.files.values())
-
 
 @dataclass(frozen=True, slots=True)
 class Cached:

@@ -30,6 +30,8 @@ class Opened:
     store: Store
     """The run folder."""
     execution: Execution
+    weights: str
+    """Digest of the model's tensors on disk."""
     teacher: str | None = None
     """Digest of the teacher's adapter; None if there is none."""
 
@@ -62,6 +64,8 @@ class Sides(Protocol):
         folder: Path,
         sequences: Sequence[Sequence[int]],
         closing: ExitStack,
+        *,
+        is_resumed: bool = False,
     ) -> Engine:
         """The engine, once the sides are open. Arguments and errors: as of `engines.build_engine`."""
         ...

@@ -6,16 +6,15 @@ Belongs here: records and Protocols between the engine (`served_engine`), its co
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from orbit_runtime.digests import first_difference
+from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.news import Alternatives
-from orbit_runtime.storage import Stored
 from orbit_runtime.types import AdapterFiles, FinishReason, Request, RoutedExperts, Scored
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -30,31 +29,14 @@ class Loaded:
     """An adapter that every copy must hold."""
 
     adapter: AdapterFiles
-    folder: Path
-    """Folder for its files, as both Orbit and the server see it; written when a server first loads from files."""
+    files: Callable[[], Path]
+    """Puts its files where servers see them, and returns their folder there. Safe to call twice, from any thread."""
     handover: Handover | None = None
     """The other transport, while it is open."""
 
     @property
     def num_bytes(self) -> int:
-        return self.adapter.num_bytes
-
-    @property
-    def ticket(self) -> Path:
-        """The folder given to servers that load by the other transport."""
-        return self.folder / "ticket"
-
-    def write_files(self, folder: Path) -> Path:
-        """Safe to call twice. Raises GateError for a file of a store that another process has changed."""
-        files, pieces = self.adapter.files, self.adapter.pieces
-        for name in files:
-            if (folder / name).exists():
-                continue
-            content = files[name]
-            if isinstance(files, Stored) and pieces and first_difference(content, pieces[name]) is not None:
-                raise GateError(f"{files.parts[name].key} is not what the trainer wrote there", where=files.store.uri)
-            (folder / name).write_bytes(content)
-        return folder
+        return adapter_bytes(self.adapter)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Belongs here: readings of one copy. Does not belong here: sampling (`served_engi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Buffer, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.snapshot import Snapshot
     from orbit_runtime.rollout.replica import Replica
     from orbit_runtime.rollout.served_engine import ServedEngine
-
-EXPLAIN_FILE = "explain"
-"""File beside an adapter's files that asks the plug-in for the difference between them and the slot."""
 
 
 class ServedCopy:
@@ -92,28 +89,17 @@ class ServedCopy:
     def explain_slot(self, name: str, published: AdapterFiles) -> str:
         if not self.reads_back:
             return ""
-        try:
-            from orbit_runtime.adapters.difference import explain_difference
-        except ImportError:
-            return "how it differs is told only where torch is installed"
         loaded = self._engine.slot(name)
-        homes = [home for home in (loaded.folder, loaded.ticket) if home.is_dir()]
         # All copies share one folder, so only one may ask at a time.
-        with self._engine.explaining:
-            for home in homes:
-                (loaded.write_files(home) / EXPLAIN_FILE).touch()
-            try:
-                facts = self._facts().get(name)
-            finally:
-                for home in homes:
-                    (home / EXPLAIN_FILE).unlink()
+        with self._engine.explaining, self._engine.desk.explaining(name) as homes:
+            facts = self._facts().get(name)
         if facts is None:
             return "the server does not hold it: it was evicted, or unloaded by someone else"
         folder = Path(facts["path"])
         if folder.is_absolute() and folder not in homes:
             found = {each.name: each.read_bytes() for each in folder.iterdir()} if folder.is_dir() else {}
-            return f"the server loaded it from {folder}: {explain_difference(published.files, found)}"
-        return explain_difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")
+            return f"the server loaded it from {folder}: {_difference(published.files, found)}"
+        return _difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")
 
     def snapshot(self, token_ids_T: Sequence[int], adapter: str | None) -> Snapshot:
         """What the server's layers hold, and compute for these tokens; for one caller at a time.
@@ -148,3 +134,13 @@ class ServedCopy:
 
     def _facts(self) -> Mapping[str, Mapping[str, Any]]:
         return self._engine.call(self._replica.ask(self._replica.facts))
+
+
+def _difference(published: Mapping[str, Buffer], found: Mapping[str, Buffer]) -> str:
+    try:
+        from orbit_runtime.adapters.difference import explain_difference
+    except ImportError:
+        # An orchestrator needs no torch.
+        equal = published.keys() == found.keys() and all(published[name] == found[name] for name in published)
+        return "" if equal else "other files than were published"
+    return explain_difference(published, found)

@@ -42,6 +42,10 @@ class PolicyServer(FakeServer):
         """Whether a name that is loaded gets the bytes that were loaded before."""
         self._newest: dict[str, bytes] = {}
 
+    @property
+    def port(self) -> int:
+        return self._port
+
     def text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens)
 
@@ -59,9 +63,11 @@ class PolicyServer(FakeServer):
             return status, content
 
     def start(self) -> None:
-        for slot in self._slots.values():
-            self._engine.unload_adapter(slot)
-        self._slots.clear()
+        # The process before may still compute an answer that nobody gets.
+        with self._turn:
+            for slot in self._slots.values():
+                self._engine.unload_adapter(slot)
+            self._slots.clear()
         super().start()
 
     def _load(self, name: str, folder: Path) -> None:
