@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import socket
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.buffer import Opening, opened, write_place
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
@@ -28,6 +28,7 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
 from orbit_runtime.adapters.masters import Place
 from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.algorithms.losses import policy_loss
+from orbit_runtime.digests import Pieces
 from orbit_runtime.errors import InternalError, ModelError
 from orbit_runtime.policy.facts import PolicyFacts, describe
 from orbit_runtime.policy.packed import Branch, PackedBatch
@@ -35,7 +36,17 @@ from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.policy.snapshot import base_tensors, constants, record
 from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
 from orbit_runtime.training.megatron.model import load_rank_policy
-from orbit_runtime.training.megatron.outline import Outline, What, cut_published, outline_of
+from orbit_runtime.training.megatron.outline import (
+    Held,
+    Outline,
+    Runs,
+    Spot,
+    What,
+    Window,
+    cut_published,
+    held_runs,
+    outline_of,
+)
 from orbit_runtime.training.megatron.passes import RankPasses
 from orbit_runtime.training.megatron.sent import Sent, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
@@ -78,8 +89,19 @@ class AppliedPart:
     """A tensor that a rank multiplied by."""
 
     shape: tuple[int, ...]
-    digest: str
-    """SHA-256 of its bytes; ranks that hold the same part must agree."""
+    pieces: Pieces
+    """Of its bytes; ranks that hold the same part must agree."""
+
+
+@dataclass(slots=True)
+class Filled:
+    """What a rank wrote of a window."""
+
+    bytes: int = 0
+    sent: list[tuple[int, np.ndarray[Any, Any]]] = field(default_factory=list)
+    """Positions in the window and bytes of what it could not write itself: it is on another machine."""
+    is_exact: bool = True
+    """False if something that was applied has another size or is not representable in the file's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +151,7 @@ class MegatronRank:
         self._scalings: dict[str, float | None] = {}
         """Scaling of the pass that `_applied` comes from, by module."""
         self._probing = ExitStack()
+        self._runs: dict[tuple[str, bool, bool], Runs] = {}
 
     def facts(self) -> RankFacts:
         return RankFacts(self._outline, describe(self.policy), self._groups.sizes)
@@ -162,7 +185,8 @@ class MegatronRank:
                 base, base_top = self._scores(batch)
         self._applied = self._keep(trace)
         self._scalings = {entry.module: entry.scaling for entry in trace}
-        parts = {key: AppliedPart(tuple(each.shape), _digest(each)) for key, each in self._applied.items()}
+        pieces = tensorfile.tensor_pieces(self._applied)
+        parts = {key: AppliedPart(tuple(each.shape), pieces[key]) for key, each in self._applied.items()}
         scalings = frozenset(entry.scaling for entry in trace)
         return RankScore(
             tuple(adapted.tolist()),
@@ -252,13 +276,66 @@ class MegatronRank:
                 built = self._masters.rotations()
             self._rotations = {f"{name}.oft_R": value.to(torch.bfloat16) for name, value in built.items()}
 
-    def read(self, what: What, keys: Sequence[str]) -> dict[str, Sent]:
-        """This rank's parts; a part that several ranks hold is returned by one of them."""
-        told = [key for key in keys if key in self._outline and self._tells(self._outline[key].place)]
-        values = {key: self._value(what, key) for key in told}
-        if what == "applied":
-            values = dict(tensorfile.narrowed(values))
-        return send(values)
+    def fill(self, window: Window, dtype: torch.dtype, opening: Opening | None, start: int) -> Filled:
+        """Writes this rank's parts of a file into memory that all ranks of a machine share.
+
+        A part that several ranks hold is written by one of them.
+
+        Args:
+            dtype: of the file.
+            opening: the memory.
+            start: position in it of the window's first byte.
+
+        Raises:
+            OutOfMemoryError: the machine has no memory left for it.
+        """
+        filled = Filled()
+        with ExitStack() as stack:
+            descriptor = None
+            # On another machine than the run's process there is no such memory.
+            with suppress(OSError):
+                descriptor = stack.enter_context(opened(opening, os.O_WRONLY)) if opening else None
+            for spot in window.spots:
+                for position, data in self._runs_of(spot, window.size, dtype, filled):
+                    filled.bytes += data.nbytes
+                    if descriptor is None:
+                        filled.sent.append((position, data))
+                    else:
+                        write_place(descriptor, memoryview(data), start + position, start + window.size)
+        return filled
+
+    def _runs_of(
+        self, spot: Spot, end: int, dtype: torch.dtype, filled: Filled
+    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        """Positions and bytes of what this rank writes of an entry, within a window of `end` bytes."""
+        held = self._outline.get(spot.key)
+        if held is None or not self._tells(held.place):
+            return
+        runs = self._find_runs(spot, held)
+        own = self._value(spot.what, spot.key)
+        if runs.rows is not None:
+            if spot.index not in runs.rows:
+                return
+            own = own[runs.rows.index(spot.index)]
+        if own.numel() != runs.num_values:
+            filled.is_exact = False
+            return
+        own_RL, size = own.detach().reshape(len(runs.starts), runs.length), dtype.itemsize
+        for row, first in enumerate((spot.position + runs.starts * size).tolist()):
+            begin, stop = max(first, 0), min(first + runs.length * size, end)
+            if begin < stop:
+                given = own_RL[row, (begin - first) // size : (stop - first) // size]
+                values = given.to(dtype)
+                if spot.what == "applied" and not torch.equal(values.to(given.dtype), given):
+                    filled.is_exact = False
+                yield begin, values.cpu().contiguous().view(torch.uint8).numpy()
+
+    def _find_runs(self, spot: Spot, held: Held) -> Runs:
+        # Rotations have another shape than their parameters.
+        kind = (spot.key, spot.what in ("rotations", "applied"), spot.index is not None)
+        if kind not in self._runs:
+            self._runs[kind] = held_runs(spot.what, held, self._masters.config, by_row=spot.index is not None)
+        return self._runs[kind]
 
     def _value(self, what: What, key: str) -> Tensor:
         if what == "rotations":
@@ -266,9 +343,7 @@ class MegatronRank:
         if what == "applied":
             return self._applied[key]
         master = self._masters.parameters[key]
-        if what == "lora":
-            return master.detach().to(torch.bfloat16)
-        return master if what == "master" else self._updater.optimizer.state[master][what]  # type: ignore[no-any-return]
+        return master if what in ("master", "lora") else self._updater.optimizer.state[master][what]  # type: ignore[no-any-return]
 
     def _tells(self, place: Place) -> bool:
         groups = self._groups
@@ -310,10 +385,6 @@ class MegatronRank:
     def close(self) -> None:
         """Safe to call twice."""
         leave()
-
-
-def _digest(tensor: Tensor) -> str:
-    return sha256(tensor.cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def join_by_environment(settings: RankSettings) -> Groups:
