@@ -124,7 +124,7 @@ def assemble(shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces]) 
     return (*header, *chain.from_iterable(pieces[name] for name in ordered))
 
 
-def tensor_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
+def tensor_pieces[K](tensors: Mapping[K, Tensor]) -> dict[K, Pieces]:
     """The pieces of each tensor, narrowed if that is exact."""
     pieces = iter(hash_pieces(runs(tensors.values(), narrow_where_exact, _NARROW)))
     return {

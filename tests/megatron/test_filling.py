@@ -23,7 +23,7 @@ from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.megatron import outline, trainer
 from orbit_runtime.training.megatron.groups import Sizes
 from orbit_runtime.training.megatron.outline import DividedFile, Entry, Held, build_divided, held_runs
-from orbit_runtime.training.megatron.rank import MegatronRank, RankSettings
+from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from tests.fakes.held_state import hold_state
 from tests.megatron.cases import folder_of

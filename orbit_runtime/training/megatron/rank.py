@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
 from orbit_runtime.adapters.masters import Place
-from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.digests import Pieces
 from orbit_runtime.errors import InternalError, ModelError
@@ -84,15 +84,6 @@ class RankFacts:
     sizes: Sizes
 
 
-@dataclass(frozen=True, slots=True)
-class AppliedPart:
-    """A tensor that a rank multiplied by."""
-
-    shape: tuple[int, ...]
-    pieces: Pieces
-    """Of its bytes; ranks that hold the same part must agree."""
-
-
 @dataclass(slots=True)
 class Filled:
     """What a rank wrote of a window."""
@@ -113,8 +104,8 @@ class RankScore:
     adapted_top: tuple[int, ...]
     """The most probable token at each position."""
     base_top: tuple[int, ...]
-    applied: Mapping[str, AppliedPart]
-    """`<module>.<kind>` of this rank's layers → its part."""
+    applied: Mapping[str, Pieces]
+    """`<module>.<kind>` of this rank's layers → pieces of its part; ranks that hold the same part must agree."""
     scalings: frozenset[float | None]
 
 
@@ -147,7 +138,8 @@ class MegatronRank:
         self._updater = Updater(self._passes, settings.trainer, settings.loss)
         self._outline = outline_of(self.policy.injected)
         self._rotations: dict[str, Tensor] = {}
-        self._applied: dict[str, Tensor] = {}
+        self._applied: dict[str, tuple[Tensor, ...]] = {}
+        """By parameter: the tensors themselves, one for each expert if each has its own in files."""
         self._scalings: dict[str, float | None] = {}
         """Scaling of the pass that `_applied` comes from, by module."""
         self._probing = ExitStack()
@@ -185,8 +177,7 @@ class MegatronRank:
                 base, base_top = self._scores(batch)
         self._applied = self._keep(trace)
         self._scalings = {entry.module: entry.scaling for entry in trace}
-        pieces = tensorfile.tensor_pieces(self._applied)
-        parts = {key: AppliedPart(tuple(each.shape), pieces[key]) for key, each in self._applied.items()}
+        parts = applied_pieces(self._applied)
         scalings = frozenset(entry.scaling for entry in trace)
         return RankScore(
             tuple(adapted.tolist()),
@@ -204,18 +195,16 @@ class MegatronRank:
         self.policy.through(batch)
         return torch.empty(0), torch.empty(0, dtype=torch.long)
 
-    def _keep(self, trace: Sequence[Applied]) -> dict[str, Tensor]:
-        """The tensors that were applied, in the shape in which this rank holds parameters: experts stacked."""
-        applied: dict[str, Tensor] = {}
+    def _keep(self, trace: Sequence[Applied]) -> dict[str, tuple[Tensor, ...]]:
+        applied: dict[str, tuple[Tensor, ...]] = {}
         for entry in trace:
             layer = self.policy.injected.layers[entry.module]
             for kind in layer.shapes():
                 names = layer.held_names(kind) if isinstance(layer, AdaptedExpertLinear) else layer.file_names(kind)
-                tensor = join_tensors(names, entry.tensors).detach()
-                key = f"{entry.module}.{kind}"
-                if key in applied and not torch.equal(applied[key], tensor):
-                    raise InternalError(f"one pass applied two different values of {key}")
-                applied[key] = tensor
+                tensors = tuple(entry.tensors[name].detach() for name in names)
+                before = applied.setdefault(f"{entry.module}.{kind}", tensors)
+                if not all(map(torch.equal, before, tensors)):
+                    raise InternalError(f"one pass applied two different values of {entry.module}.{kind}")
         return applied
 
     def explain(self, values: Mapping[str, Sent], scaling: float | None) -> list[str]:
@@ -238,7 +227,9 @@ class MegatronRank:
             used = self._scalings[key.rpartition(".")[0]]
             if used != scaling:
                 told.append(f"{key} was scaled by {used}, published was {scaling}")
-        return told + explain_tensors(published, {key: self._applied[key].cpu() for key in published})
+        applied = {key: self._applied[key] for key in published}
+        joined = {key: each[0] if len(each) == 1 else torch.stack(each) for key, each in applied.items()}
+        return told + explain_tensors(published, {key: each.cpu() for key, each in joined.items()})
 
     def begin_probing(self, probe: Probe, seed: int) -> None:
         """From now on the masters hold an untrained probe adapter."""
@@ -313,10 +304,13 @@ class MegatronRank:
             return
         runs = self._find_runs(spot, held)
         own = self._value(spot.what, spot.key)
-        if runs.rows is not None:
-            if spot.index not in runs.rows:
-                return
-            own = own[runs.rows.index(spot.index)]
+        row = None if runs.rows is None else spot.index
+        if row is not None and row not in runs.rows:
+            return
+        if row is not None:
+            own = own[row - runs.rows.start]
+        elif isinstance(own, tuple):
+            own = own[0]
         if own.numel() != runs.num_values:
             filled.is_exact = False
             return
@@ -337,7 +331,7 @@ class MegatronRank:
             self._runs[kind] = held_runs(spot.what, held, self._masters.config, by_row=spot.index is not None)
         return self._runs[kind]
 
-    def _value(self, what: What, key: str) -> Tensor:
+    def _value(self, what: What, key: str) -> Tensor | tuple[Tensor, ...]:
         if what == "rotations":
             return self._rotations[key]
         if what == "applied":
@@ -385,6 +379,12 @@ class MegatronRank:
     def close(self) -> None:
         """Safe to call twice."""
         leave()
+
+
+def applied_pieces(applied: Mapping[str, Sequence[Tensor]]) -> dict[str, Pieces]:
+    """Pieces of each parameter's tensors, one after the other."""
+    found = tensorfile.tensor_pieces({(key, index): each for key in applied for index, each in enumerate(applied[key])})
+    return {key: tuple(chain.from_iterable(found[key, index] for index in range(len(applied[key])))) for key in applied}
 
 
 def join_by_environment(settings: RankSettings) -> Groups:

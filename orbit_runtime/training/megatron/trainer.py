@@ -93,8 +93,8 @@ def check_copies(outlines: Sequence[Outline], results: Sequence[RankScore]) -> N
     for rank, (outline, result) in enumerate(zip(outlines, results, strict=True)):
         for key, applied in result.applied.items():
             place = outline[key].place
-            other, pieces = first.setdefault((key, None if place.is_whole else place.part), (rank, applied.pieces))
-            if pieces != applied.pieces:
+            other, pieces = first.setdefault((key, None if place.is_whole else place.part), (rank, applied))
+            if pieces != applied:
                 raise GateError(
                     f"ranks {other} and {rank} hold different values of {key}: one of them is stale or damaged",
                     where="trainer",
