@@ -291,7 +291,7 @@ def _host_bytes(choice: Choice, machine: Machine) -> int:
     gathered = setting.adapter.total * (known.CHECKPOINT_BYTES + 2)
     # A server that releases its weights keeps a copy of them in main memory.
     backup = served * base_bytes(setting, "engine") if job.sleep == "All" else 0
-    # With several nodes, the first has the servers; each of the others has ranks, one of which gathers.
+    # With several nodes, the first has the servers; each of the others has ranks.
     ranks = max(1, setting.layout.num_gpus)
     processes = ranks + served if machine.nodes == 1 else max(machine.node_gpus, served)
     return processes * known.HOST_RANK_BYTES + gathered + backup
