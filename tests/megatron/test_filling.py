@@ -28,7 +28,7 @@ from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from tests.fakes.held_state import hold_state
 from tests.megatron.cases import folder_of
 from tests.megatron.ranks import World, world
-from tests.megatron.test_trainer import TRAINING
+from tests.megatron.test_trainer import TRAINING, step
 from tests.megatron.trainers import WorldRanks, rank_here
 from tests.models.family_matrix import Case, adapter_of
 
@@ -129,6 +129,30 @@ def test_windows_that_begin_within_a_tensor_and_ranks_elsewhere_give_the_same_fi
         assert hold_state(many) == state
         monkeypatch.setattr(trainer, "opening_of", honest)
         assert hold_state(many) == state
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_state_is_taken_from_windows_that_end_within_tensors(
+    ranks: World, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, is_elsewhere: bool
+) -> None:
+    many = on_ranks(ranks, tmp_path_factory.mktemp("models"), CASES[0])
+    untrained = hold_state(many)
+    step(many, 0)
+    trained = hold_state(many)
+    monkeypatch.setattr(outline, "PIECE_BYTES", 600)
+    monkeypatch.setattr(DividedFile, "windows", partialmethod(DividedFile.windows, limit=1000))
+    if is_elsewhere:
+        monkeypatch.setattr(trainer, "opening_of", lambda memory: Opening("/proc/self/mem", "/memfd:elsewhere"))
+    step(many, 1)
+    after = hold_state(many)
+    assert after != trained
+    for state in (trained, untrained, after):
+        many.load_state(state)
+        assert hold_state(many) == state
+    many.load_state(trained)
+    step(many, 1)
+    assert hold_state(many) == after, "the moments are as they were"
 
 
 @pytest.mark.timeout(900)

@@ -198,6 +198,21 @@ def _runs(rows: range | None, region: Tensor, origin: int) -> Runs:
     return Runs(rows, starts, length)
 
 
+def spans(runs: Runs, own: Tensor, position: int, end: int, size: int) -> Iterator[tuple[int, Tensor]]:
+    """Views of a rank's values of an entry that lie within the first `end` bytes, each with the byte it begins at.
+
+    Args:
+        position: of the entry's first byte.
+        size: bytes of a value.
+    """
+    # Masters and moments are contiguous, so these are views of them.
+    own_RL = own.contiguous().view(len(runs.starts), runs.length)
+    for row, first in zip(own_RL, position + runs.starts * size, strict=True):
+        begin, stop = max(int(first), 0), min(int(first) + runs.length * size, end)
+        if begin < stop:
+            yield begin, row[(begin - int(first)) // size : (stop - int(first)) // size]
+
+
 def split_entries(what: What, key: str, source: str, held: Held, shape: tuple[int, ...]) -> list[Entry]:
     """The file entries of one parameter.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.buffer import Opening, opened, write_place
+from orbit_runtime.adapters.buffer import Opening, opened, read_place, write_place
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
@@ -46,6 +46,7 @@ from orbit_runtime.training.megatron.outline import (
     cut_published,
     held_runs,
     outline_of,
+    spans,
 )
 from orbit_runtime.training.megatron.passes import RankPasses
 from orbit_runtime.training.megatron.sent import Sent, receive, send
@@ -286,8 +287,12 @@ class MegatronRank:
             # On another machine than the run's process there is no such memory.
             with suppress(OSError):
                 descriptor = stack.enter_context(opened(opening, os.O_WRONLY)) if opening else None
-            for spot in window.spots:
-                for position, data in self._runs_of(spot, window.size, dtype, filled):
+            for spot, position, own in self._spans(window, dtype.itemsize, filled):
+                if self._tells(self._outline[spot.key].place):
+                    values = own.to(dtype)
+                    if spot.what == "applied" and not torch.equal(values.to(own.dtype), own):
+                        filled.is_exact = False
+                    data = values.cpu().contiguous().view(torch.uint8).numpy()
                     filled.bytes += data.nbytes
                     if descriptor is None:
                         filled.sent.append((position, data))
@@ -295,34 +300,58 @@ class MegatronRank:
                         write_place(descriptor, memoryview(data), start + position, start + window.size)
         return filled
 
-    def _runs_of(
-        self, spot: Spot, end: int, dtype: torch.dtype, filled: Filled
-    ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        """Positions and bytes of what this rank writes of an entry, within a window of `end` bytes."""
-        held = self._outline.get(spot.key)
-        if held is None or not self._tells(held.place):
-            return
-        runs = self._find_runs(spot, held)
-        own = self._value(spot.what, spot.key)
-        row = None if runs.rows is None else spot.index
-        if row is not None and row not in runs.rows:
-            return
-        if row is not None:
-            own = own[row - runs.rows.start]
-        elif isinstance(own, tuple):
-            own = own[0]
-        if own.numel() != runs.num_values:
-            filled.is_exact = False
-            return
-        own_RL, size = own.detach().reshape(len(runs.starts), runs.length), dtype.itemsize
-        for row, first in enumerate((spot.position + runs.starts * size).tolist()):
-            begin, stop = max(first, 0), min(first + runs.length * size, end)
-            if begin < stop:
-                given = own_RL[row, (begin - first) // size : (stop - first) // size]
-                values = given.to(dtype)
-                if spot.what == "applied" and not torch.equal(values.to(given.dtype), given):
-                    filled.is_exact = False
-                yield begin, values.cpu().contiguous().view(torch.uint8).numpy()
+    def take(self, window: Window, opening: Opening, start: int, data: bytes | None) -> bool:
+        """Copies this rank's parts of a state's file into masters and moments.
+
+        Args:
+            opening: the memory that all ranks of a machine share.
+            start: position in it of the window's first byte.
+            data: the window's bytes, for ranks on other machines.
+
+        Returns:
+            Whether the bytes could be read.
+        """
+        with torch.no_grad(), ExitStack() as stack:
+            if data is None:
+                try:
+                    descriptor = stack.enter_context(opened(opening, os.O_RDONLY))
+                except OSError:
+                    return False
+                data = read_place(descriptor, start, window.size)
+            given = torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=torch.float32)
+            for spot in window.spots:
+                if spot.what != "master" and spot.key in self._outline:
+                    master = self._masters.parameters[spot.key]
+                    moments = self._updater.optimizer.state[master]
+                    if spot.what not in moments:
+                        moments[spot.what] = torch.empty_like(master)
+            for _, position, own in self._spans(window, given.element_size(), Filled()):
+                first = position // given.element_size()
+                own.copy_(given[first : first + own.numel()])
+        return True
+
+    def _spans(self, window: Window, size: int, filled: Filled) -> Iterator[tuple[Spot, int, Tensor]]:
+        """Views of this rank's values that lie in the window, each with its entry and its first byte there.
+
+        Args:
+            size: bytes of a value in the file.
+        """
+        for spot in window.spots:
+            held = self._outline.get(spot.key)
+            if held is None:
+                continue
+            runs, own = self._find_runs(spot, held), self._value(spot.what, spot.key)
+            if runs.rows is not None:
+                if spot.index not in runs.rows:
+                    continue
+                own = own[runs.rows.index(spot.index)]
+            elif isinstance(own, tuple):
+                own = own[0]
+            if own.numel() == runs.num_values:
+                for position, span in spans(runs, own.detach(), spot.position, window.size, size):
+                    yield spot, position, span
+            else:
+                filled.is_exact = False
 
     def _find_runs(self, spot: Spot, held: Held) -> Runs:
         # Rotations have another shape than their parameters.
@@ -345,25 +374,6 @@ class MegatronRank:
         division, copies = (groups.expert, groups.expert_replicas) if by_expert else (groups.tensor, groups.replicas)
         return copies.rank() == 0 and (division.rank() == 0 or not (place.is_whole or place.part.group == "none"))
 
-    def write(self, values: Mapping[tuple[What, str], Sent], updates: int) -> None:
-        """Writes masters and moments from whole tensors; each rank takes its part.
-
-        Args:
-            updates: number of optimiser updates that the moments include.
-        """
-        with torch.no_grad():
-            for (what, key), whole in receive(values).items():
-                master = self._masters.parameters.get(key)
-                if master is None:
-                    continue
-                part = self._masters.places[key].cut(whole, self._masters.config)
-                if what == "master":
-                    master.copy_(part)
-                else:
-                    state = self._updater.optimizer.state[master]
-                    state["step"] = torch.tensor(float(updates), dtype=torch.float32)
-                    state[what] = part.to(master.device, copy=True).contiguous()
-
     def counters(self) -> dict[str, int]:
         return self._updater.counters
 
@@ -371,6 +381,8 @@ class MegatronRank:
         self._updater.updates, self._updater.steps = counters["updates"], counters["steps"]
         if not self._updater.updates:
             self._updater.optimizer.state.clear()
+        for moments in self._updater.optimizer.state.values():
+            moments["step"] = torch.tensor(float(self._updater.updates), dtype=torch.float32)
 
     def base_digest(self) -> str:
         """Digest of this rank's part of the base."""

@@ -309,17 +309,18 @@ class MegatronTrainer:
 
     def save_state(self, writer: StateWriter) -> None:
         self._let_be_read()
-        counters: dict[str, int] = self._call("counters")[0]
+        file = self._state_file(self._call("counters")[0])
+        writer.write(PART, sum(file.sizes), partial(self._pieces, file))
+        self._reader = writer
+
+    def _state_file(self, counters: Mapping[str, int]) -> DividedFile:
         kinds: tuple[What, ...] = ("master", *(MOMENTS if counters["updates"] else ()))
         entries = [
             Entry(f"{what}/{key}", what, key, None, self._held[key].place.shape)
             for what in kinds
             for key in self._master_keys
         ]
-        metadata = {"counters": json.dumps(counters, sort_keys=True)}
-        file = build_divided(entries, torch.float32, metadata)
-        writer.write(PART, sum(file.sizes), partial(self._pieces, file))
-        self._reader = writer
+        return build_divided(entries, torch.float32, {"counters": json.dumps(counters, sort_keys=True)})
 
     def _pieces(self, file: DividedFile) -> Iterator[Buffer]:
         yield file.header
@@ -335,15 +336,24 @@ class MegatronTrainer:
             self._reader = None
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None:
-        """Sends every rank whole layers, one after another; each rank takes its part."""
+        """Puts one window after another where every rank reads its parts of it."""
         self._let_be_read()
         shapes = {key: self._held[key].place.shape for key in self._master_keys}
-        tensors, counters = parse_state(parts[PART], shapes)
-        places = [(kind, key) for kind, _, key in (name.partition("/") for name in sorted(tensors))]
-        for _, group in groupby(places, key=lambda place: (place[0], layer_of(place[1]))):
-            values = {(kind, key): tensors[f"{kind}/{key}"] for kind, key in group}
-            self._call("write", send(values), counters["updates"])
+        _, counters = parse_state(parts[PART], shapes)
+        file, data = self._state_file(counters), memoryview(parts[PART]).cast("B")
+        # Behind the header tensors lie as they would be written now.
+        values = data[data.nbytes - sum(file.sizes[1:]) :]
+        for window in file.windows():
+            first = window.start - len(file.header)
+            self._give(window, values[first : first + window.size])
         self._call("set_counters", counters)
+
+    def _give(self, window: Window, data: memoryview) -> None:
+        memory = AdapterBuffer()
+        start, opening = memory.reserve(WINDOW, window.size), opening_of(memory)
+        write_place(memory.descriptor, data, start, window.size)
+        if not all(self._call("take", window, opening, start, None)):
+            self._call("take", window, opening, start, bytes(data))
 
 
 def _sha256(text: str) -> str:
