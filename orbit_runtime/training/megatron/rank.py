@@ -395,7 +395,7 @@ class MegatronRank:
 
 def applied_pieces(applied: Mapping[str, Sequence[Tensor]]) -> dict[str, Pieces]:
     """Pieces of each parameter's tensors, one after the other."""
-    found = tensorfile.tensor_pieces({(key, index): each for key in applied for index, each in enumerate(applied[key])})
+    found = tensorfile.tensor_pieces(((key, index), each) for key in applied for index, each in enumerate(applied[key]))
     return {key: tuple(chain.from_iterable(found[key, index] for index in range(len(applied[key])))) for key in applied}
 
 
