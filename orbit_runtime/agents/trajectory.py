@@ -57,8 +57,9 @@ class _Import:
 class TrajectoryDataset:
     """Items in the order in which they were captured.
 
-    `import_json(source)` and `import_csv(source)` read what the exports wrote, a path or the text itself. Called on the
-    class they make a dataset; called on a dataset they add to it, past its strategy. Both return the dataset.
+    `import_json(source)` and `import_csv(source)` read what the exports wrote, from a path or from the text itself.
+    Called on the class they create a dataset; called on a dataset they add to it, bypassing its strategy. Both return
+    the dataset.
 
     Args:
         strategy: an object with `should_capture` and `process`; by default everything is kept unchanged.

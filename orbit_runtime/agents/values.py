@@ -11,7 +11,8 @@ from typing import Any
 from orbit_runtime.errors import DataError
 
 FLOAT, TUPLE, OBJECT = "$float", "$tuple", "$object"
-"""A mapping with one of these as its only key stands for what JSON has no word for; OBJECT for one that looks so."""
+"""A mapping with one of these as its only key encodes a value that JSON lacks; OBJECT escapes a mapping that looks like
+one."""
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

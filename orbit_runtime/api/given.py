@@ -1,4 +1,4 @@
-"""Functions and rows of prompts given from Python in place of those that a manifest names.
+"""Functions and prompt rows passed from Python in place of those that a manifest names.
 
 Belongs here: the manifest that records this. Does not belong here: calling the functions (`workers`, `algorithms`).
 """
@@ -29,7 +29,7 @@ def with_given(
     advantages: Callable[..., Any] | None,
     prompts: Iterable[Mapping[str, Any]] | None,
 ) -> OrbitRun:
-    """The manifest with `FROM_PYTHON` in place of every given function, and with the file of the rows."""
+    """The manifest with `FROM_PYTHON` in place of every given function, and with the file of the given rows."""
     changes: dict[str, Any] = {}
     if rewards is not None:
         changes["spec.environment.rewards"] = _rewards(manifest, rewards)
@@ -47,14 +47,14 @@ def with_given(
 
 
 def _rewards(manifest: OrbitRun, functions: Functions) -> list[dict[str, Any]]:
-    """One for each function; of the manifest's reward of that name it has weight, arguments and limit of time."""
+    """One reward for each function, with weight, arguments and time limit of the manifest's reward of that name."""
     if not isinstance(functions, Mapping) or not functions:
         raise UsageError("no reward is given", where="rewards", fix='give functions by name: {"close": close_number}')
     known = {each["name"]: each for each in manifest.to_manifest()["spec"]["environment"].get("rewards", ())}
     found = []
     for name in functions:
         kept = {key: value for key, value in known.get(name, {"name": name}).items() if key != "type"}
-        # A shipped reward's arguments are not another function's.
+        # Arguments of a shipped reward do not apply to another function.
         if "type" in known.get(name, {}):
             kept.pop("arguments", None)
         found.append({**kept, "entrypoint": FROM_PYTHON})
@@ -62,7 +62,7 @@ def _rewards(manifest: OrbitRun, functions: Functions) -> list[dict[str, Any]]:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
-    """A file in the download cache, named by its content: equal rows are the same prompts, now and on resume.
+    """Writes a file in the download cache, named by its content: equal rows are the same prompts, now and on resume.
 
     Raises:
         DataError: a row is not a mapping of plain values.
