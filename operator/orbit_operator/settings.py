@@ -167,5 +167,7 @@ def _check(settings: Settings) -> None:
         )
     if settings.log_level not in ("Debug", "Info", "Warning", "Error"):
         raise UsageError(
-            f"`{settings.log_level}` is no log level", where=PREFIX + "LOG_LEVEL", fix="Debug, Info, Warning or Error"
+            f"`{settings.log_level}` is not a log level",
+            where=PREFIX + "LOG_LEVEL",
+            fix="Debug, Info, Warning or Error",
         )

@@ -77,7 +77,7 @@ class TrajectoryDataset:
         self.strategy: TrajectoryStrategy = DefaultStrategy() if strategy is None else strategy
         if isinstance(self.strategy, type):
             called = self.strategy.__name__
-            raise UsageError(f"{called} is a class", where="strategy", fix=f"give an object of it: `{called}()`")
+            raise UsageError(f"{called} is a class", where="strategy", fix=f"give an instance of it: `{called}()`")
         for name in ("should_capture", "process"):
             check_sync(getattr(self.strategy, name, None), f"strategy.{name}")
         self._items: list[TrajectoryItem] = []

@@ -67,13 +67,15 @@ def split_dataset(
     """
     items = check_items(data, "data")
     if isinstance(ratios, str) or not isinstance(ratios, Sequence | Mapping) or not ratios:
-        raise UsageError(f"{ratios!r} are no ratios", where="ratios", fix="give a list such as [0.8, 0.2]")
+        raise UsageError(f"{ratios!r} are not ratios", where="ratios", fix="give a list such as [0.8, 0.2]")
     shares = list(ratios.values()) if isinstance(ratios, Mapping) else list(ratios)
     for index, share in enumerate(shares):
         check_number(f"ratios[{index}]", share, low=0, high=1)
     if abs(math.fsum(shares) - 1) > 1e-6:
         raise UsageError(
-            f"the ratios add to {math.fsum(shares):g}, not to 1", where="ratios", fix="change one of them: [0.8, 0.2]"
+            f"the ratios add up to {math.fsum(shares):g}, not to 1",
+            where="ratios",
+            fix="change one of them: [0.8, 0.2]",
         )
     order = list(range(len(items)))
     Random(stream_key(seed, "split")).shuffle(order)

@@ -44,7 +44,7 @@ class RewardSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise UsageError(f"{self.name!r} is no name", where="RewardSpec.name", fix="give a text")
+            raise UsageError(f"{self.name!r} is not a name", where="RewardSpec.name", fix="give a text")
         check_number(f"RewardSpec {self.name!r}: weight", self.weight, low=-1e6, high=1e6)
         check_sync(self.fn, f"RewardSpec {self.name!r}: fn")
 
@@ -83,7 +83,7 @@ class VeRLConfig:
             object.__setattr__(self, "algorithm", VeRLAlgorithm(self.algorithm))
         except ValueError:
             fix = f"give one of {', '.join(VeRLAlgorithm)}"
-            raise UsageError(f"{self.algorithm!r} is no algorithm", where="VeRLConfig.algorithm", fix=fix) from None
+            raise UsageError(f"{self.algorithm!r} is not an algorithm", where="VeRLConfig.algorithm", fix=fix) from None
         for name in ("epochs", "batch_size", "group_size", "max_new_tokens", "max_sequence_length"):
             check_count(f"VeRLConfig.{name}", getattr(self, name))
         if self.algorithm is VeRLAlgorithm.GRPO and self.group_size == 1:
@@ -99,12 +99,12 @@ class VeRLTrainer:
 
     def __init__(self, config: VeRLConfig, rewards: Sequence[RewardSpec] | RewardSpec) -> None:
         if not isinstance(config, VeRLConfig):
-            raise UsageError(f"{config!r} is no VeRLConfig", where="config", fix="give a VeRLConfig")
+            raise UsageError(f"{config!r} is not a VeRLConfig", where="config", fix="give a VeRLConfig")
         self.config = config
         self.rewards = [rewards] if isinstance(rewards, RewardSpec) else check_items(rewards, "rewards")
         for index, each in enumerate(self.rewards):
             if not isinstance(each, RewardSpec):
-                raise UsageError(f"{each!r} is no RewardSpec", where=f"rewards[{index}]", fix="give a RewardSpec")
+                raise UsageError(f"{each!r} is not a RewardSpec", where=f"rewards[{index}]", fix="give a RewardSpec")
         if not self.rewards:
             raise UsageError("nothing scores the outputs", where="rewards", fix="give one RewardSpec or more")
 
@@ -184,7 +184,7 @@ def _row(item: object, index: int) -> dict[str, Any]:
     is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)
     if not (isinstance(prompt, str) and prompt) and not is_chat:
         raise DataError(
-            f"{prompt!r} is no prompt", where=f"{where}.{PAIRS[0][0]}", fix="give a text or a list of chat messages"
+            f"{prompt!r} is not a prompt", where=f"{where}.{PAIRS[0][0]}", fix="give a text or a list of chat messages"
         )
     return {"prompt": prompt, ITEM: index}
 

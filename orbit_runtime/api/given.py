@@ -35,7 +35,7 @@ def with_given(
         changes["spec.environment.rewards"] = _rewards(manifest, rewards)
     if loss is not None:
         if manifest.spec.algorithm.type == "SFT":
-            message = "the loss of demonstrations is theirs: there are no advantages to compute another from"
+            message = "demonstrations have a loss of their own: there are no advantages from which to compute another"
             raise UsageError(message, where="loss", fix="leave it out, or choose another algorithm.type")
         changes |= {"spec.algorithm.type": "Custom", "spec.algorithm.entrypoint": FROM_PYTHON}
     if advantages is not None:
@@ -72,7 +72,9 @@ def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
     for index, row in enumerate(rows):
         where = f"prompts[{index}]"
         if not isinstance(row, Mapping):
-            raise DataError(f"{type(row).__name__} is no row", where=where, fix='give a mapping: {"prompt": "12+34="}')
+            raise DataError(
+                f"{type(row).__name__} is not a row", where=where, fix='give a mapping: {"prompt": "12+34="}'
+            )
         try:
             lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:
@@ -89,6 +91,6 @@ def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
             part.replace(path)
         except OSError as error:
             raise OutputError(
-                f"the rows cannot be kept: {error.strerror}", where=str(path), fix="set ORBIT_CACHE"
+                f"the rows cannot be written: {error.strerror}", where=str(path), fix="set ORBIT_CACHE"
             ) from error
     return path

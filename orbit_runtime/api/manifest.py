@@ -44,7 +44,7 @@ def load_manifest(
     if isinstance(source, str | Path):
         return load_file(source, given).beside(Path(source).resolve().parent)
     raise UsageError(
-        f"{type(source).__name__} is no manifest", where="manifest", fix="give a file, a mapping or an OrbitRun"
+        f"{type(source).__name__} is not a manifest", where="manifest", fix="give a file, a mapping or an OrbitRun"
     )
 
 
