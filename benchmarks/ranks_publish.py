@@ -1,6 +1,6 @@
-"""One publish of an adapter that two ranks hold half each, against copying its bytes once into the same memory.
+"""One publish of an adapter of which two ranks hold half each, against one copy of its bytes into the same memory.
 
-A publish is what the run's process waits for: ranks write, and the bytes are hashed. The proof's part is the trainer's:
+A publish is what the run's process waits for: ranks write, and the bytes are hashed. The trainer's part of the proof is
 a pass over the canary, and the digest of what it multiplied by. Memory is private memory above what the process had
 before: neither the run's process nor a rank may come near the adapter's size.
 """
@@ -33,11 +33,11 @@ MEASURES = (
 CANARY = tuple(range(2, 34))
 LIMIT_MIB = 64
 EXPERT_MIB = 4 * 3 * 128 * (128 + 256) * 2 / 2**20
-"""What one more expert in each of four layers adds to the adapter."""
+"""MiB that one more expert in each of four layers adds to the adapter."""
 
 
 def build(mebibytes: int, closing: ExitStack) -> Any:
-    """A trainer in two ranks with an adapter of about this size: of rank 128 on as many experts as that takes."""
+    """A trainer in two ranks with an adapter of about this size: rank 128, on as many experts as needed."""
     from orbit_runtime.adapters.config import AdapterConfig
     from orbit_runtime.training.megatron.groups import Sizes
     from orbit_runtime.training.megatron.rank import RankSettings
@@ -60,7 +60,7 @@ def build(mebibytes: int, closing: ExitStack) -> Any:
 
 
 def grow(folder: Path, out: Path, experts: int) -> None:
-    """Writes the model with this many experts in each layer, copies of those that it has."""
+    """Writes the model with this many experts in each layer, copied from its own."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -81,7 +81,7 @@ def grow(folder: Path, out: Path, experts: int) -> None:
 
 
 def copy(files: list[memoryview]) -> float:
-    """Seconds of one thread that writes the files into fresh memory of the kind that publishes use."""
+    """Seconds that one thread takes to write the files into fresh memory of the kind that publishes use."""
     start = time.perf_counter()
     descriptor = os.memfd_create("orbit-copy")
     try:
@@ -96,7 +96,7 @@ def copy(files: list[memoryview]) -> float:
 
 @contextmanager
 def watched(found: dict[str, int], stage: str) -> Iterator[None]:
-    """`found`: the most private memory in MiB above that at the start, of this process and of any below it."""
+    """Records in `found` the peak private memory in MiB above that at the start, of this process and of any child."""
     before, peak, done = private_memory(), dict[int, int](), threading.Event()
 
     def watch() -> None:
@@ -117,7 +117,7 @@ def watched(found: dict[str, int], stage: str) -> Iterator[None]:
 
 
 def private_memory() -> dict[int, int]:
-    """RssAnon in KiB of this process and all below it."""
+    """RssAnon in KiB of this process and all its descendants."""
     parents, sizes = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,8 +1,7 @@
 """One update of a trainer in ranks against one in this process: the same samples, the same mixture of experts.
 
-A division into one rank tells what calling another process costs, the others what each axis costs on these cores: two
-ranks of one thread against one process of one thread, so that half the time would be ideal. Times on a CPU say nothing
-of a GPU.
+A single rank shows the cost of calling another process, the others the cost of each axis on these cores: two ranks of
+one thread against one process of one thread, so half the time would be ideal. Times on a CPU say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def make_samples(options: argparse.Namespace) -> list[Any]:
 
 
 def build(name: str, options: argparse.Namespace, closing: ExitStack) -> Any:
-    """The trainer in ranks."""
+    """Builds the trainer in ranks."""
     from orbit_runtime.training.megatron.groups import Sizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer

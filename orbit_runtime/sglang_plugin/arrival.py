@@ -68,7 +68,7 @@ def _from_memory(ticket: Ticket) -> dict[str, Buffer]:
         with opened(Opening(path, title), os.O_RDONLY) as descriptor:
             return {name: read_place(descriptor, *places[name]) for name in ticket.carried}
     except OSError as error:
-        raise NotArrivedError(f"the memory that held it was given back: {error}") from None
+        raise NotArrivedError(f"the memory that held it was released: {error}") from None
     except ValueError as error:
         raise ModelError(f"the memory is not as large as the ticket says: {error}") from None
 

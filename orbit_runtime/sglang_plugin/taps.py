@@ -183,7 +183,7 @@ def _receive(file: Path, seconds: float) -> Any:
             continue
         file.unlink()
         return told
-    return {"unhooked": [], "reports": {}, "error": f"told nothing of the pass within {seconds:.0f} s"}
+    return {"unhooked": [], "reports": {}, "error": f"reported nothing of the pass within {seconds:.0f} s"}
 
 
 _answered: set[str] = set()

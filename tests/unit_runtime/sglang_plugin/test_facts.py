@@ -214,7 +214,7 @@ def test_a_rank_that_tells_nothing_is_said_to(folder: Path, held: Held, monkeypa
             return await told()
 
     (_, silent) = asyncio.run(ask())["every"]
-    assert "told nothing of the pass" in silent["error"]
+    assert "reported nothing of the pass" in silent["error"]
 
 
 def test_the_longest_wait_for_facts_follows_from_the_bytes_that_are_hashed(folder: Path) -> None:
