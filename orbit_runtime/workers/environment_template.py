@@ -108,7 +108,7 @@ def _cohorts(environment: Any) -> tuple[str, ...] | None:
         return None
     if not inspect.iscoroutinefunction(environment.play):
         raise TargetError(f"{environment.__name__}.play is not `async`: it could ask nothing")
-    rollouts = getattr(environment, "rollouts", 1)
+    rollouts: Any = getattr(environment, "rollouts", 1)
     if isinstance(rollouts, int) and not isinstance(rollouts, bool) and 1 <= rollouts <= MAX_ROLLOUTS:
         return ("",) * rollouts
     is_list = isinstance(rollouts, list | tuple) and all(isinstance(each, str) for each in rollouts)
