@@ -18,13 +18,15 @@ from orbit_runtime.data.samples import build_samples, split_cohorts
 from orbit_runtime.environments import Chosen, Policy
 from orbit_runtime.environments.branching import Branching
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.evaluation.player import Places, _InTurn
 from orbit_runtime.loop.advantages import build_batch, mean_advantages
+from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.resample import count_groups, teaches
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.types import Group, Prompt, Request, Rollout, Sampling
+from orbit_runtime.types import Completion, Group, Prompt, Request, Rollout, Sampling
 from orbit_runtime.workers.reward_threads import RewardThreads
 from tests.unit_runtime.environments.test_multi_turn import Written
 from tests.unit_runtime.loop.test_collector import policy, prompts, rollouts, until
@@ -140,6 +142,59 @@ def test_a_straggling_tree_is_cancelled_with_all_its_branches(steps: int) -> Non
         unchosen = sum(each.counts.get("tokens_unchosen", 0) for g in collected.groups_P for each in g.rollouts_G)
         assert used + unchosen == 2 * 2 * 8 * 5
         assert collected.tokens_cancelled == len(engine.sampled) - used - unchosen > 0
+
+
+def test_an_end_reaches_requests_that_were_not_submitted_yet() -> None:
+    engine = TokenEngine(lambda request: 5)
+
+    async def run() -> None:
+        asking = Asking(engine)  # type: ignore[arg-type]
+        await asking.switch(policy(0))
+        serving = asyncio.create_task(asking.serve())
+
+        def ask(key: int, who: str) -> asyncio.Task[Completion]:
+            return asyncio.create_task(asking.ask((1,), Sampling(), key, None, who))
+
+        submitted = ask(1, "tree")
+        while not engine.rows:
+            await asyncio.sleep(0)
+        late, other = ask(2, "tree"), ask(3, "other")
+        await asyncio.sleep(0)
+        assert len(engine.rows) == 1, "they are submitted in the loop's next turn"
+        await asking.end({"tree"})
+        await asyncio.wait((submitted, late))
+        assert (submitted.result().finish_reason, late.cancelled()) == ("abort", True)
+        engine.steps = math.inf
+        assert (await other).finish_reason == "stop"
+        assert {key for key, _, _ in engine.sampled} == {3}
+        serving.cancel()
+
+    asyncio.run(run())
+
+
+def test_branches_of_an_evaluation_ask_with_a_place_each() -> None:
+    under_way, most = 0, 0
+
+    class Slow:
+        async def sample(self, prompt_ids_T: Any, sampling: Sampling, *, key: int) -> Completion:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.sleep(0.001)
+            under_way -= 1
+            return Completion(0, [1], [0.0], [0], "stop", "")  # type: ignore[arg-type]
+
+    async def run() -> None:
+        places = Places(3)
+        for _ in range(2):
+            await places.take(begins=True)
+            episode = _InTurn(Slow(), places)  # type: ignore[arg-type]
+            await asyncio.gather(*(episode.sample([1], Sampling(), key=key) for key in range(8)))
+            episode.give_back()
+        assert places._free == 3, "every place came back, once"
+
+    asyncio.run(run())
+    assert most == 3
 
 
 def rollout(cohort: str, index: int, reward: float | None, prefix: int = 0) -> Rollout:
