@@ -327,13 +327,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode_continuation(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        answered: int,
-        last_id: int | None,
-        *,
+        self, messages: Sequence[Mapping[str, Any]], answered: int, last_id: int | None, *,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Ids from the end of the sampled message `answered`, which ended with `last_id`, to the start of the next."""
         ...
 
@@ -352,12 +348,9 @@ class Copy(Protocol):
         ...
 
     def score(
-        self,
-        token_ids_T: Sequence[int],
-        adapters: Sequence[str | None],
-        prefix_length: int | None = None,
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None,
         standing: Sequence[str] = (),
-    ) -> list[Scored]:
+    ) -> list[Scored]:  # fmt: skip
         """One reading of the same tokens per adapter, all in one batch, by the same passes as sampling.
 
         Args:
