@@ -241,15 +241,14 @@ class AdapterMemory(Protocol):
         ...
 
 
-class AdapterSink(Protocol):
+class AdapterSink(AdapterMemory, Protocol):
     """Receives the files of one adapter while they are made, so that they are never held twice."""
 
     def write(self, name: str, size: int, pieces: Iterable[Buffer]) -> Pieces:
-        """Writes one whole file of `size` bytes; returns the digest of each piece.
+        """Writes one whole file of `size` bytes; returns the digest of each piece (those of `digests`, in order)."""
 
-        The pieces are those of `digests`, in order. Each is consumed before the next is requested.
-        """
-        ...
+    def fill(self, name: str, sizes: Sequence[int], write: Callable[[], None]) -> Pieces:
+        """Reserves a file, whose parts have these sizes, and calls `write`, which fills it at `places[name]`."""
 
 
 class StateWriter(Protocol):

@@ -89,8 +89,8 @@ async def play(
                     f"{subject} did not answer the last {silent} samples: {sample.failure.kind}: "
                     f"{sample.failure.reason}",
                     where=name,
-                    fix="see that the model is up and reachable, then give the same command again: it asks only for "
-                    "what is missing",
+                    fix="check that the model is up and reachable, then repeat the command: it requests only the "
+                    "missing samples",
                 )
 
     # All workers draw from one iterator.
