@@ -71,6 +71,7 @@ PLANS: tuple[Plan, ...] = (
     Plan("Policy versions behind", (("staleness_mean", "mean"), ("staleness_max", "max")), varies=True),
     Plan("Cancelled stragglers", (("prompts_cancelled", "prompts"),), varies=True),
     Plan("Discarded tokens of stragglers", (("tokens_cancelled", "tokens"),), varies=True),
+    Plan("Tokens of branches that were not chosen", (("tokens_unchosen", "tokens"),), varies=True),
     Plan("Top-1 agreement on the canary", (("parity_top1", "share"),), most=1.0),
     Plan("Parity with and without router replay",
          (("parity_mean_replayed", "through rollout's experts"),

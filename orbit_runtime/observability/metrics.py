@@ -135,6 +135,8 @@ METRICS: tuple[Metric, ...] = (
            "orbit_run_prompts_cancelled", "counter", display="d"),
     Metric("tokens_cancelled", "tokens", "Tokens already sampled for these, which are discarded.",
            "orbit_run_tokens_cancelled", "counter", display="d"),
+    Metric("tokens_unchosen", "tokens", "Tokens sampled in branches that no rollout of their episode contains.",
+           "orbit_run_tokens_unchosen", "counter", display="d"),
     Metric("prompts_tried", "prompts", "With data.difficulty: prompts whose pass rate is known.",
            "orbit_run_pass_rates", label=("prompts", "tried"), display="d"),
     Metric("prompts_too_hard", "prompts", "Of these, those below data.difficulty.low.",

@@ -262,7 +262,15 @@ RUN = Dashboard(
                     "failed": "60 * rate(orbit_run_tool_errors_total{@}[$__rate_interval])",
                 },
             ),
-            Panel("Tokens sampled", "line", {"per minute": "60 * rate(orbit_run_tokens_total{@}[$__rate_interval])"}),
+            Panel(
+                "Tokens sampled",
+                "line",
+                {
+                    "trained": "60 * rate(orbit_run_tokens_total{@}[$__rate_interval])",
+                    "not chosen": "60 * rate(orbit_run_tokens_unchosen_total{@}[$__rate_interval])",
+                },
+                text="Per minute; not chosen: in branches of episodes that none of their rollouts contains.",
+            ),
             Panel(
                 "Thrown away",
                 "line",
