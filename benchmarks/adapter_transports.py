@@ -115,17 +115,19 @@ def take_files(folder: Path) -> int:
 
 def measure_load(repetitions: int) -> list[harness.Comparison]:
     from benchmarks.sglang_rig import Chosen, started
+    from orbit_runtime.rollout.desk import FolderDesk
 
     chosen, numbers = Chosen(), itertools.count()
     with started("LoRA", transport=chosen) as rig:
         rig.move(0, 0.02)
-        adapter = rig.publish().adapter
+        adapter, desk = rig.publish().adapter, rig.engine.desk
+        assert isinstance(desk, FolderDesk)
 
         def load(transport: Transport | None) -> Callable[[], None]:
             def once() -> None:
                 chosen.now, name = transport, f"load-{next(numbers)}"
                 rig.engine.load_adapter(name, adapter)
-                assert rig.engine.loaded[name].ticket.exists() == (transport is not None)
+                assert desk.ticket(name).exists() == (transport is not None)
                 rig.engine.unload_adapter(name)
 
             return once

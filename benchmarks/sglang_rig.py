@@ -25,6 +25,7 @@ from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.handover import Handover, Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
@@ -128,7 +129,7 @@ def started(adapter: str, transport: Transport | None = None) -> Iterator[Rig]:
         server = SGLangServer(settings, log=folder / "sglang.log")
         try:
             engine = start_engine(
-                [server], tokenizer, folder=folder / "adapters", max_running_requests=RUNNING, transport=transport
+                [server], tokenizer, desk=FolderDesk(folder / "adapters", transport), max_running_requests=RUNNING
             )
             yield _rig(policy, tokenizer, engine, folder / "run")
             engine.close()

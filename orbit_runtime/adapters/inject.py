@@ -19,19 +19,13 @@ from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import TRAINER_SLOT, AdaptedLinear, Selection
 from orbit_runtime.adapters.lora import initial_A
 from orbit_runtime.adapters.masters import Masters, Place
+from orbit_runtime.adapters.names import SHARED_INPUTS
 from orbit_runtime.adapters.oft import check_block_size
 from orbit_runtime.adapters.part import Part
 from orbit_runtime.adapters.report import InjectReport, ReportRow
 from orbit_runtime.errors import InternalError, ManifestError
 
 AdaptedLayer = AdaptedLinear | AdaptedExpertLinear
-SHARED_INPUTS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"),
-    ("w1", "w3"),
-)
-"""Siblings with the same input. Engines fuse them, so they share one R."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,13 +11,21 @@ Belongs here: names. Does not belong here: values, bytes (`state`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 SGLANG_TARGETS = {"kv_proj": "kv_a_proj_with_mqa", "o_b_proj": "o_proj"}
 """DeepSeek-V4's projections that SGLang's LoRA has no name for → DeepSeek-V3's counterparts."""
+SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"),
+    ("w1", "w3"),
+)
+"""Siblings with the same input. Engines fuse them, so they share one R."""
 
 
 def expert_file_names(module: str, kind: str, layout: str, num_experts: int) -> tuple[str, ...]:
@@ -35,4 +43,6 @@ def split_tensor(names: tuple[str, ...], tensor: Tensor) -> dict[str, Tensor]:
 
 def join_tensors(names: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Tensor:
     """The inverse of `split_tensor`."""
+    import torch
+
     return tensors[names[0]] if len(names) == 1 else torch.stack([tensors[name] for name in names])

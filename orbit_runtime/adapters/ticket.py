@@ -16,14 +16,14 @@ import json
 from collections.abc import Buffer, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from orbit_runtime.adapters.files import CONFIG_FILE
 from orbit_runtime.errors import ModelError
 from orbit_runtime.types import AdapterFiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TICKET_FILE = "transport.json"
 NOT_ARRIVED = "the adapter did not arrive"
@@ -94,6 +94,8 @@ def blocks(data: Buffer) -> Iterator[memoryview]:
 
 def as_tensor(view: memoryview) -> Tensor:
     """Its bytes, without copying them if they are writable."""
+    import torch
+
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from orbit_runtime.adapters.inject import SHARED_INPUTS
+from orbit_runtime.adapters.names import SHARED_INPUTS
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.checkpoints.tensor_files import CODES, Output, ShardWriter, TensorSource
 from orbit_runtime.errors import ModelError

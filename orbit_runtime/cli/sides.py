@@ -58,7 +58,7 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
     check_can_train()
     from orbit_runtime.loop.signals import stop_on_signals
     from orbit_runtime.services.building import open_manifest
-    from orbit_runtime.services.engine_host import build_engine_host
+    from orbit_runtime.services.engine_host import build_inference_host
     from orbit_runtime.services.host import start_host
     from orbit_runtime.services.trainer_host import build_trainer_host
     from orbit_runtime.storage.download import Patience
@@ -77,8 +77,10 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
             asked = open_manifest(manifest, options.file.resolve().parent, patience)
         except StoppedOnRequest:
             return EXIT_STOPPED
-        is_trainer = options.kind == "trainer"
-        made = build_trainer_host(asked, note, closing) if is_trainer else build_engine_host(asked, note)
+        if options.kind == "trainer":
+            made = build_trainer_host(asked, note, closing)
+        else:
+            made = build_inference_host(asked, host, note, closing)
         if stop:
             return EXIT_STOPPED
         server = start_host(made, host, port, token)

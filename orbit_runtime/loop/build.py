@@ -185,7 +185,7 @@ def build_parts(
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         if given.sides is not None:
-            opened = Opened(names.model, store, execution, teacher_digest(teacher).get(TEACHER))
+            opened = Opened(names.model, store, execution, weights, teacher_digest(teacher).get(TEACHER))
             side = given.sides.open(resolved, opened, closing)
         else:
             assert division is not None
@@ -196,7 +196,8 @@ def build_parts(
     held_out = open_held_out(run, inputs, rewards, tokenizer, closing)
     show.stage("starting the engine")
     sequences = first_sequences(table, tokenizer)
-    engine = given.sides.engine if given.sides else build_engine(resolved, side, tokenizer, folder, sequences, closing)
+    build = given.sides.build_engine if given.sides else build_engine
+    engine = build(resolved, side, tokenizer, folder, sequences, closing, is_resumed=execution.number > 1)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
     keeper = Keeper()

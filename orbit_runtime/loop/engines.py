@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.facts import PolicyFacts
     from orbit_runtime.rollout.served_engine import ServedEngine
     from orbit_runtime.rollout.sglang_api import RoutedLayers
+    from orbit_runtime.rollout.sglang_server import SGLangServer
 
 PROBES = 4
 """Real prompts whose text both tokenizers must agree on."""
@@ -42,11 +43,14 @@ def build_engine(
     folder: Path,
     sequences: Sequence[Sequence[int]],
     closing: ExitStack,
+    *,
+    is_resumed: bool = False,
 ) -> Engine:
     """
     Args:
         folder: the model's.
         sequences: real prompts as token ids.
+        is_resumed: another execution of the run was there before, and may have left adapters on attached servers.
         closing: what must outlive the engine is pushed here; the caller closes the engine itself.
     """
     if resolved.engine == "Torch":
@@ -60,7 +64,7 @@ def build_engine(
             max_running_requests=rollout.max_running_requests,
             notes_experts=rollout.router_replay != "None",
         )
-    return build_servers(resolved, side.facts, tokenizer, folder, sequences, closing)
+    return build_servers(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed=is_resumed)
 
 
 def build_servers(
@@ -70,6 +74,8 @@ def build_servers(
     folder: Path,
     sequences: Sequence[Sequence[int]],
     closing: ExitStack,
+    *,
+    is_resumed: bool = False,
 ) -> ServedEngine:
     """An engine of SGLang servers that are started here, or of endpoints that are attached. Args: as `build_engine`.
 
@@ -81,46 +87,63 @@ def build_servers(
 
     check_served(facts.adapter, facts.layers, facts.modules)
     if resolved.engine == "OpenAI":
-        return _attach(resolved, facts, tokenizer, folder, sequences, closing)
+        return _attach(resolved, facts, tokenizer, folder, sequences, closing, is_resumed=is_resumed)
     return _start(resolved, facts, tokenizer, folder, closing)
 
 
 def _start(
     resolved: Resolved, facts: PolicyFacts, tokenizer: Tokenizer, folder: Path, closing: ExitStack
 ) -> ServedEngine:
+    from orbit_runtime.rollout.desk import FolderDesk
+    from orbit_runtime.rollout.handover import build_transport
+    from orbit_runtime.rollout.sglang_server import sleeping_parts
+    from orbit_runtime.rollout.starting import start_engine
+
+    rollout = resolved.run.spec.rollout
+    scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
+    servers = plan_servers(resolved, facts, folder, scratch)
+    for server in servers:
+        closing.callback(server.stop)
+    return start_engine(
+        servers,
+        tokenizer,
+        desk=FolderDesk(scratch / "adapters", build_transport(rollout.adapter_transport)),
+        max_running_requests=rollout.max_running_requests,
+        at_once=starts_at_once(resolved),
+        sleeping=sleeping_parts(rollout.sleep),
+    )
+
+
+def starts_at_once(resolved: Resolved) -> int:
+    """Number of servers that start at the same time; on a CPU they would slow each other down."""
+    return 1 if resolved.device == "cpu" else resolved.run.spec.rollout.replicas
+
+
+def plan_servers(
+    resolved: Resolved, facts: PolicyFacts, folder: Path, scratch: Path, host: str | None = None
+) -> list[SGLangServer]:
+    """The run's SGLang servers as the plan of this machine has them, none of them started.
+
+    Args:
+        facts: of the policy, loaded or read from headers.
+        folder: the model's.
+        scratch: an empty folder for logs and, on a CPU, the base in BF16.
+        host: the address to listen on; None: only processes of this machine ask.
+
+    Raises:
+        UnsupportedError: (78) SGLang cannot apply this adapter or serve this base here.
+    """
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
-    from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner.assumptions import SERVER_SLOTS
-    from orbit_runtime.rollout.handover import build_transport
-    from orbit_runtime.rollout.sglang_experts import check_experts, check_generation, served_experts
-    from orbit_runtime.rollout.sglang_server import (
-        ServerSettings,
-        SGLangServer,
-        check_deterministic,
-        deterministic_attention,
-        lora_targets,
-        sleeping_parts,
-    )
-    from orbit_runtime.rollout.starting import start_engine
+    from orbit_runtime.rollout.sglang_experts import served_experts
+    from orbit_runtime.rollout.sglang_server import LOOPBACK, ServerSettings, SGLangServer, lora_targets
     from orbit_runtime.workers.run_token import run_token
 
-    spec, adapter, layers, formats = resolved.run.spec, facts.adapter, facts.layers, facts.expert_formats
-    check_experts(adapter, layers, resolved.device, formats)
-    on_cpu, attention = resolved.device == "cpu", None
-    if spec.rollout.deterministic:
-        check_deterministic(resolved.device)
-    if not on_cpu:
-        import torch
-
-        capability = torch.cuda.get_device_capability()
-        if adapter.type == "LoRA":
-            check_generation(formats, capability)
-        if spec.rollout.deterministic:
-            attention = deterministic_attention(folder_facts(folder).architecture.family, capability)
-    scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
+    attention = _check_device(resolved, facts, folder)
+    spec, adapter, layers = resolved.run.spec, facts.adapter, facts.layers
     base = folder
-    if on_cpu and facts.precision != "BF16":
+    if resolved.device == "cpu" and facts.precision != "BF16":
         base = scratch / "base"
         convert(folder, base, Target("BF16"), show=lambda *_: None)
     serving = _plan_serving(resolved, folder)
@@ -136,13 +159,13 @@ def _start(
         lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
         oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
         experts=served_experts(adapter, layers),
-        expert_formats=formats,
+        expert_formats=facts.expert_formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
         extra=tuple(argument_flags(spec.rollout.engine_arguments)),
         engine_version=spec.rollout.engine_version,
         attention=attention,
-        routed=routed_layers(facts) if spec.rollout.router_replay != "None" else None,
+        reports_experts=spec.rollout.router_replay != "None",
         tensor_parallel=serving.server_gpus,
         kv_tokens=memory.kv_tokens if memory else None,
         memory_fraction=memory.fraction if memory else None,
@@ -151,33 +174,48 @@ def _start(
     count, size, first = spec.rollout.replicas, serving.server_gpus, serving.first_gpu
     # Of one seed, two servers would draw the same tokens for the same prompt.
     token = run_token()
-    servers = [
+    return [
         SGLangServer(
             replace(settings, seed=settings.seed + index, gpu=first + index * size),
             log=_log(scratch, index),
             token=token,
+            host=host or LOOPBACK,
+            routed=routed_layers(facts) if settings.reports_experts else None,
         )
         for index in range(count)
     ]
-    for server in servers:
-        closing.callback(server.stop)
-    return start_engine(
-        servers,
-        tokenizer,
-        folder=scratch / "adapters",
-        max_running_requests=settings.max_running_requests,
-        at_once=1 if on_cpu else count,
-        sleeping=sleeping_parts(spec.rollout.sleep),
-        transport=build_transport(spec.rollout.adapter_transport),
-    )
 
 
-def routed_layers(facts: PolicyFacts) -> RoutedLayers:
-    """Whose experts its completions are to bring along."""
+def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path) -> str | None:
+    """The attention back end to set; None for SGLang's own choice.
+
+    Raises UnsupportedError (78) for what SGLang cannot do on this machine's device.
+    """
+    from orbit_runtime.model_info.checkpoint import folder_facts
+    from orbit_runtime.rollout.sglang_experts import check_experts, check_generation
+    from orbit_runtime.rollout.sglang_server import check_deterministic, deterministic_attention
+
+    is_deterministic = resolved.run.spec.rollout.deterministic
+    check_experts(facts.adapter, facts.layers, resolved.device, facts.expert_formats)
+    if is_deterministic:
+        check_deterministic(resolved.device)
+    if resolved.device == "cpu":
+        return None
+    import torch
+
+    capability = torch.cuda.get_device_capability()
+    if facts.adapter.type == "LoRA":
+        check_generation(facts.expert_formats, capability)
+    return deterministic_attention(folder_facts(folder).architecture.family, capability) if is_deterministic else None
+
+
+def routed_layers(facts: PolicyFacts) -> RoutedLayers | None:
+    """Layers whose experts completions can report; None for none, or if only headers were read."""
     from orbit_runtime.rollout.sglang_api import RoutedLayers
 
     routed = facts.routed
-    assert routed is not None
+    if routed is None:
+        return None
     return RoutedLayers(routed.num_layers, routed.layers, routed.experts_per_token)
 
 
@@ -228,6 +266,8 @@ def _attach(
     folder: Path,
     sequences: Sequence[Sequence[int]],
     closing: ExitStack,
+    *,
+    is_resumed: bool,
 ) -> ServedEngine:
     from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
     from orbit_runtime.rollout.sglang_experts import served_experts
@@ -258,6 +298,7 @@ def _attach(
         architectures=tuple(json.loads((folder / "config.json").read_text()).get("architectures") or ()),
         probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
         tolerance=change_limit(facts),
+        is_resumed=is_resumed,
         engine_version=spec.rollout.engine_version,
     )
     return attach_engine(

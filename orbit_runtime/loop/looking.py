@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from orbit_runtime.parity.locate import Location, Tapped
     from orbit_runtime.policy.snapshot import Snapshot
 
+APART = (
+    "which layer differs was not looked for, because trainer and engine are processes apart: `orbit parity` with this "
+    "manifest compares their layers in one process"
+)
 COPIES = 3
 """Rows in the trainer's second snapshot: a different batch shape, to measure the trainer's noise floor."""
 
@@ -29,7 +33,7 @@ class Bisect:
     token_ids_T: tuple[int, ...]
     compute_dtype: str
     snapshot: Callable[..., Snapshot] | None = None
-    """See `TrainerSide.snapshot`."""
+    """See `TrainerSide.snapshot`; None for a trainer in another process."""
     explain: Callable[[Mapping[str, Buffer]], str] | None = None
     """See `TrainerSide.explain`."""
     group: int | None = None
@@ -38,7 +42,8 @@ class Bisect:
     def find(self, name: str, adapter: AdapterFiles) -> Location | None:
         """Finds the first layer where the two sides differ: with the bare base or, if that agrees, with the policy.
 
-        None if no copy's layers can be inspected, for example because the engine computes with the trainer's own.
+        None if no layers can be inspected: the trainer's, because it is another process, or those of any copy, for
+        example because the engine computes with the trainer's own.
 
         Args:
             name: the adapter's name in the engine.
@@ -62,6 +67,8 @@ class Bisect:
 
     def explain_layers(self, name: str, adapter: AdapterFiles) -> list[str]:
         """Describes where the two sides differ."""
+        if self.snapshot is None:
+            return [APART]
         try:
             location = self.find(name, adapter)
         except OrbitError as error:

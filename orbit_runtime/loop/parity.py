@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
+from orbit_runtime.loop.looking import APART
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.show import Show
@@ -149,6 +150,8 @@ def check_sides(parts: Parts, state: RunState, when: str) -> None:
     if location:
         keep_location(parts, location)
         parts.show.note(f"trainer and engine: {location.verdict()}")
+    elif parts.side.snapshot is None:
+        parts.show.note(APART)
     if parts.spec.parity.preflight == "Enforce":
         check_preflight(measured[index], location, copies[index].name if len(copies) > 1 else "")
 

@@ -129,7 +129,7 @@ def build_sft(
     closing.callback(unfreeze_objects)
     with gc_paused():
         if sides is not None:
-            side = sides.open(resolved, Opened(names.model, store, execution), closing)
+            side = sides.open(resolved, Opened(names.model, store, execution, weights), closing)
         else:
             assert division is not None
             assert loss is not None

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.spec import MachineFacts, Resolved
 from orbit_runtime.storage import Execution, Store
-from orbit_runtime.types import Engine
+from orbit_runtime.types import Engine, Tokenizer
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.trainers import TrainerSide
@@ -29,6 +30,8 @@ class Opened:
     store: Store
     """The run folder."""
     execution: Execution
+    weights: str
+    """Digest of the model's tensors on disk."""
     teacher: str | None = None
     """Digest of the teacher's adapter; None if there is none."""
 
@@ -53,9 +56,18 @@ class Sides(Protocol):
         """
         ...
 
-    @property
-    def engine(self) -> Engine:
-        """The engine; not available for a run that samples nothing."""
+    def build_engine(
+        self,
+        resolved: Resolved,
+        side: TrainerSide,
+        tokenizer: Tokenizer,
+        folder: Path,
+        sequences: Sequence[Sequence[int]],
+        closing: ExitStack,
+        *,
+        is_resumed: bool = False,
+    ) -> Engine:
+        """The engine, once the sides are open. Arguments and errors: as of `engines.build_engine`."""
         ...
 
 

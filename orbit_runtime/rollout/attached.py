@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -19,7 +20,8 @@ from urllib.parse import urlsplit
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import EngineDiedError, GateError, ModelError, UnsupportedError
 from orbit_runtime.planner.sampling import Kind, check_sampling, shaping_fields
-from orbit_runtime.rollout.replica import Replica
+from orbit_runtime.rollout.desk import FolderDesk
+from orbit_runtime.rollout.replica import Replica, Whose
 from orbit_runtime.rollout.served import About, Api, LostError
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
@@ -64,6 +66,8 @@ class Wanted:
     architectures: tuple[str, ...] | None = None
     """Of the run's own model; None: another may be served."""
     tolerance: float = 0.0
+    is_resumed: bool = False
+    """Whether an earlier execution of the run may have left adapters on the servers."""
     engine_version: Literal["Pinned", "Any"] = "Pinned"
     """`Any`: Orbit's plug-in may run in another version of SGLang than the pinned one."""
     where: str = "spec.rollout.endpoints"
@@ -133,7 +137,8 @@ def attach_engine(
         ModelError: one serves another model or tokenizer (66).
     """
     client = build_client()
-    engine = ServedEngine(tokenizer, client, folder=folder, max_running_requests=max_running_requests)
+    desk = FolderDesk(folder)
+    engine = ServedEngine(tokenizer, client, desk=desk, max_running_requests=max_running_requests)
     try:
         replicas = []
         for index, endpoint in enumerate(endpoints):
@@ -141,7 +146,8 @@ def attach_engine(
             server = AttachedServer(endpoint.url, headers=endpoint.headers)
             wire, name = Wire(client, server, wanted.where), f"{wanted.who} {index} ({server.url})"
             api = _ask(engine, name, partial(_recognise, wire, endpoint, wanted))
-            replicas.append(Replica(name, server, api, engine.loaded, tolerance=wanted.tolerance))
+            whose: Whose = "Resumed" if wanted.is_resumed else "Others"
+            replicas.append(Replica(name, server, api, engine.loaded, whose=whose, tolerance=wanted.tolerance))
         for replica, about in zip(replicas, engine.attach(replicas), strict=True):
             check_about(replica.name, about, wanted)
             _ask(engine, replica.name, partial(_check_inside, replica, wanted, tokenizer))
@@ -255,6 +261,12 @@ def _method(endpoint: Endpoint, wanted: Wanted) -> Literal["Folder", "Upload"]:
     method = endpoint.method
     if method == "Auto":
         method = "Folder" if endpoint.is_local else "Upload"
+    if method == "Upload" and wanted.adapter is not None and find_spec("torch") is None:
+        raise UnsupportedError(
+            f"an adapter goes to {endpoint.url} as tensors, which takes torch, and torch is not installed here",
+            where=wanted.where,
+            fix="write adapterMethod: Folder, and rollout.adapterFolder; or install torch",
+        )
     if method == "Upload" and wanted.adapter is not None and wanted.adapter.type == "OFT":
         raise UnsupportedError(
             "an OFT adapter goes to SGLang as a folder",

@@ -15,13 +15,15 @@ from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Seque
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from orbit_runtime.adapters.buffer import opening_of, shared
-from orbit_runtime.adapters.group import Group, Opening
 from orbit_runtime.adapters.patience import seconds_for, total_bytes
 from orbit_runtime.adapters.ticket import as_tensor, blocks, carried_bytes, write_ticket
 from orbit_runtime.types import AdapterFiles
+
+if TYPE_CHECKING:
+    from orbit_runtime.adapters.group import Group
 
 BROADCAST_SECONDS = 30.0
 """Limit for joining; a server handles no requests meanwhile."""
@@ -142,6 +144,8 @@ class Broadcast:
 
 class _Generation:
     def __init__(self, host: str, copies: Mapping[str, tuple[int, int]], seconds: float) -> None:
+        from orbit_runtime.adapters.group import Opening
+
         self.copies, self.seconds = dict(copies), seconds
         self._opening = Opening(host, sum(ranks for _, ranks in copies.values()), seconds)
         self.source = self._opening.source

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from orbit_runtime.adapters.patience import seconds_for
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
@@ -33,6 +33,10 @@ PATIENCE_SECONDS = 60.0
 """When a request takes longer, its server is checked for progress."""
 HEALTH_SECONDS = 1.0
 """Interval between health checks of a server that is busy with an adapter's bytes."""
+Whose = Literal["Ours", "Others", "Resumed"]
+"""`Ours`: Orbit starts it with the run's model, which may be in another folder after a restart. `Others`: it outlives
+the run, and an adapter that stands there is another run's. `Resumed`: likewise, but one that stands there under a new
+name was left by this run when it was killed."""
 
 
 class Replica:
@@ -46,6 +50,7 @@ class Replica:
         adapters: Mapping[str, Loaded],
         *,
         taps: Path | None = None,
+        whose: Whose = "Others",
         tolerance: float = 1e-3,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
@@ -72,6 +77,7 @@ class Replica:
         self._begun: set[str] = set()
         """Adapters whose load got no response: the server may hold them."""
         self._witnesses: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._whose = whose
         self._tolerance = tolerance
         self._patience = patience
         self._revival: asyncio.Task[None] | None = None
@@ -111,10 +117,9 @@ class Replica:
                 fix=f"install sglang=={PINNED_SGLANG}, which Orbit is made for",
             )
         before = self.about
-        if before is not None and (before.version, before.model, before.plugin) != (
-            found.version,
-            found.model,
-            found.plugin,
+        if before is not None and (
+            (before.version, before.plugin) != (found.version, found.plugin)
+            or (before.model != found.model and self._whose != "Ours")
         ):
             raise GateError(
                 f"{self.name} came back as {found.kind} {found.version} with {found.model}; it was {before.kind} "
@@ -131,7 +136,8 @@ class Replica:
         if self.is_up:
             with suppress(LostError, GateError):
                 told = await self.api.exposition()
-        return ServerReading(self.name, self.is_up, self.restarts, self.missed, told, self.server.memory_bytes())
+        memory = await asyncio.to_thread(self.server.memory_bytes)
+        return ServerReading(self.name, self.is_up, self.restarts, self.missed, told, memory)
 
     # --- sleeping ---
 
@@ -228,17 +234,30 @@ class Replica:
         """Safe to call again: a server that came back meanwhile already holds it."""
         if name in self._held:
             return
-        loaded, was_begun = self._adapters[name], name in self._begun
+        was_begun = name in self._begun
         self._begun.add(name)
         try:
-            if loaded.handover is None or not await self._take(name, loaded.adapter, loaded.handover):
-                await self.api.load(name, loaded.adapter, loaded.write_files(loaded.folder))
+            await self._hand(name, was_begun)
         except GateError as error:
-            # The previous try timed out but then succeeded. The proof shows what the server holds.
-            if not was_begun or not await self._has(name):
-                raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
+            raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
         self._begun.discard(name)
         self._held.add(name)
+
+    async def _hand(self, name: str, was_begun: bool) -> None:
+        loaded = self._adapters[name]
+        try:
+            if loaded.handover is None or not await self._take(name, loaded.adapter, loaded.handover):
+                await self._load_files(name, loaded)
+        except GateError:
+            if not (was_begun or self._whose == "Resumed") or not await self._has(name):
+                raise
+            # The previous try timed out but then succeeded (the proof shows what the server holds), or it was left.
+            if not was_begun:
+                await self.api.unload(name)
+                await self._load_files(name, loaded)
+
+    async def _load_files(self, name: str, loaded: Loaded) -> None:
+        await self.api.load(name, loaded.adapter, await asyncio.to_thread(loaded.files))
 
     async def _take(self, name: str, adapter: AdapterFiles, handover: Handover) -> bool:
         """Whether the adapter came by the transport. If this copy fails, the others need not wait for it."""
@@ -271,6 +290,13 @@ class Replica:
                 if await self._holds(name):
                     raise
             self._held.discard(name)
+
+    async def leave(self) -> None:
+        """Takes this run's adapters from a server that outlives the run; one that does not answer keeps them."""
+        if self.is_up and self._whose != "Ours":
+            for name in [*self._held]:
+                with suppress(LostError, OrbitError):
+                    await self.api.unload(name)
 
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None

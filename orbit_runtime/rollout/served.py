@@ -6,12 +6,12 @@ Belongs here: records and Protocols between the engine (`served_engine`), its co
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from orbit_runtime.adapters.patience import total_bytes
+from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.news import Alternatives
@@ -29,26 +29,14 @@ class Loaded:
     """An adapter that every copy must hold."""
 
     adapter: AdapterFiles
-    folder: Path
-    """Folder for its files, as both Orbit and the server see it; written when a server first loads from files."""
+    files: Callable[[], Path]
+    """Puts its files where servers see them, and returns their folder there. Safe to call twice, from any thread."""
     handover: Handover | None = None
     """The other transport, while it is open."""
 
     @property
     def num_bytes(self) -> int:
-        return total_bytes(self.adapter.files.values())
-
-    @property
-    def ticket(self) -> Path:
-        """The folder given to servers that load by the other transport."""
-        return self.folder / "ticket"
-
-    def write_files(self, folder: Path) -> Path:
-        """Safe to call twice."""
-        for name, content in self.adapter.files.items():
-            if not (folder / name).exists():
-                (folder / name).write_bytes(content)
-        return folder
+        return adapter_bytes(self.adapter)
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,22 @@ Belongs here: readings of one copy. Does not belong here: sampling (`served_engi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Buffer, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.data.routing import unpack_experts
 from orbit_runtime.errors import GateError, UnsupportedError
-from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.rollout.sglang_api import merge_facts
-from orbit_runtime.rollout.taps import asked_facts, asked_pass, build_snapshot
 from orbit_runtime.types import AdapterFiles, Scored
 
 if TYPE_CHECKING:
+    from orbit_runtime.policy.snapshot import Snapshot
     from orbit_runtime.rollout.replica import Replica
     from orbit_runtime.rollout.served_engine import ServedEngine
-
-EXPLAIN_FILE = "explain"
-"""File beside an adapter's files that asks the plug-in for the difference between them and the slot."""
 
 
 class ServedCopy:
@@ -59,8 +54,12 @@ class ServedCopy:
         replica, named = self._replica, sorted({name for name in adapters if name})
 
         async def readings() -> list[Scored]:
-            held = replica.num_bytes({*named, *standing})
-            asked = asked_facts(replica.taps, token_ids_T, named, standing, held) if replica.taps and named else None
+            asked = None
+            if replica.taps and named:
+                from orbit_runtime.rollout.taps import asked_facts
+
+                held = replica.num_bytes({*named, *standing})
+                asked = asked_facts(replica.taps, token_ids_T, named, standing, held)
             with asked or nullcontext() as told:
                 scores = await replica.ask(partial(replica.score, token_ids_T, adapters, prefix_length))
                 told_now = await told() if told else None
@@ -91,23 +90,16 @@ class ServedCopy:
         if not self.reads_back:
             return ""
         loaded = self._engine.slot(name)
-        homes = [home for home in (loaded.folder, loaded.ticket) if home.is_dir()]
         # All copies share one folder, so only one may ask at a time.
-        with self._engine.explaining:
-            for home in homes:
-                (loaded.write_files(home) / EXPLAIN_FILE).touch()
-            try:
-                facts = self._facts().get(name)
-            finally:
-                for home in homes:
-                    (home / EXPLAIN_FILE).unlink()
+        with self._engine.explaining, self._engine.desk.explaining(name) as homes:
+            facts = self._facts().get(name)
         if facts is None:
             return "the server does not hold it: it was evicted, or unloaded by someone else"
         folder = Path(facts["path"])
         if folder.is_absolute() and folder not in homes:
             found = {each.name: each.read_bytes() for each in folder.iterdir()} if folder.is_dir() else {}
-            return f"the server loaded it from {folder}: {explain_difference(published.files, found)}"
-        return explain_difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")
+            return f"the server loaded it from {folder}: {_difference(published.files, found)}"
+        return _difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")
 
     def snapshot(self, token_ids_T: Sequence[int], adapter: str | None) -> Snapshot:
         """What the server's layers hold, and compute for these tokens; for one caller at a time.
@@ -116,6 +108,8 @@ class ServedCopy:
             GateError: the plug-in gave no answer.
             UnsupportedError: the server has no plug-in to ask.
         """
+        from orbit_runtime.rollout.taps import build_snapshot
+
         if self._replica.taps is None:
             raise UnsupportedError("this server's layers cannot be inspected", fix="let Orbit start the server")
         asked = partial(self._tapped, self._replica.taps, tuple(token_ids_T), adapter)
@@ -127,6 +121,8 @@ class ServedCopy:
     def _tapped(
         self, taps: Path, token_ids_T: tuple[int, ...], adapter: str | None, names: Sequence[str]
     ) -> tuple[list[bytes], Scored]:
+        from orbit_runtime.rollout.taps import asked_pass
+
         replica = self._replica
         ranks = replica.about.ranks if replica.about else 1
         try:
@@ -138,3 +134,13 @@ class ServedCopy:
 
     def _facts(self) -> Mapping[str, Mapping[str, Any]]:
         return self._engine.call(self._replica.ask(self._replica.facts))
+
+
+def _difference(published: Mapping[str, Buffer], found: Mapping[str, Buffer]) -> str:
+    try:
+        from orbit_runtime.adapters.difference import explain_difference
+    except ImportError:
+        # An orchestrator needs no torch.
+        equal = published.keys() == found.keys() and all(published[name] == found[name] for name in published)
+        return "" if equal else "other files than were published"
+    return explain_difference(published, found)

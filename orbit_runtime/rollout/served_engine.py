@@ -9,14 +9,11 @@ Token ids go in, token ids and log-probs come out; text is never tokenised again
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,7 +21,7 @@ import httpx
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.answer_queue import AnswerQueue
 from orbit_runtime.rollout.answers import Answer
-from orbit_runtime.rollout.handover import Handover, Transport
+from orbit_runtime.rollout.desk import Desk
 from orbit_runtime.rollout.news import News
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
@@ -45,23 +42,20 @@ class ServedEngine:
         tokenizer: Tokenizer,
         client: httpx.AsyncClient,
         *,
-        folder: Path,
+        desk: Desk,
         max_running_requests: int,
         sleeping: Sequence[Sleeping] = (),
-        transport: Transport | None = None,
     ) -> None:
         """
         Args:
             client: closed with the engine.
-            folder: adapters are handed over below it; both sides see it.
+            desk: where its servers find adapters; closed with the engine.
             max_running_requests: completions that one server samples at the same time.
             sleeping: what its servers give back between `sleep` and `wake`.
-            transport: how adapters reach its servers; None: as files, and so where it fails.
         """
         self._client = client
-        self._folder = folder
+        self.desk = desk
         self._sleeping = tuple(sleeping)
-        self._transport = transport
         self.loaded: dict[str, Loaded] = {}
         """What every copy must hold; replicas look here."""
         self._retired: set[str] = set()
@@ -94,11 +88,12 @@ class ServedEngine:
 
     def _load_everywhere(self, name: str, adapter: AdapterFiles) -> None:
         check_new_slot(name, self.loaded, self._retired)
-        loaded = Loaded(adapter, self._folder / name)
-        loaded.folder.mkdir(parents=True)
-        self.loaded[name] = loaded
+        self.desk.take(name, adapter)
+        self.loaded[name] = loaded = Loaded(adapter, partial(self.desk.files, name))
+        # A server that is lost just now gets it as files, once it is back.
+        copies = {each.name: (each.restarts, each.about.ranks) for each in self.replicas if each.is_up and each.about}
         try:
-            with self._carry(loaded) as handover:
+            with self.desk.carry(name, copies) as handover:
                 self.loaded[name] = replace(loaded, handover=handover)
                 self._everywhere(lambda replica: replica.load(name))
         except GateError:
@@ -107,13 +102,6 @@ class ServedEngine:
         finally:
             if name in self.loaded:
                 self.loaded[name] = loaded
-
-    def _carry(self, loaded: Loaded) -> AbstractContextManager[Handover | None]:
-        """A server that is lost just now gets it as files, once it is back."""
-        if self._transport is None:
-            return nullcontext()
-        copies = {each.name: (each.restarts, each.about.ranks) for each in self.replicas if each.is_up and each.about}
-        return self._transport.carry(loaded.adapter, loaded.ticket, copies)
 
     def unload_adapter(self, name: str) -> None:
         self.slot(name)
@@ -158,8 +146,7 @@ class ServedEngine:
         finally:
             for replica in self.replicas:
                 replica.server.stop()
-            if self._transport is not None:
-                self._transport.close()
+            self.desk.close()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(10)
             self.loop.close()
@@ -170,6 +157,9 @@ class ServedEngine:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=END_SECONDS)
+        leaving = [asyncio.ensure_future(replica.leave()) for replica in self.replicas]
+        if leaving:
+            await asyncio.wait(leaving, timeout=END_SECONDS)
         await self._client.aclose()
 
     def slot(self, name: str) -> Loaded:
@@ -177,11 +167,10 @@ class ServedEngine:
         return self.loaded[name]
 
     def _retire(self, name: str) -> None:
-        """Its files go too: a server that loads a name again by itself finds nothing."""
-        loaded = self.loaded.pop(name)
+        del self.loaded[name]
         self._retired.add(name)
         self._everywhere(lambda replica: replica.unload(name))
-        shutil.rmtree(loaded.folder)
+        self.desk.drop(name)
 
     def _everywhere(self, work: Any) -> None:
         """On all copies at once; where some fail, all have ended before the first failure is raised."""

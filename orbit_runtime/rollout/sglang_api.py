@@ -19,9 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE
-from orbit_runtime.adapters.patience import total_bytes
+from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.news import NONE, Alternatives
@@ -103,11 +102,13 @@ class SGLangApi:
         return await adapter_names(self._wire)
 
     async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
-        files, num_bytes = adapter.files, total_bytes(adapter.files.values())
+        files, num_bytes = adapter.files, adapter_bytes(adapter)
         if self._method == "Folder":
             body = {"lora_name": name, "lora_path": str(folder)}
             await self._wire.post("/load_lora_adapter", body, num_bytes=num_bytes)
             return
+        from orbit_runtime.adapters import tensorfile
+
         # SGLang's own format for this endpoint; it unpickles only tensors, and we unpickle nothing from it.
         tensors = pickle.dumps(dict(tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)))
         uploaded = {

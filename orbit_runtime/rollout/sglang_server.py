@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.inject import SHARED_INPUTS
-from orbit_runtime.adapters.names import SGLANG_TARGETS
+from orbit_runtime.adapters.names import SGLANG_TARGETS, SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
@@ -28,6 +27,9 @@ from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, VERSION_VARIABLE
 from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
 
 START_SECONDS = 900.0
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = {"0.0.0.0": LOOPBACK, "::": "[::1]"}
+"""Addresses that stand for all of a machine's, and where a server at one of them is asked from this machine."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,31 @@ class ServerSettings:
     """`Any`: it also starts with a version of SGLang other than Orbit's pinned one."""
     attention: str | None = None
     """SGLang's attention back end on a GPU; None for its own choice."""
-    routed: RoutedLayers | None = None
-    """Layers whose experts completions report; None for none."""
+    reports_experts: bool = False
+    """Whether completions report the experts of their tokens."""
 
 
 class SGLangServer:
-    """One server on the loopback device; `start` after its death creates a new one on a new port."""
+    """One server; `start` after its death creates a new one on a new port."""
 
-    def __init__(self, settings: ServerSettings, *, log: Path, token: str | None = None) -> None:
-        """Args: token: the run's token, which every request needs. None: one of its own."""
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        log: Path,
+        token: str | None = None,
+        host: str = LOOPBACK,
+        routed: RoutedLayers | None = None,
+    ) -> None:
+        """
+        Args:
+            token: the run's token, which every request needs. None: one of its own.
+            host: the address of this machine to listen on.
+            routed: layers whose experts completions report, for a caller of its API; None for none.
+        """
         self._settings = settings
+        self._host = host
+        self.routed = routed
         self._token = token or new_token()
         self._log = log
         self.taps = log.parent / "taps"
@@ -89,16 +106,16 @@ class SGLangServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        """Its address on this machine."""
+        return f"http://{local_host(self._host)}:{self._port}"
+
+    @property
+    def port(self) -> int:
+        return self._port
 
     @property
     def headers(self) -> Mapping[str, str]:
         return {"Authorization": f"Bearer {self._token}"}
-
-    @property
-    def routed(self) -> RoutedLayers | None:
-        """Layers whose experts it reports."""
-        return self._settings.routed
 
     @property
     def deterministic(self) -> bool:
@@ -118,7 +135,7 @@ class SGLangServer:
         """
         self._port = free_port()
         self.taps.mkdir(parents=True, exist_ok=True)
-        arguments = server_arguments(self._settings, self._port)
+        arguments = server_arguments(self._settings, self._port, self._host)
         own = _environment(self._settings, self.taps)
         agent = os.environ.get(AGENT_VARIABLE)
         if agent:
@@ -157,10 +174,10 @@ class SGLangServer:
         return is_serving(self.url, seconds=30)
 
 
-def server_arguments(settings: ServerSettings, port: int) -> list[str]:
+def server_arguments(settings: ServerSettings, port: int, host: str = LOOPBACK) -> list[str]:
     """Arguments of `sglang.launch_server`."""
     arguments = [
-        "--model-path", str(settings.model), "--host", "127.0.0.1", "--port", str(port),
+        "--model-path", str(settings.model), "--host", host, "--port", str(port),
         "--dtype", settings.dtype, "--random-seed", str(settings.seed),
         "--context-length", str(settings.max_sequence_length),
         "--max-running-requests", str(settings.max_running_requests), "--enable-metrics",
@@ -173,7 +190,7 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
         arguments += ["--tp-size", str(settings.tensor_parallel)]
     arguments += settings.extra
     arguments += expert_arguments(settings.experts, settings.device, settings.expert_formats)
-    if settings.routed:
+    if settings.reports_experts:
         arguments += ["--enable-return-routed-experts"]
     if settings.deterministic:
         # SGLang 0.5.23 sets the rest itself (`attention_hook.py`, `overrides.py`): PyTorch's sampler; FlashAttention 3,
@@ -206,6 +223,11 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
     if settings.sleep == "All":
         arguments += ["--enable-weights-cpu-backup"]
     return arguments
+
+
+def local_host(host: str) -> str:
+    """As it stands in an address for requests from this machine."""
+    return EVERYWHERE.get(host, f"[{host}]" if ":" in host else host)
 
 
 def check_attached(layers: Collection[str]) -> None:

@@ -9,36 +9,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from orbit_runtime.errors import EngineDiedError
-from orbit_runtime.rollout.handover import Transport
+from orbit_runtime.rollout.desk import Desk
 from orbit_runtime.rollout.replica import PATIENCE_SECONDS, Replica
-from orbit_runtime.rollout.served import Sleeping
+from orbit_runtime.rollout.served import Server, Sleeping
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.sglang_api import SGLangApi
-from orbit_runtime.rollout.sglang_server import SGLangServer
+from orbit_runtime.rollout.sglang_api import RoutedLayers, SGLangApi
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.types import Tokenizer
 
 
+class OwnServer(Server, Protocol):
+    """An SGLang server that Orbit starts, in this process's machine or by `orbit inference`."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether it was set up for requests that bring their seed."""
+        ...
+
+    @property
+    def routed(self) -> RoutedLayers | None:
+        """Layers whose experts it reports; None for none."""
+        ...
+
+    @property
+    def taps(self) -> Path | None:
+        """Folder through which the plug-in is asked what a pass computed; None if it is on another machine."""
+        ...
+
+
 def start_engine(
-    servers: Sequence[SGLangServer],
+    servers: Sequence[OwnServer],
     tokenizer: Tokenizer,
     *,
-    folder: Path,
+    desk: Desk,
     max_running_requests: int,
     at_once: int = 1,
     patience: float = PATIENCE_SECONDS,
     sleeping: Sequence[Sleeping] = (),
-    transport: Transport | None = None,
 ) -> ServedEngine:
     """Starts the servers; if one fails, all are stopped.
 
     Args:
-        folder: parent of the folders through which adapters are handed over.
+        desk: where the servers find adapters; closed with the engine.
         at_once: servers that start at the same time; on a CPU they would slow each other down.
         sleeping: what the servers, started with support for it, release while the trainer works.
-        transport: how adapters are handed over; None: as files. Closed with the engine.
         patience: seconds that a request may take before its server is checked for progress.
 
     Raises:
@@ -46,17 +63,17 @@ def start_engine(
     """
     client = build_client()
     engine = ServedEngine(
-        tokenizer, client, folder=folder, max_running_requests=max_running_requests, sleeping=sleeping,
-        transport=transport,
+        tokenizer, client, desk=desk, max_running_requests=max_running_requests, sleeping=sleeping
     )  # fmt: skip
     try:
-        with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(SGLangServer.start, servers))
+        start_servers(servers, at_once)
         replicas = []
         for index, server in enumerate(servers):
             name = "the engine" if len(servers) == 1 else f"replica {index}"
             api = SGLangApi(Wire(client, server), deterministic=server.deterministic, routed=server.routed)
-            replicas.append(Replica(name, server, api, engine.loaded, taps=server.taps, patience=patience))
+            replicas.append(
+                Replica(name, server, api, engine.loaded, taps=server.taps, whose="Ours", patience=patience)
+            )
         engine.attach(replicas)
         for replica in replicas:
             if not replica.reads_back:
@@ -70,3 +87,9 @@ def start_engine(
         engine.close()
         raise
     return engine
+
+
+def start_servers(servers: Sequence[Server], at_once: int) -> None:
+    """Returns once all respond. Raises: as `Server.start`."""
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(lambda server: server.start(), servers))

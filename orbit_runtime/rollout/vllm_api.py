@@ -13,7 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.adapters.patience import total_bytes
+from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.rollout.request_fields import given_fields
 from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
@@ -54,7 +54,7 @@ class VllmApi:
 
     async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
-        await self._wire.act("/v1/load_lora_adapter", body, num_bytes=total_bytes(adapter.files.values()))
+        await self._wire.act("/v1/load_lora_adapter", body, num_bytes=adapter_bytes(adapter))
 
     async def unload(self, name: str) -> None:
         await self._wire.act("/v1/unload_lora_adapter", {"lora_name": name})

@@ -42,17 +42,27 @@ class Asked:
 
 
 def kinds_of(spec: RunSpec) -> tuple[str, ...]:
-    """The processes of such a run besides its orchestrator; a run on demonstrations samples nothing."""
-    return ("trainer",) if spec.algorithm.type == "SFT" else ("trainer", "inference")
+    """The processes of such a run besides its orchestrator: a run on demonstrations samples nothing, and endpoints are
+    processes already."""
+    if spec.algorithm.type == "SFT" or spec.rollout.engine == "OpenAI":
+        return ("trainer",)
+    return ("trainer", "inference")
 
 
 def check_apart(spec: RunSpec) -> None:
     """Raises UnsupportedError (78) for what this version supports in one process only."""
-    if spec.rollout.engine not in ("Auto", "Torch"):
+    if spec.rollout.adapter_transport == "Broadcast":
         raise UnsupportedError(
-            f"engine {spec.rollout.engine} is a server already, and `orbit run` asks it over HTTP",
-            where="spec.rollout.engine",
-            fix="write Torch, or use `orbit run`",
+            "adapters come to the servers' machine by the run's store; from there a broadcast brings nothing",
+            where="spec.rollout.adapterTransport",
+            fix="write SharedMemory or File, or use `orbit run`",
+        )
+    if spec.rollout.sleep != "None":
+        raise UnsupportedError(
+            "a server sleeps to make room for the trainer on its GPU, and a trainer in another process does not give "
+            "back what it took before the server wakes",
+            where="spec.rollout.sleep",
+            fix="write None, or use `orbit run`",
         )
     if spec.training.trainer == "Megatron":
         raise UnsupportedError(
@@ -78,29 +88,26 @@ def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked
     """
     check_apart(manifest.spec)
     resolved = with_trainer(resolve(manifest, machine_facts(), folder=folder), "Torch")
-    check_torch_engine(resolved)
     search_path = [str(each) for each in (folder, Path.cwd())]
     inputs = Inputs(resolved.run.spec, {}, patience, search_path)
     teacher = open_teacher(resolved.run.spec)
     return Asked(resolved, inputs, inputs.model(), teacher)
 
 
-def check_torch_engine(resolved: Resolved) -> None:
-    """Raises UnsupportedError (78) if `engine: Auto` resolves to SGLang on this machine."""
-    if resolved.engine != "Torch":
-        raise UnsupportedError(
-            f"engine Auto is {resolved.engine} on this machine", where="spec.rollout.engine", fix="write Torch"
-        )
-
-
 def common_facts(kind: str, asked: Asked, base_digest: str, rounding: Mapping[str, str]) -> dict[str, Any]:
-    """Facts that an orchestrator compares with its own manifest and with the other side."""
+    """Facts that an orchestrator compares with its own manifest and with the other side.
+
+    Args:
+        base_digest: of the base in memory; where servers hold it, of the model's files.
+        rounding: see `machine.rounding_facts`; empty where servers compute.
+    """
     machine = machine_facts()
     return {
         "kind": kind,
         "version": orbit_runtime.__version__,
         "identity": identity_fields(asked.resolved.run),
         "model": asked.model,
+        "engine": asked.resolved.engine,
         "base_digest": base_digest,
         "teacher": teacher_digest(asked.teacher).get(CONTENT),
         "rounding": dict(rounding),

@@ -19,7 +19,8 @@ from orbit_runtime import errors
 from orbit_runtime.errors import EngineDiedError, OrbitError
 
 MOST_STARTS = 20
-END_SECONDS = 5.0
+END_SECONDS = 30.0
+"""Servers of an inference process are asked to end before they are killed."""
 SHOWN_LINES = 12
 
 

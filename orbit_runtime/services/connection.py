@@ -36,8 +36,9 @@ from orbit_runtime.services.frames import CHUNK_BYTES, Frame, chunks, frame, num
 from orbit_runtime.services.host import BOOT, CALL, GOES, SESSION, WAIT_SECONDS
 
 CONNECT_SECONDS, NAP_SECONDS, NOTE_SECONDS = 5.0, 0.2, 10.0
+LOOK_SECONDS = 3.0
 SHOWN = 300
-SAME = ("identity", "model", "base_digest", "teacher", "rounding", "version")
+SAME = ("identity", "model", "engine", "base_digest", "teacher", "rounding", "version")
 """Facts that a restarted side must share with its predecessor."""
 
 
@@ -127,6 +128,15 @@ class Connection:
     def tell_framed(self, name: str, body: Frame) -> Any:
         self._number += 1
         return self._exchange(f"/call/{name}", body)
+
+    def look(self, name: str) -> Any:
+        """How the side is now, while calls go on; None if it does not answer."""
+        try:
+            answer = self._client.get(f"{self.url}/look/{name}", timeout=LOOK_SECONDS)
+            return answer.json() if answer.status_code == 200 else None
+        except (httpx.HTTPError, RuntimeError, ValueError):
+            # Without a client, the connection is closed.
+            return None
 
     def close(self) -> None:
         """Ends the session if the side is reachable. Safe to call twice."""

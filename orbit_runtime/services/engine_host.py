@@ -1,4 +1,4 @@
-"""The inference process: runs the orchestrator's calls on the same torch engine as `orbit run`.
+"""The inference process with the torch engine: runs the orchestrator's calls on the same torch engine as `orbit run`.
 
 Belongs here: building it from the manifest, and its calls. Does not belong here: HTTP (`host`), the client
 (`remote_engine`).
@@ -7,6 +7,7 @@ Belongs here: building it from the manifest, and its calls. Does not belong here
 from __future__ import annotations
 
 from collections.abc import Buffer, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from orbit_runtime.adapters.foreign import load_foreign
@@ -21,6 +22,7 @@ from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.services.building import Asked, common_facts, kinds_of
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
+from orbit_runtime.services.server_host import build_server_host
 from orbit_runtime.storage import Part
 from orbit_runtime.types import AdapterFiles, Completion, Scored
 
@@ -94,18 +96,26 @@ class EngineCalls:
         return {each.__name__: each for each in named}
 
 
-def build_engine_host(asked: Asked, note: Callable[[str], None]) -> Host:
-    """
+def build_inference_host(asked: Asked, address: str, note: Callable[[str], None], closing: ExitStack) -> Host:
+    """The torch engine's, or that of SGLang's servers.
+
+    Args:
+        address: where the process listens, and servers beside it.
+        closing: servers are ended there.
+
     Raises:
         OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
     """
     resolved, spec = asked.resolved, asked.resolved.run.spec
     if "inference" not in kinds_of(spec):
+        of_endpoints = spec.rollout.engine == "OpenAI"
         raise UsageError(
-            "nothing is sampled for demonstrations",
-            where="spec.algorithm.type",
+            "the servers of spec.rollout.endpoints sample" if of_endpoints else "nothing is sampled for demonstrations",
+            where="spec.rollout.engine" if of_endpoints else "spec.algorithm.type",
             fix="start `orbit trainer` and `orbit orchestrator` alone",
         )
+    if resolved.engine == "SGLang":
+        return build_server_host(asked, address, note, closing)
     policy = build_policy(resolved, asked.folder, "None", note)
     tokenizer = ChatTokenizer(asked.folder, spec.data.chat.template_arguments)
 

@@ -2,6 +2,7 @@
 
     GET  /health         that it lives, nothing else; no token
     GET  /facts          what this is: kind, versions, manifest, base, threads
+    GET  /look/<name>    how it is now, while a call goes on
     POST /open           begins a session, in the state that a run's first step expects
     POST /call/<name>    the session's next call, by number; a repeated call is answered again but not run again
     POST /close          ends the session
@@ -21,6 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -53,6 +55,7 @@ LOST = (CollectiveError, EngineDiedError, GPUFaultError, StalledError)
 GOES = 503
 """The status of every response of a side that is ending."""
 BOOT, SESSION, CALL = "x-orbit-boot", "x-orbit-session", "x-orbit-call"
+EMPTY: Mapping[str, Callable[[], Any]] = MappingProxyType({})
 _log = logging.getLogger("orbit.services")
 
 
@@ -78,17 +81,23 @@ class Host:
     """Two threads: the caller of `work` computes; the HTTP thread does everything else."""
 
     def __init__(
-        self, facts: Mapping[str, Any], calls: Mapping[str, Callable[..., Any]], reset: Callable[[], None]
+        self,
+        facts: Mapping[str, Any],
+        calls: Mapping[str, Callable[..., Any]],
+        reset: Callable[[], None],
+        looks: Mapping[str, Callable[[], Any]] = EMPTY,
     ) -> None:
         """
         Args:
             facts: facts for clients; plain values.
             reset: restores the state that a run's first step expects.
+            looks: by name, plain values that change; read in a thread of its own while calls go on.
         """
         self.boot = uuid.uuid4().hex
         self._facts = dict(facts)
         self._calls = calls
         self._reset = reset
+        self._looks = looks
         self._session: _Session | None = None
         self._lost: OrbitError | None = None
         self._tasks: queue.SimpleQueue[tuple[Future[Frame], Callable[[], Any]]] = queue.SimpleQueue()
@@ -146,6 +155,9 @@ class Host:
             raise self._lost
         if (method, path) == ("GET", "/facts"):
             return 200, json.dumps(self._facts).encode()
+        look = self._looks.get(path.removeprefix("/look/"))
+        if method == "GET" and look is not None:
+            return 200, json.dumps(await asyncio.to_thread(look)).encode()
         if method == "POST":
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             if path == "/open":

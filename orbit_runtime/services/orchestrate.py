@@ -5,7 +5,7 @@ Belongs here: the handshake. Does not belong here: a connection (`connection`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,22 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.loop.engines import build_servers, routed_layers
 from orbit_runtime.loop.sides import Opened
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.trainers import TrainerSide
 from orbit_runtime.policy.facts import PolicyFacts
-from orbit_runtime.services.building import check_apart, check_torch_engine
+from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.sglang_server import check_served
+from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.services.building import check_apart
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import sweep, try_to_share
 from orbit_runtime.services.remote_engine import RemoteEngine
+from orbit_runtime.services.remote_servers import RemoteDesk, RemoteServer
 from orbit_runtime.services.remote_trainer import RemoteTrainer
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
+from orbit_runtime.types import Engine, Tokenizer
 
 EQUAL = ("threads", "torch", "instructions")
 """Facts of `rounding`: if two processes differ in them, their passes round differently."""
@@ -34,17 +40,19 @@ class RemoteSides:
     """A `Sides` over two connections."""
 
     def __init__(self, trainer: Connection, inference: Connection | None) -> None:
-        """Args: inference: None if nothing is sampled."""
+        """Args: inference: None if there is no such process; see `building.kinds_of`."""
         self._trainer = trainer
         self._inference = inference
-        self._engine: RemoteEngine | None = None
+        self._share: Callable[[Callable[..., Any]], bool] | None = None
 
     @property
     def machine(self) -> MachineFacts:
         # Both are asked before the run claims its folder.
         facts = self._trainer.facts()
         if self._inference is not None:
-            check_pair(facts, self._inference.facts())
+            inference = self._inference.facts()
+            if inference["engine"] == "Torch":
+                check_pair(facts, inference)
         return MachineFacts(bool(facts["has_cuda"]), int(facts["num_gpus"]))
 
     def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
@@ -54,20 +62,19 @@ class RemoteSides:
 
     def open(self, resolved: Resolved, opened: Opened, closing: ExitStack) -> TrainerSide:
         check_apart(resolved.run.spec)
-        check_torch_engine(resolved)
         for line in self._lines:
             check_manifest(line.facts(), identity_fields(resolved.run), opened)
+        if self._inference is not None:
+            check_inference(self._inference.facts(), resolved.engine, opened.weights)
         for line in self._lines:
             closing.callback(line.close)
             line.open(opened.store.uri, opened.execution.number)
         scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-orchestrator-")))
         store, execution = opened.store, opened.execution
         sweep(store)
-        share = partial(try_to_share, store=store, execution=execution.number)
+        share = self._share = partial(try_to_share, store=store, execution=execution.number)
         trainer, remote = self._trainer.facts(), RemoteTrainer(self._trainer, store, execution, share, scratch)
         closing.callback(remote.tidy)
-        if self._inference is not None:
-            self._engine = RemoteEngine(self._inference, share)
         return TrainerSide(
             remote,
             TypeAdapter(PolicyFacts).validate_python(trainer["policy"]),
@@ -84,14 +91,44 @@ class RemoteSides:
     def _lines(self) -> tuple[Connection, ...]:
         return (self._trainer,) if self._inference is None else (self._trainer, self._inference)
 
-    @property
-    def engine(self) -> RemoteEngine:
-        assert self._engine is not None, "the sides are opened first"
-        return self._engine
+    def build_engine(
+        self,
+        resolved: Resolved,
+        side: TrainerSide,
+        tokenizer: Tokenizer,
+        folder: Path,
+        sequences: Sequence[Sequence[int]],
+        closing: ExitStack,
+        *,
+        is_resumed: bool = False,
+    ) -> Engine:
+        if resolved.engine == "OpenAI":
+            return build_servers(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed=is_resumed)
+        assert self._inference is not None
+        assert self._share is not None, "the sides are opened first"
+        if resolved.engine == "SGLang":
+            return self._build_servers(
+                self._inference, RemoteDesk(self._inference, self._share), resolved, side.facts, tokenizer
+            )
+        return RemoteEngine(self._inference, self._share)
+
+    @staticmethod
+    def _build_servers(
+        inference: Connection, desk: RemoteDesk, resolved: Resolved, facts: PolicyFacts, tokenizer: Tokenizer
+    ) -> ServedEngine:
+        check_served(facts.adapter, facts.layers, facts.modules)
+        rollout = resolved.run.spec.rollout
+        routed = routed_layers(facts) if rollout.router_replay != "None" else None
+        servers = [
+            RemoteServer(inference, index, deterministic=rollout.deterministic, routed=routed)
+            for index in range(int(inference.facts()["servers"]))
+        ]
+        return start_engine(servers, tokenizer, desk=desk, max_running_requests=rollout.max_running_requests)
 
 
 def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None:
-    """
+    """For processes that both compute with torch.
+
     Raises:
         ModelError: (66) the two hold different bases.
         UsageError: (64) they compute with different numbers of threads, or different versions of torch.
@@ -113,6 +150,26 @@ def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None
                 if name == "threads"
                 else "use the same torch and the same kind of processor for both",
             )
+
+
+def check_inference(facts: Mapping[str, Any], engine: str, weights: str) -> None:
+    """
+    Raises:
+        UsageError: (64) it was started with another engine.
+        ModelError: (66) its servers hold another model.
+    """
+    if facts["engine"] != engine:
+        raise UsageError(
+            f"the inference process was started with engine {facts['engine']}, this run's is {engine}",
+            where="spec.rollout.engine",
+            fix="start all three with the same manifest",
+        )
+    if engine == "SGLang" and facts["base_digest"] != weights:
+        raise ModelError(
+            f"the inference process serves other weights: {facts['base_digest'][:19]}… there, {weights[:19]}… here",
+            where="spec.model.uri",
+            fix="give all processes the same model files",
+        )
 
 
 def check_manifest(facts: Mapping[str, Any], identity: Mapping[str, Any], opened: Opened) -> None:

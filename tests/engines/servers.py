@@ -23,6 +23,7 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.handover import Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets, server_arguments
@@ -64,9 +65,8 @@ def start_server(
         adder, folder, oft_block_size=oft_block_size, base=base, replicas=replicas, tensor_parallel=tensor_parallel,
         context=context,
     )  # fmt: skip
-    engine = start_engine(
-        servers, adder[1], folder=folder / "adapters", max_running_requests=16, patience=10, transport=transport
-    )
+    desk = FolderDesk(folder / "adapters", transport)
+    engine = start_engine(servers, adder[1], desk=desk, max_running_requests=16, patience=10)
     yield engine
     engine.close()
 
@@ -161,6 +161,11 @@ def post_to(engine: ServedEngine, path: str, body: Mapping[str, Any], index: int
     """Behind the engine's back, with the run's token."""
     server = server_of(engine, index)
     return httpx.post(f"{server.url}{path}", json=body, headers=dict(server.headers), timeout=120, trust_env=False)
+
+
+def desk_of(engine: ServedEngine) -> FolderDesk:
+    assert isinstance(engine.desk, FolderDesk)
+    return engine.desk
 
 
 def server_of(engine: ServedEngine, index: int = 0) -> SGLangServer:

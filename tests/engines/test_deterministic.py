@@ -10,6 +10,7 @@ import pytest
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.starting import start_engine
@@ -33,7 +34,7 @@ def test_completions_depend_on_no_order_and_no_neighbour(tmp_path: Path, kind: s
         oft_block_size=OFT.block_size if kind == "OFT" else 0, deterministic=True,
     )  # fmt: skip
     engine = start_engine(
-        [SGLangServer(settings, log=tmp_path / "sglang.log")], tokenizer, folder=tmp_path / "adapters",
+        [SGLangServer(settings, log=tmp_path / "sglang.log")], tokenizer, desk=FolderDesk(tmp_path / "adapters"),
         max_running_requests=32,
     )  # fmt: skip
     try:

@@ -19,6 +19,7 @@ from orbit_runtime.loop.engines import routed_layers
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.facts import describe
+from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.handover import SharedMemory
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
@@ -135,12 +136,12 @@ def serve(
         targets=lora_targets((*layers, *config.targets)), max_sequence_length=256, seed=0,
         lora_rank=config.rank if config.type == "LoRA" else 1,
         oft_block_size=config.block_size if config.type == "OFT" else 0, experts=served_experts(config, layers),
-        tensor_parallel=tensor_parallel, routed=routed_layers(facts) if tells_experts else None,
+        tensor_parallel=tensor_parallel, reports_experts=tells_experts,
     )  # fmt: skip
-    server = SGLangServer(settings, log=folder / "server" / "sglang.log")
-    engine = start_engine(
-        [server], tokenizer, folder=folder / "adapters", max_running_requests=16, transport=SharedMemory()
-    )
+    routed = routed_layers(facts) if tells_experts else None
+    server = SGLangServer(settings, log=folder / "server" / "sglang.log", routed=routed)
+    desk = FolderDesk(folder / "adapters", SharedMemory())
+    engine = start_engine([server], tokenizer, desk=desk, max_running_requests=16)
     try:
         yield policy, engine
     finally:

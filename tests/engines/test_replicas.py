@@ -210,7 +210,7 @@ def test_a_fault_of_one_replica_is_named_by_the_next_proof(
             run_inside(engine, UNSHARE, index=1)
             assert post_to(engine, "/flush_cache", {}, index=1).status_code == 200
         elif fault == "evicted":
-            body = {"lora_name": old, "lora_path": str(engine.loaded[old].folder)}
+            body = {"lora_name": old, "lora_path": str(engine.loaded[old].files())}
             assert post_to(engine, "/load_lora_adapter", body, index=1).status_code == 200
         elif fault == "other base":
             _update_weights(engine, base)

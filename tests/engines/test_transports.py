@@ -19,7 +19,7 @@ from orbit_runtime.parity.liveness import Limits, check_proofs, prove
 from orbit_runtime.rollout.handover import Broadcast, Handover, SharedMemory, Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles
-from tests.engines.servers import OFT, Adder, post_to, start_server
+from tests.engines.servers import OFT, Adder, desk_of, post_to, start_server
 from tests.engines.test_sglang_faults import canary, policy_scores
 from tests.integration.engine_inputs import random_adapter
 
@@ -127,9 +127,9 @@ def test_a_publish_arrives_without_files_is_proven_and_is_gone_when_it_is_retire
         engine.load_adapter(name, adapter)
         assert folders_told(engine, name) == ["ticket", "ticket"]
         check_live(engine, adder, name, adapter)
-        assert not list(engine.loaded[name].folder.rglob(MODEL_FILE))
+        assert not list(desk_of(engine).home(name).rglob(MODEL_FILE))
         assert memory_of_transports() == []
-        ticket = read_ticket(engine.loaded[name].ticket)
+        ticket = read_ticket(desk_of(engine).ticket(name))
         assert ticket is not None
         generations.add(ticket.source.get("generation"))
         assert generate(engine, name).status_code == 200
@@ -151,8 +151,7 @@ def test_one_that_somebody_unloaded_cannot_come_back_by_its_ticket(
     answer = generate(engine, name)
     assert answer.status_code == 400
     assert NOT_ARRIVED in answer.text
-    loaded = engine.loaded[name]
-    again = {"lora_name": name, "lora_path": str(loaded.write_files(loaded.folder))}
+    again = {"lora_name": name, "lora_path": str(engine.loaded[name].files())}
     assert post_to(engine, "/load_lora_adapter", again).status_code == 200
     check_live(engine, lora_adder, name, adapter)
 

@@ -1,4 +1,4 @@
-"""`orbit run` in a process of its own, for tests that kill it or what it has started.
+"""Commands of `orbit` in processes of their own, for tests that kill them or what they have started.
 
 Belongs here: starting, waiting, and that nothing stays. Does not belong here: which runs, and what is expected of them.
 """
@@ -17,12 +17,16 @@ _started: list[subprocess.Popen[bytes]] = []
 
 def start_run(manifest: str, out: Path, *overrides: str) -> subprocess.Popen[bytes]:
     """Args: manifest: of `examples/`. overrides: with `spec.` before them."""
-    command = [sys.executable, "-m", "orbit_runtime.cli", "run", str(ROOT / "examples" / manifest), "--out", str(out)]
-    for each in overrides:
-        command += ["--set", each]
+    more = [part for each in overrides for part in ("--set", each)]
+    return start_command(out, "run", str(ROOT / "examples" / manifest), "--out", str(out), *more)
+
+
+def start_command(out: Path, *arguments: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
+    """`orbit ARGUMENTS`. Args: out: its log is beside this folder. stdout: None: there too."""
+    command = [sys.executable, "-m", "orbit_runtime.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with log_of(out).open("ab") as log:
-        run = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        run = subprocess.Popen(command, env=environment, stdout=log if stdout is None else stdout, stderr=log)
     _started.append(run)
     return run
 

@@ -24,6 +24,7 @@ from safetensors.torch import save
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
@@ -71,7 +72,7 @@ def write_adapter(folder: Path, value: float, *, rank: int = 2) -> Path:
 def front_of(server: FakeServer, folder: Path) -> Iterator[Front]:
     tokenizer = ChatTokenizer(FOLDER)
     client = build_client()
-    engine = ServedEngine(tokenizer, client, folder=folder / "handed", max_running_requests=64)
+    engine = ServedEngine(tokenizer, client, desk=FolderDesk(folder / "handed"), max_running_requests=64)
     server.start()
     wire = Wire(client, server)
     engine.attach([Replica("the engine", server, SGLangApi(wire), engine.loaded, patience=5)])

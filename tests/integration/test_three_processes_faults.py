@@ -33,7 +33,7 @@ from orbit_runtime.observability.server import start_server
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.frames import pack, unpack
 from orbit_runtime.services.host import CALL, SESSION, Host, start_host
-from orbit_runtime.services.orchestrate import RemoteSides, check_pair
+from orbit_runtime.services.orchestrate import RemoteSides, check_inference, check_pair
 from orbit_runtime.spec import OrbitRun
 from tests.integration.killing import small_manifest
 from tests.integration.three_processes import TOKEN, Side, free_port, two_sides
@@ -115,6 +115,17 @@ def test_two_bases_threads_or_torches_are_refused() -> None:
     for name in ("threads", "torch", "instructions"):
         with pytest.raises(UsageError, match=name):
             check_pair(ours, ours | {"rounding": {**ours["rounding"], name: "4"}})  # type: ignore[dict-item]
+
+
+def test_another_engine_or_other_weights_are_refused() -> None:
+    facts = {"engine": "SGLang", "base_digest": "tree:1"}
+    check_inference(facts, "SGLang", "tree:1")
+    check_inference({"engine": "Torch", "base_digest": "tree:2"}, "Torch", "tree:1")
+    with pytest.raises(UsageError, match="started with engine SGLang, this run's is Torch") as caught:
+        check_inference(facts, "Torch", "tree:1")
+    assert caught.value.where == "spec.rollout.engine"
+    with pytest.raises(ModelError, match="serves other weights"):
+        check_inference(facts, "SGLang", "tree:2")
 
 
 # --- one host ---
@@ -274,7 +285,8 @@ def test_another_version_is_refused(counter: Counter) -> None:
 # --- at the door ---
 
 APART = {
-    "spec.rollout.engine": {"rollout": {"engine": "SGLang"}},
+    "spec.rollout.adapterTransport": {"rollout": {"engine": "SGLang", "adapterTransport": "Broadcast"}},
+    "spec.rollout.sleep": {"rollout": {"engine": "SGLang", "sleep": "All"}},
     "spec.training.trainer": {"training": {"trainer": "Megatron"}},
     "spec.adapter.type": {"adapter": {"type": "Full"}},
 }

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.samples import read_samples
 from orbit_runtime.services.building import open_manifest
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.engine_host import build_engine_host
+from orbit_runtime.services.engine_host import build_inference_host
 from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Store, open_store
@@ -163,7 +164,7 @@ def test_another_teacher_than_the_runs_is_refused_before_anything_is_written(tmp
 def test_demonstrations_have_no_inference_process() -> None:
     asked = open_manifest(OrbitRun.model_validate(demonstrations(Path())), Path.cwd(), Patience())
     with pytest.raises(UsageError) as caught:
-        build_engine_host(asked, [].append)
+        build_inference_host(asked, "127.0.0.1", [].append, ExitStack())
     assert caught.value.where == "spec.algorithm.type"
 
 

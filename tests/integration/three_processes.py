@@ -13,12 +13,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.errors import OrbitError
 from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.server import HTTPServer
-from orbit_runtime.services.building import kinds_of, open_manifest
+from orbit_runtime.services.building import Asked, kinds_of, open_manifest
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.engine_host import build_engine_host
+from orbit_runtime.services.engine_host import build_inference_host
 from orbit_runtime.services.host import Host, start_host
 from orbit_runtime.services.orchestrate import RemoteSides
 from orbit_runtime.services.trainer_host import build_trainer_host
@@ -42,15 +43,20 @@ class Side:
 
     def start(self) -> None:
         asked = open_manifest(OrbitRun.model_validate(self._manifest), Path.cwd(), Patience())
-        note = [].append
-        if self.kind == "trainer":
-            self.host: Host = build_trainer_host(asked, note, self._closing)
-        else:
-            self.host = build_engine_host(asked, note)
+        self.host: Host = self.build(asked)
         self._stopped = threading.Event()
         self._server: HTTPServer = start_host(self.host, "127.0.0.1", self.port, TOKEN)
         self.port = self._server.port
-        threading.Thread(target=self.host.work, args=(self._stopped.is_set,), daemon=True).start()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        with suppress(OrbitError):
+            self.host.work(self._stopped.is_set)
+
+    def build(self, asked: Asked) -> Host:
+        if self.kind == "trainer":
+            return build_trainer_host(asked, [].append, self._closing)
+        return build_inference_host(asked, "127.0.0.1", [].append, self._closing)
 
     def kill(self) -> None:
         self._stopped.set()
@@ -62,6 +68,7 @@ class Side:
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 connection.loop.call_soon_threadsafe(connection.transport.abort)
         self._server._thread.join(5)
+        self._closing.close()
 
     @property
     def url(self) -> str:
@@ -79,7 +86,7 @@ def two_sides(manifest: dict[str, Any]) -> Iterator[dict[str, Side]]:
             side.kill()
 
 
-def remote_sides(sides: dict[str, Side], *, token: str | None = TOKEN, patience: float = 30.0) -> RemoteSides:
+def remote_sides(sides: dict[str, Side], *, token: str | None = TOKEN, patience: float = 600.0) -> RemoteSides:
     lines = {kind: Connection(kind, side.url, token, patience=patience) for kind, side in sides.items()}
     return RemoteSides(lines["trainer"], lines.get("inference"))
 

@@ -245,3 +245,21 @@ def test_a_server_that_dies_while_it_is_asked_who_it_is_is_told(servers: list[Fa
     server.faults.append(dies_at("/server_info"))
     with pytest.raises(EngineDiedError):
         attach(servers, tmp_path, server)
+
+
+@pytest.mark.parametrize("kind", ["SGLang", "vLLM"])
+def test_a_run_that_goes_on_replaces_what_it_left_there_and_leaves_nothing_at_its_end(
+    servers: list[FakeServer], tmp_path: Path, kind: str
+) -> None:
+    server = FakeServer(kind=kind)
+    engine = attach(servers, tmp_path, server, wanted=replace(WANTED, is_resumed=True))
+    server.held |= {"policy-v1": Path("left"), "another-runs": Path("stays")}
+    engine.load_adapter("policy-v1", adapter(1))
+    assert server.held["policy-v1"] == engine.loaded["policy-v1"].files()
+    path = "/v1/load_lora_adapter" if kind == "vLLM" else "/load_lora_adapter"
+    server.faults.append(once(path, 400, {"error_message": "its rank is too large"}))
+    with pytest.raises(GateError, match=r"refused adapter policy-v2: .*its rank is too large"):
+        engine.load_adapter("policy-v2", adapter(2))
+    engine.close()
+    assert server.is_alive()
+    assert [*server.held] == ["another-runs"]

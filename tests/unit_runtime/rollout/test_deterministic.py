@@ -14,6 +14,7 @@ import pytest
 from fakes.fake_servers import FakeServer, dies_at
 
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
@@ -48,7 +49,8 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
     def start(*servers: FakeServer, capacity: int = 64, deterministic: bool = True) -> ServedEngine:
         client = build_client()
-        engine = ServedEngine(Words(), client, folder=tmp_path / str(len(made)), max_running_requests=capacity)
+        desk = FolderDesk(tmp_path / str(len(made)))
+        engine = ServedEngine(Words(), client, desk=desk, max_running_requests=capacity)
         made.append(engine)
         replicas = []
         for index, server in enumerate(servers):

@@ -14,6 +14,7 @@ from fakes.fake_servers import FakeServer, dies_at, once
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import GateError
 from orbit_runtime.observability.metrics import RunMetrics
+from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
@@ -30,9 +31,8 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
     def start(*servers: FakeServer, transport: Transport) -> ServedEngine:
         client = build_client()
-        engine = ServedEngine(
-            Words(), client, folder=tmp_path / "adapters", max_running_requests=64, transport=transport
-        )
+        desk = FolderDesk(tmp_path / "adapters", transport)
+        engine = ServedEngine(Words(), client, desk=desk, max_running_requests=64)
         made.append(engine)
         for server in servers:
             server.start()
@@ -64,7 +64,7 @@ def test_servers_are_told_a_ticket_and_one_that_it_does_not_reach_gets_files(bui
     counts = [line for line in metrics.render().decode().splitlines() if line.startswith("orbit_engine_missed")]
     assert [line.split()[-1] for line in counts] == ["0.0", "1.0"]
     assert engine.copies()[1].adapter_digest("policy-v1") == adapter(1).digest
-    folder = engine.loaded["policy-v1"].folder
+    folder = engine.loaded["policy-v1"].files()
     engine.unload_adapter("policy-v1")
     assert not folder.exists()
 

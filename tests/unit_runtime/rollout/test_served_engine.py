@@ -22,6 +22,7 @@ from orbit_runtime.adapters.files import expected_applied_digest, files_digest
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove
+from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served import LostError, Sleeping
@@ -74,7 +75,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
         if timeout is not None:
             client.timeout = httpx.Timeout(timeout)
         engine = ServedEngine(
-            Words(), client, folder=tmp_path / "adapters", max_running_requests=capacity, sleeping=sleeping
+            Words(), client, desk=FolderDesk(tmp_path / "adapters"), max_running_requests=capacity, sleeping=sleeping
         )
         made.append(engine)
         replicas = []
