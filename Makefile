@@ -17,7 +17,7 @@ SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numproce
 
 SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.py \
 	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing \
-	tests/engines/test_ranks_run.py::test_a_rank_that_is_killed_is_named_nothing_stays_and_the_run_goes_on_in_other_divisions
+	tests/engines/test_ranks_run.py::test_a_rank_that_is_killed_is_named_nothing_stays_and_one_process_goes_on
 
 PURE := agents api errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
@@ -39,12 +39,13 @@ quickstart: install ## train the shipped model with LoRA on its INT4 base (two c
 test: dev ## the run, its parts, the operator's logic, the structure (Python only)
 	$(SPREAD) -m "not long"
 
-test-long: dev ## what `make test` and `test-bridges` leave out: every benchmark at its smallest size, examples and notebooks that learn, the guide of SFT, the pages for Python, kills under load (long)
-	$(SPREAD) -m long tests/integration
+test-long: dev ## what the other tests of this list leave out: every benchmark at its smallest size, examples, precisions and notebooks that learn, the guide of SFT, the pages for Python, kills under load (long)
+	$(SPREAD) -m long tests/integration tests/models
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/ranks
 	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m long tests/bridges
 
 test-models: dev ## every model family and format: kernels, whole small models, conversion, merging (Python only)
-	$(SPREAD) tests/models
+	$(SPREAD) -m "not long" tests/models
 
 test-megatron: dev ## a model divided among ranks against one process: real processes over gloo (Python only)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/megatron
@@ -56,7 +57,7 @@ test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(SPREAD) tests/store
 
 test-ray: dev ## ranks of a trainer as Ray's actors: every fault that they can have (Linux)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long" tests/ranks
 
 test-bridges: dev ## environments of Gymnasium, SkyRL-Gym and verifiers, from manifests (makes an environment with these packages, once)
 	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m "not long" tests/bridges

@@ -1,7 +1,7 @@
 """Runs every benchmark, one after the other: `python -m benchmarks`, followed by options that all of them take.
 
-Each prints its own table and writes its own file. At the end stands what became of each, and the exit status is 1
-unless every one was measured. One that fails stops none of those after it.
+Each prints its own table and writes its own file. A summary follows at the end; the exit status is 1 unless all were
+measured. A benchmark that fails does not stop those after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.harness import NOT_MEASURED, REFUSED, ROOT
 from benchmarks.programs import programs
 
 VENDORS = ROOT / ".venv-vendors" / "bin" / "python"
-"""What `make vendor-table` makes, for the one that compares with other libraries."""
+"""Created by `make vendor-table`, for the benchmark that compares with other libraries."""
 NEED_VENDORS = ("frozen_linear_vs_libraries",)
 
 
@@ -45,7 +45,7 @@ def run_all(found: Sequence[Path], options: Sequence[str]) -> int:
             errors = ""
             for line in running.stderr:
                 print(line, end="", file=sys.stderr, flush=True)
-                # Progress may be long; its end is what tells.
+                # Progress may be long; only its end is informative.
                 errors = (errors + line)[-2000:]
         verdicts[program.stem] = running.returncode, verdict(running.returncode, errors)
     print("\n== verdicts")

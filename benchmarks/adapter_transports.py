@@ -1,10 +1,10 @@
-"""The ways in which a published adapter reaches a server: one real SGLang server's load call, and the medium alone.
+"""The ways a published adapter reaches a server: the load call of one real SGLang server, and the medium alone.
 
     ORBIT_SGLANG_PYTHON=$(tools/sglang_python.sh) .venv/bin/python benchmarks/adapter_transports.py
 
-Files are the twin. With the shipped model the load call is HTTP and SGLang's own work. Alone, an adapter that lies in
-the trainer's memory goes to another process, which touches every page of it; nothing is hashed on arrival, whatever
-carried it. `--only medium` needs no server.
+Files are the baseline. With the shipped model the load call is HTTP and SGLang's own work. For the medium alone, an
+adapter in the trainer's memory is passed to another process, which touches every page of it; nothing is hashed on
+arrival, with any medium. `--only medium` needs no server.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def measure_medium(megabytes: int, repetitions: int) -> list[harness.Comparison]
 
 
 def an_adapter(megabytes: int) -> AdapterFiles:
-    """As a trainer publishes it: BF16 tensors of 8 MiB, in the memory that it was written to."""
+    """As a trainer publishes it: BF16 tensors of 8 MiB, in the memory that they were written to."""
     values = torch.zeros(4 << 20, dtype=torch.bfloat16)
     values.view(torch.int16).random_()
     count = -(-megabytes // 8)
@@ -106,9 +106,9 @@ def an_adapter(megabytes: int) -> AdapterFiles:
 
 
 def take_files(folder: Path) -> int:
-    """In the receiving process: every page is touched, as by a server that copies tensors into its slots."""
+    """In the receiving process: touches every page, like a server that copies tensors into its slots."""
     files = files_of(folder)
-    # One byte of each page, of memory that nobody has read yet.
+    # One byte of each page, in memory that was not read before.
     assert sum(int(numpy.frombuffer(data, dtype=numpy.uint8)[::4096].sum(dtype=numpy.int64)) for data in files.values())
     return sum(memoryview(data).nbytes for data in files.values()) >> 20
 

@@ -1,4 +1,4 @@
-"""The writes that the operator makes for a new run, by a client that only sends them: what the API server takes for it.
+"""The operator's writes for a new run, sent by a client that does nothing else: the API server's share of the time.
 
 Belongs here: copying what was written for one run, and writing the same for others. Does not belong here: the operator.
 """
@@ -15,12 +15,12 @@ from benchmarks.simulated_cluster import EVENTS, JOBS, MAPS, POLICIES, RUNS, Cli
 MANAGER = "fieldManager=bare-client"
 APPLY = "application/apply-patch+yaml"
 WORKERS = 4
-"""As many runs at the same time as the operator works on by default."""
+"""Number of runs written at the same time: the operator's default."""
 _SERVERS_OWN = ("uid", "resourceVersion", "creationTimestamp", "managedFields", "generation", "annotations")
 
 
 class Writes:
-    """Everything that stands there because one run was made."""
+    """All objects that exist because one run was created."""
 
     def __init__(self, run: Object, children: dict[str, Object], status: Object) -> None:
         self._name, self._uid = run["metadata"]["name"], run["metadata"]["uid"]
@@ -29,7 +29,7 @@ class Writes:
 
     @classmethod
     async def read(cls, client: Client, name: str, status: Object) -> Writes:
-        """Of a run that the operator has made its objects for; `status` is the first that it wrote."""
+        """Reads those of a run whose objects the operator has created; `status` is the first status that it wrote."""
         children = {
             MAPS: await client.call("GET", f"{MAPS}/{name}-manifest"),
             POLICIES: await client.call("GET", f"{POLICIES}/{name}"),
@@ -39,7 +39,7 @@ class Writes:
         return cls(await client.call("GET", f"{RUNS}/{name}"), children, status)
 
     async def repeat(self, client: Client, manifests: list[Object]) -> float:
-        """Makes these runs and writes the same for each; returns the seconds until all stands there."""
+        """Creates these runs and writes the same objects for each; returns the seconds until all of them exist."""
         places = asyncio.Semaphore(WORKERS)
 
         async def make(manifest: Object) -> None:
@@ -53,7 +53,7 @@ class Writes:
         return loop.time() - began
 
     async def _write(self, client: Client, name: str, uid: str) -> None:
-        """In the operator's order, at the same time what it writes at the same time."""
+        """In the operator's order; concurrently what the operator writes concurrently."""
 
         def build(path: str) -> Object:
             return dict(orjson.loads(self._children[path].replace(self._name, name).replace(self._uid, uid)))

@@ -2,12 +2,12 @@
 
     python -m benchmarks.deduplicate
 
-Belongs here: time, and agreement at a size that tests do not have time for. Does not belong here: the definition's edge
+Belongs here: time, and agreement at a size that would take tests too long. Does not belong here: the definition's edge
 cases (`tests/unit_runtime/agents/test_near_duplicates.py`).
 
 Three kinds of data: sentences of random words, every fifth one a copy with a character changed; one template with two
-numbers, where every pair shares most of its trigrams; and lines put together of 200 sentences, one and a half times as
-long, which share whole halves. Seconds are of this process's CPU.
+numbers, where every pair shares most of its trigrams; and lines composed of 200 sentences, one and a half times as
+long, which share whole halves. Seconds are CPU time of this process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def put_together(count: int) -> list[str]:
 
 
 def quadratic(texts: list[str]) -> tuple[list[str], int]:
-    """What stays by the definition, and the pairs of texts that are near each other."""
+    """The texts kept by the definition, and the number of pairs of near-duplicates."""
     sets = [trigrams(normal(text)) for text in texts]
     kept: list[int] = []
     pairs = 0

@@ -1,12 +1,13 @@
-"""What episodes and rewards take above what they compute: 256 episodes at the same time, 100,000 cheap rewards.
+"""The overhead of episodes and rewards above their own time: 256 concurrent episodes, 100,000 cheap rewards.
 
     python -m benchmarks.episodes
 
 Episodes: an environment of four turns that sleeps in each, in processes of its own as in a run, and a policy that
-answers at once. The ideal is the sleeping alone: processes are made before, and making them is told. Rewards: the pool
-of worker processes, asked as a step asks it, 2,048 at a time; a function that returns a number.
+answers at once. The ideal is the sleep alone: processes are started before, and the time for that is reported
+separately. Rewards: the pool of worker processes, called as in a step, 2,048 at a time, with a function that returns a
+number.
 
-Belongs here: what is ours of an episode. Does not belong here: the engine's part (`generation_vs_transformers`).
+Belongs here: Orbit's share of an episode. Does not belong here: the engine's (`generation_vs_transformers`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TARGETS = {"share of the environment's time": 0.10, "rewards per second": 20_000
 
 
 class AtOnce:
-    """A policy that answers each time with the same five tokens (`types.TokenSource`)."""
+    """A policy that always answers at once with the same five tokens (`types.TokenSource`)."""
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Any, *, key: int) -> Any:
         from orbit_runtime.types import Completion
@@ -42,10 +43,11 @@ class AtOnce:
 
 
 def play(episodes: int, seconds: float) -> tuple[float, float]:
-    """Seconds of making the processes with a first round, and of a second round of all episodes."""
+    """Seconds of a first round, which starts the processes, and of a second round of all episodes."""
     from orbit_runtime.data.chat import ChatTokenizer
-    from orbit_runtime.environments.multi_turn import EpisodeLimits, EpisodeSettings, MultiTurn
+    from orbit_runtime.environments.multi_turn import MultiTurn
     from orbit_runtime.environments.opponents import OwnProcess
+    from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.types import Prompt, Sampling
     from orbit_runtime.workers.environment_pool import EnvironmentPool
@@ -75,7 +77,7 @@ def play(episodes: int, seconds: float) -> tuple[float, float]:
 
 
 def score(rewards: int) -> float:
-    """Rewards per second, workers started before."""
+    """Rewards per second, with workers already running."""
     from orbit_runtime.workers.reward_pool import RewardPool
     from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
 

@@ -1,7 +1,8 @@
-"""`orbit eval` of 1,000 samples against an API that takes 50 ms, 64 under way: what it takes above that.
+"""`orbit eval` of 1,000 samples against an API that takes 50 ms, with 64 in flight: the overhead above that.
 
-The API is a process of its own. Reading prompts and starting the process that scores is told, and no part of the ratio.
-What the API takes above its 50 ms is told as well, as the ratio of a client that only sends the same bytes.
+The API is a process of its own. The time to read prompts and to start the scoring process is reported separately, and
+not part of the ratio. The API's time above its 50 ms is reported as well, as the ratio of a client that only sends the
+same bytes.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d
 
 
 class Late(asyncio.Protocol):
-    """Answers each request after the delay, and does nothing else: what an API takes of this machine is no part of
-    what is measured."""
+    """Answers each request after the delay, and does nothing else: the CPU time of an API should not affect the
+    measurement."""
 
     def connection_made(self, transport: Any) -> None:
         self._transport, self._got = transport, b""
@@ -56,7 +57,7 @@ class Late(asyncio.Protocol):
 
 
 def serve() -> None:
-    """The API's process: says its address, and ends with its standard input."""
+    """The API's process: prints its URL, and ends when its standard input is closed."""
     import uvloop
 
     async def wait() -> None:
@@ -70,7 +71,7 @@ def serve() -> None:
 
 
 def ask(url: str, samples: int, folder: Path) -> tuple[float, float]:
-    """Seconds of starting, and from the first sample asked to the last one kept."""
+    """Seconds to start, and from the request of the first sample until the last one is written."""
     from orbit_runtime.evaluation.api_model import ApiModel, Conversations
     from orbit_runtime.evaluation.evaluate import ApiSubject, ask_all
     from orbit_runtime.evaluation.journal import Journal
@@ -100,7 +101,7 @@ def ask(url: str, samples: int, folder: Path) -> tuple[float, float]:
 
 
 async def only_ask(port: int, samples: int) -> float:
-    """Seconds of as many requests without an evaluation."""
+    """Seconds for the same number of requests without an evaluation."""
     body = b'{"model": "fake", "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 8}'
     request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: api\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     left = iter(range(samples))

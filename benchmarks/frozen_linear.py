@@ -1,7 +1,7 @@
 """The frozen INT4 linear layer against its twins in plain torch: time, and bytes saved for the backward pass.
 
 The twin dequantises the whole weight with torch operations and multiplies; autograd saves the dense weight. The strict
-twin does so with our own codec, so that only the layer is compared. Saved bytes are what autograd's hooks see.
+twin uses our own codec, so that only the layer is compared. Saved bytes are those that autograd's hooks see.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def small(repetitions: int, calls: int) -> list[Comparison]:
-    """A layer of the shipped model while decoding: 64 rows, 128 features."""
+    """A layer of the shipped model in a decode step: 64 rows, 128 features."""
     weight = int4.quantize(torch.randn(128, 128) * 0.1, 32)
     dense, v = int4.dequantize(weight, torch.float32), torch.randn(64, 128)
     rounded = bf16.quantize(dense)

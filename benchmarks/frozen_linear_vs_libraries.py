@@ -3,8 +3,8 @@
 Needs both libraries: `make vendor-table` installs them into `.venv-vendors`, with the same torch; run it with that
 Python. All compute in fp32 where they can: a CPU without BF16 instructions multiplies BF16 matrices far more slowly.
 
-torchao's CPU kernel takes BF16 and has no backward. Its side here multiplies by its kernel, and its gradient is a
-product with what torchao dequantises: the least that a training step with it would cost.
+torchao's CPU kernel takes BF16 and has no backward. Its side here multiplies with its kernel, and its gradient is a
+product with the weight that torchao dequantises: the minimum cost of a training step with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEASURES = ("orbit_runtime/quant",)
 
 
 class TorchaoLinear(nn.Module):
-    """The faster of its kernel in BF16 and dequantising plus an fp32 product, forward; the latter, backward."""
+    """Forward: its kernel in BF16, or dequantising plus an fp32 product, whichever is faster. Backward: the latter."""
 
     def __init__(self, w: Tensor, *, kernel: bool) -> None:
         from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor

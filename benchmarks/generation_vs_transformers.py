@@ -1,9 +1,9 @@
-"""Sampling: the torch engine against transformers `generate`, equal lengths and long-tailed ones.
+"""Sampling: the torch engine against transformers' `generate`, with equal lengths and with long-tailed ones.
 
 Belongs here: both sides on one model, taking turns. Does not belong here: how either samples.
 
-transformers at its best: KV cache, fp32 and SDPA as here, all requests in one batch (prompts are of one length,
-so nothing is padded), no top-k. Only Orbit's side also returns the log-prob of every token; both return text.
+transformers runs at its best: KV cache, fp32 and SDPA as here, all requests in one batch (prompts have one length, so
+nothing is padded), no top-k. Only Orbit's side also returns the log-prob of every token; both return text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LONG_TAILED_REQUESTS = 256
 
 
 class Endless:
-    """The model's tokenizer with no token that ends an answer: every answer has the length that was asked for."""
+    """The model's tokenizer without an end token: every answer has the requested length."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer

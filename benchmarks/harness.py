@@ -30,7 +30,7 @@ NOT_MEASURED, REFUSED = 3, 4
 
 
 class NotMeasured(Exception):
-    """The measurement did not happen; the message says why, and what would let it."""
+    """The measurement did not happen; the message says why, and what it needs."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class Comparison:
     median_a: float
     median_b: float
     ratio: float
-    """Median over repetitions of B's time / A's time in the same turn: what both suffer from cancels out."""
+    """Median over repetitions of B's time / A's time in the same turn: disturbances of both cancel out."""
     target: float | None
     repetitions: int
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one program found. Comparisons or figures: without either there is no result."""
+    """One program's measurements. Without comparisons or figures there is no result."""
 
     comparisons: Sequence[Comparison] = ()
     figures: Mapping[str, object] = field(default_factory=dict)
-    """What was measured beside them, by name: a number, or a mapping or list of numbers that is not empty."""
+    """Other measurements, by name: a number, or a mapping or list of numbers that is not empty."""
     facts: Mapping[str, object] = field(default_factory=dict)
-    """What it was measured with: sizes, versions, targets."""
+    """The conditions: sizes, versions, targets."""
     refused: str = ""
-    """What is wrong with what was found, where a bound is a promise and no target of speed."""
+    """What is wrong with the measurements, if a bound is a promise and not a target for speed."""
     variant: str = ""
-    """Part of the result's name, where a program has several: the card."""
+    """Part of the result's name if a program has several results: the card."""
 
 
 def compare(
@@ -72,10 +72,10 @@ def compare(
     calls: int = 1,
     target: float | None = None,
 ) -> Comparison:
-    """Time `calls` calls of A, then of B, and again; two turns to warm up are not counted."""
+    """Times `calls` calls of A, then of B, repeatedly; two warm-up turns are not counted."""
     times_a, times_b = [], []
     for turn in range(repetitions + 2):
-        # Who goes first changes, so that neither always finds the caches the other left.
+        # The order alternates, so that neither always runs on the caches that the other left.
         pair = ((times_a, a[1]), (times_b, b[1]))
         for times, function in pair if turn % 2 else reversed(pair):
             start = time.perf_counter()
@@ -99,7 +99,7 @@ def table(comparisons: list[Comparison]) -> str:
 
 
 def save(program: Path, measured: Measured, options: argparse.Namespace, origin: Mapping[str, object]) -> Path:
-    """Writes `<options.out>/<program>.json`, whole or not at all; raises NotMeasured where there is nothing to tell."""
+    """Writes `<options.out>/<program>.json`, whole or not at all; raises NotMeasured if there is nothing to report."""
     check_measured(measured)
     name = "_".join(filter(None, (program.stem, measured.variant)))
     content = {
@@ -114,7 +114,7 @@ def save(program: Path, measured: Measured, options: argparse.Namespace, origin:
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     options.out.mkdir(parents=True, exist_ok=True)
     path: Path = options.out / f"{name}.json"
-    # Renamed at the end: whoever ends us meanwhile leaves the result that was there.
+    # Renamed at the end: if this process is killed before, the previous result remains.
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.replace(path)
@@ -122,7 +122,7 @@ def save(program: Path, measured: Measured, options: argparse.Namespace, origin:
 
 
 def check_measured(measured: Measured) -> None:
-    """Raises NotMeasured where there is no comparison and no figure, or a number that is none."""
+    """Raises NotMeasured if there is neither a comparison nor a figure, or if one of them has no usable number."""
     if not measured.comparisons and not measured.figures:
         raise NotMeasured("the program ended without a comparison and without a figure")
     wrong = [row.name for row in measured.comparisons if not (0 < row.median_a < inf and 0 < row.median_b < inf)]
@@ -132,7 +132,7 @@ def check_measured(measured: Measured) -> None:
 
 
 def _is_measured(value: object) -> bool:
-    """A mapping or a list must hold something; NaN is what a mean of nothing gives."""
+    """A mapping or a list must not be empty; NaN is the mean of nothing."""
     if isinstance(value, float):
         return not isnan(value)
     if isinstance(value, Mapping):
@@ -147,7 +147,7 @@ def measured_on(root: Path = ROOT) -> dict[str, object]:
         return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
 
     try:
-        # Results are what a benchmark writes: that the one before wrote its own changes nothing that is measured.
+        # Results are excluded: those that the previous benchmark wrote do not change what is measured.
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
@@ -155,7 +155,7 @@ def measured_on(root: Path = ROOT) -> dict[str, object]:
 
 
 def stolen_seconds() -> float:
-    """CPU time that this machine's host has given to others since it started; 0 where nothing tells."""
+    """CPU seconds that this machine's host has given to others since the machine started; 0 if unknown."""
     try:
         first = Path("/proc/stat").read_text().partition("\n")[0].split()
     except OSError:
@@ -164,16 +164,16 @@ def stolen_seconds() -> float:
 
 
 def anonymous_bytes() -> int:
-    """Bytes of this process that no file backs."""
+    """Bytes of this process's memory that are not backed by a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
 
 
 class PeakMemory:
-    """Within it, the most that this process held in memory which no file backs, looked at every half millisecond."""
+    """Context that samples, every half millisecond, this process's memory that is not backed by a file."""
 
     above: int
-    """Once it has ended: bytes above those that were held when it began."""
+    """After the context: the peak, in bytes above those at its beginning."""
 
     def __enter__(self) -> Self:
         self._before, self._most, self._ended = anonymous_bytes(), 0, threading.Event()
@@ -192,7 +192,7 @@ class PeakMemory:
 
 
 def need_packages(*names: str, install: str) -> None:
-    """Raises NotMeasured, with how to install them, where one of these packages is not there."""
+    """Raises NotMeasured, with the way to install them, if one of these packages is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise NotMeasured(f"{', '.join(missing)} not installed here; {install}")
@@ -217,14 +217,14 @@ def run(
 ) -> int:
     """The whole of a benchmark's `main`: options, measuring, the result's file. Returns the exit status.
 
-    0: measured and written. `REFUSED`: measured and written, and what was found is wrong. `NOT_MEASURED`: nothing was
-    written, and standard error tells why. Any other error ends the program as Python does, with nothing written.
+    0: measured and written. `REFUSED`: measured and written, but the result is wrong. `NOT_MEASURED`: nothing was
+    written, and standard error says why. Any other error ends the program with a traceback and nothing written.
 
     Args:
         program: `__file__` of the benchmark; its name is the result's.
         about: the benchmark's docstring.
         measure: takes the options `out`, `repetitions`, `smallest` and what `add_options` adds.
-        repetitions: turns that are counted, by default; with `--smallest` it is one.
+        repetitions: default number of counted turns; with `--smallest` it is one.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
@@ -238,7 +238,7 @@ def run(
         options.repetitions = 1
         if options.out.resolve() == RESULTS:
             parser.error("--smallest tells nothing of speed: give --out another folder than that of the results")
-    # Before measuring: what is committed meanwhile is not what was measured.
+    # Before measuring: a commit made meanwhile is not what was measured.
     origin = measured_on()
     try:
         measured = measure(options)

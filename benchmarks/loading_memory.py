@@ -1,8 +1,8 @@
-"""What loading a base takes above its packed bytes, and what a frozen linear saves for backward, in every format.
+"""The memory that loading a base takes above its packed bytes, and that a frozen linear saves for backward, by format.
 
-Loading: each format in a process of its own. The packed tensors stay in the mapped file; what is measured is the peak
-of memory that no file backs, every half millisecond, above what the process held before. The target is one layer in
-BF16 and 5 % of it and of the packed bytes: nothing is ever dequantised as a whole.
+Loading: each format in a process of its own. The packed tensors stay in the mapped file; measured is the peak, sampled
+every half millisecond, of memory that is not backed by a file, above what the process held before. The target is one
+layer in BF16 plus 5 % of it and of the packed bytes: nothing is ever dequantised as a whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYOUTS = {"BF16": "BF16", "INT4": "INT4", "FP8": "FP8Block", "NVFP4": "NVFP4", 
 
 
 def make_checkpoint(folder: Path, precision: str, sizes: dict[str, int]) -> None:
-    """A Qwen3 of 109 M random parameters; what they are is of no matter here."""
+    """A Qwen3 of 109 M random parameters; their values do not matter here."""
     codec = FORMATS[LAYOUTS[precision]]
     assert codec.to_checkpoint is not None
     config = model_config() | sizes | HEADS
@@ -67,13 +67,13 @@ def pack(codec: Codec, weight: torch.Tensor) -> Any:
 
 
 def mapped_ranges(file: Path) -> list[range]:
-    """Where the file stands in this process's memory."""
+    """Address ranges at which the file is mapped into this process."""
     found = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
     return [range(*(int(end, 16) for end in fields[0].split("-"))) for fields in found]
 
 
 def load_and_measure(folder: Path) -> dict[str, int]:
-    """In a process of its own; a small model goes first, so that what is made once is made."""
+    """In a process of its own; loads a small model first, so that one-time allocations are not counted."""
     from orbit_runtime.adapters.config import AdapterConfig
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.policy import load_policy
@@ -88,7 +88,7 @@ def load_and_measure(folder: Path) -> dict[str, int]:
     ranges = mapped_ranges(folder / "model.safetensors")
     mapped = sum(size for pointer, size in base.items() if any(pointer in each for each in ranges))
     packed = sum(base.values())
-    # What lies in the mapped file is no memory of this process; the rest of the base is, and is not "above".
+    # The mapped file is not memory of this process. The rest of the base is, but does not count as "above".
     return {"packed": packed, "mapped": mapped, "above": peak.above - (packed - mapped)}
 
 

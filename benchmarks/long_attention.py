@@ -1,9 +1,9 @@
 """Attention of one layer over a long packed micro-batch, forward and backward: chunks against the fused kernel.
 
 Two answers share a prompt of an eighth of the tokens, so that the fused kernel needs a mask. Each kernel has a process
-of its own per turn. Memory is the most that the process held above what it held before the pass; on a CUDA device what
-its allocator handed out. The largest difference of results and gradients stands beside the fused kernel's own from the
-explicit products.
+of its own per turn. Memory is the process's peak above what it held before the pass; on a CUDA device, that of its
+allocator. The largest difference of results and gradients is reported beside that of the fused kernel from the explicit
+products.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def attend(kernel: str, batch: PackedBatch, inputs: list[torch.Tensor]) -> list[
 
 
 def measure_one(kernel: str, options: argparse.Namespace) -> dict[str, float]:
-    """In a process of its own; a short pass goes first, so that what is made once is made."""
+    """In a process of its own; runs a short pass first, so that one-time allocations are not counted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     few = pack(64, device)
@@ -82,7 +82,7 @@ def in_a_process(kernel: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def differences(options: argparse.Namespace) -> dict[str, float]:
-    """The largest over result and gradients, at 2048 tokens or fewer: the explicit products need all scores at once."""
+    """The largest over result and gradients, at 2048 tokens at most: the explicit products need all scores at once."""
     batch = pack(min(options.tokens, 2048), torch.device("cpu"))
     inputs = make_inputs(options, len(batch.token_ids_T), torch.device("cpu"))
     found = {kernel: attend(kernel, batch, inputs) for kernel in ("Eager", *KERNELS)}

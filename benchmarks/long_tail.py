@@ -1,9 +1,10 @@
-"""A small model whose answers have long-tailed lengths: the same geometric distribution for whoever samples from it.
+"""A small model whose answers have long-tailed lengths: the same geometric distribution for every engine.
 
 Belongs here: the model and the manifest's reward for it. Does not belong here: measuring.
 
-Random weights near zero draw every one of 512 tokens about equally often, and 13 of them end an answer. So lengths are
-geometric with mean 38 when cut at 128, and stay so as long as nobody learns: both sides train with a rate of 1e-6.
+With random weights near zero each of 512 tokens is about equally likely, and 13 of them end an answer. So lengths are
+geometric with mean 38 when cut at 128, and stay so as long as the model does not learn: both sides train with a rate of
+1e-6.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LEARNING_RATE = 1e-6
 
 
 def even_length(completion: str, prompt: Any, fields: Any) -> float:
-    """A reward that differs within each group, so that no side can leave a sample out."""
+    """A reward that differs within each group, so that neither side can skip a sample."""
     return float(len(completion) % 2 == 0)
 
 

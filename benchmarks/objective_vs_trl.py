@@ -3,9 +3,9 @@
 Belongs here: both sides on the same log-probs. Does not belong here: whether they are equal
 (`tests/integration/test_objectives_against_trl.py`), or computing log-probs.
 
-TRL's side is `GRPOTrainer._compute_loss` and the lines before it that make advantages of rewards; its tensors are
-padded, as its trainer has them. Ours begins with rewards as Python numbers and ends with the gradient, and makes its
-columns and weights on the way.
+TRL's side is `GRPOTrainer._compute_loss` and the preceding lines that compute advantages from rewards; its tensors are
+padded, as in its trainer. Ours starts from rewards as Python numbers and ends with the gradient, including its columns
+and weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TARGET = 1.0
 
 
 def lengths_of(kind: str, tokens: int, samples: int) -> list[int]:
-    """`even`: nothing is padded. `long-tailed`: half of the answers are short, a few are long."""
+    """`even`: no padding. `long-tailed`: half of the answers are short, a few are long."""
     mean = tokens // samples
     if kind == "even":
         return [mean] * samples
@@ -103,7 +103,7 @@ def trl_side(algorithm: str, logprobs: Any, old: Any, reference: Any, mask: Any,
     from trl import GRPOTrainer
 
     class Given(GRPOTrainer):  # type: ignore[misc]
-        """What of the trainer its loss reads; log-probs are handed in."""
+        """The parts of the trainer that its loss reads; log-probs are passed in."""
 
         def __init__(self) -> None:
             gspo = algorithm == "GSPO"

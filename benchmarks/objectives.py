@@ -1,15 +1,14 @@
-"""Every named algorithm of rewards on the quickstart's task, with the same number of samples and several seeds: does it
-learn?
+"""Whether every named algorithm with rewards learns the quickstart's task: the same number of samples, several seeds.
 
     python -m benchmarks.objectives                             every algorithm, three seeds: an hour on two cores
     python -m benchmarks.objectives --seeds 0 --types GRPO DAPO
 
-Belongs here: running them, curves and the table of the documentation. Does not belong here: whether their arithmetic is
+Belongs here: running them, curves and the documentation's table. Does not belong here: whether their arithmetic is
 right (`tests/integration/test_objectives.py`).
 
-Each run is `examples/quickstart.yaml` with two updates per step, so that ratios and clips do something, and answers of
-up to 8 tokens, so that a right one is not overlong. Rewards are of all samples as they were drawn, in the order of
-drawing; those that dynamic sampling dropped count as well, and every algorithm ends at the same number of samples.
+Each run is `examples/quickstart.yaml` with two updates per step, so that ratios and clips have an effect, and answers
+of up to 8 tokens, so that a correct one is not overlong. Rewards are those of all samples, in the order in which they
+were drawn; samples that dynamic sampling dropped count as well, and every algorithm ends at the same number of samples.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def curve(name: str, seed: int, steps: int, prompts: int) -> list[float]:
-    """Mean reward of each of `POINTS` equal parts of the samples, in the order in which they were drawn."""
+    """Mean reward in each of `POINTS` equal parts of the samples, in the order in which they were drawn."""
     from orbit_runtime.loop import run as train
 
     settings = [
@@ -62,7 +61,7 @@ def curve(name: str, seed: int, steps: int, prompts: int) -> list[float]:
 
 
 def parts_of(rows: Sequence[Mapping[str, Any]], *, total: int) -> list[float]:
-    """Args: total: groups that count; a step's groups have its mean reward."""
+    """Args: total: number of groups that count; each group of a step gets the step's mean reward."""
     by_group = [float(row["reward_mean"]) for row in rows for _ in range(row["groups"])][:total]
     size = len(by_group) // POINTS
     return [statistics.fmean(by_group[part * size : (part + 1) * size]) for part in range(POINTS)]

@@ -1,14 +1,14 @@
-"""The operator with a thousand runs and with five thousand: how fast, how big, how many calls.
+"""The operator with a thousand runs and with five thousand: its speed, memory and number of calls.
 
 Belongs here: the episodes of a run's life, and what is measured of each. Does not belong here: the cluster and its
 simulated pods (`simulated_cluster`), the table (`operator_table`). Needs what `make test-cluster` needs, but no root:
 `ORBIT_TEST_PROGRAMS` names the folder that `tools/cluster_programs.sh kubernetes kwok` prints.
 
 Everything shares this machine's cores with the operator: API server, etcd, controllers, scheduler, kwok, and this
-program, which makes the runs and answers for their pods. "Others" is what the rest of the machine took meanwhile. How
-fast the machine was is told by a client that makes runs and all that the operator writes for them, without an operator.
-Kubernetes' programs collect their garbage a quarter as often as they would by themselves, as in `make test-cluster`;
-`GOGC=100` in the environment lets them be.
+program, which creates the runs and answers for their pods. "Others" is the CPU use of the rest of the machine. As a
+measure of the machine's speed, a client creates runs and everything that the operator writes for them, without an
+operator. Kubernetes' programs collect garbage a quarter as often as by default, as in `make test-cluster`; `GOGC=100`
+in the environment restores the default.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass
 class History:
-    """What the API server told of every run, on the loop's clock."""
+    """When the API server reported each change of every run, on the loop's clock."""
 
     jobs: dict[str, float] = field(default_factory=dict)
     statuses: dict[str, float] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class History:
     """Phase, reason and attempt."""
     changes: int = 0
     first: Object = field(default_factory=dict)
-    """The first status that was ever seen."""
+    """The first status seen of any run."""
 
     def told_job(self, kind: str, job: Object) -> None:
         if kind == "ADDED":
@@ -110,7 +110,7 @@ class History:
 
 
 class Operator:
-    """The real process, with its defaults, and what it says of itself."""
+    """The real process, with its defaults, and its own metrics."""
 
     def __init__(self, plane: ControlPlane, log: Path) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORBIT_")}
@@ -126,7 +126,7 @@ class Operator:
         self.start()
 
     def start(self) -> None:
-        """Also after `stop`."""
+        """May be called again after `stop`."""
         command = [sys.executable, "-m", "orbit_operator"]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(command, env=self._environment, stdout=output, stderr=output)
@@ -152,7 +152,7 @@ class Operator:
             await asyncio.sleep(0.1)
 
     async def samples(self) -> dict[tuple[str, ...], float]:
-        """Its own counters: name, and values of the labels in the order of their names (code, resource, verb)."""
+        """Its counters by name and label values, in the order of the labels' names (code, resource, verb)."""
         _, text = await self.ask(18080, "/metrics")
         return {
             (name, *(value for _, value in sorted(_LABEL.findall(labels or "")))): float(value)
@@ -192,7 +192,7 @@ class Bench:
             await asyncio.sleep(0.05)
 
     async def settle(self) -> None:
-        """Until the operator has written nothing for a while."""
+        """Waits until the operator has written nothing for a while."""
         before = -1.0
         while True:
             samples = await self.operator.samples()
@@ -204,7 +204,7 @@ class Bench:
 
     @asynccontextmanager
     async def episode(self, facts: dict[str, Any], name: str) -> AsyncIterator[None]:
-        """Keeps what happened inside of it under its name."""
+        """Records under its name what happens within the context."""
         rest = self._rest_seconds()
         first, changes, began = await self.operator.samples(), self.history.changes, _now()
         cpu, machine = cpu_seconds(self.operator.pid), machine_seconds()
@@ -246,7 +246,7 @@ class Bench:
         await asyncio.gather(*(change(name) for name in names))
 
     async def end_pods(self, code: int, names: list[str]) -> None:
-        """The live pods of these runs end so."""
+        """Ends the live pods of these runs with this exit code."""
         pods = (await self.client.call("GET", f"{PODS}?resourceVersion=0"))["items"]
         wanted = set(names)
         live = [pod["metadata"]["name"] for pod in pods if pod["status"].get("phase") == "Running"
@@ -255,10 +255,10 @@ class Bench:
         await self.each(live, lambda name: self.client.merge(f"{PODS}/{name}", asked))
 
     async def write_bare(self) -> float:
-        """Seconds for `NUM_BARE` runs and their objects, without an operator; another starts when they are gone."""
+        """Seconds for `NUM_BARE` runs and their objects, without an operator; restarts it when they are gone."""
         writes = await Writes.read(self.client, "few-0", self.history.first)
         self.operator.stop()
-        # Never twice the same: events outlive what they speak of.
+        # Never the same names twice: events outlive their objects.
         names = [f"bare-{int(_now())}-{index}" for index in range(NUM_BARE)]
         seconds = await writes.repeat(self.client, [self.manifest(name) for name in names])
         await self.each(names, lambda name: self.client.call("DELETE", f"{RUNS}/{name}"))
@@ -276,17 +276,17 @@ class Bench:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Seconds of the episodes that only wait."""
+    """Lengths, in seconds, of the episodes that only wait."""
 
     idle: float
     train: float
-    """At least: every pod must be asked."""
+    """A minimum: every pod must be polled."""
 
 
 async def measure_episodes(
     bench: Bench, num_runs: int, lengths: Lengths, folder: Path, *, whole: bool
 ) -> dict[str, Any]:
-    """All episodes, or those that sizes are compared by; what they were, by name."""
+    """Runs all episodes, or only those used to compare sizes; returns their measurements by name."""
     history, kubectl = bench.history, find_program("kubectl")
     facts: dict[str, Any] = {"runs": num_runs}
     facts["apply, few runs"] = [await bench.apply_one(kubectl, f"few-{index}", folder) for index in range(15)]
@@ -323,10 +323,10 @@ async def measure_episodes(
 
 
 async def _live(bench: Bench, names: list[str], facts: dict[str, Any], lengths: Lengths) -> None:
-    """Training, crashes, pauses, ends."""
+    """Training, crashes, pauses and endings."""
     history, client = bench.history, bench.client
     async with bench.episode(facts, "train"):
-        # Long enough for each pod to be asked: all together ten times a second.
+        # Long enough to poll each pod: ten polls a second for all pods together.
         until = _now() + max(lengths.train, len(names) / 10 + 5)
         while _now() < until:
             bench.pods.step += 1
@@ -400,7 +400,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_programs() -> None:
-    """Raises NotMeasured where the folder of programs is not named, or lacks one."""
+    """Raises NotMeasured if no folder of programs is named, or if it lacks one."""
     folders = os.environ.get("ORBIT_TEST_PROGRAMS")
     how = "`tools/cluster_programs.sh kubernetes kwok` builds them and prints their folder"
     if not folders:
@@ -413,7 +413,7 @@ def check_programs() -> None:
 def measure(options: argparse.Namespace) -> Measured:
     check_programs()
     os.environ.setdefault("GOGC", "400")
-    # Whoever ends us early shall leave no cluster behind.
+    # Leaves no cluster behind if this process is ended early.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sizes = [10, 12] if options.smallest else [int(each) for each in options.sizes.split(",")]
     idle, train = (2.0, 5.0) if options.smallest else (options.idle, 60.0)
@@ -427,7 +427,7 @@ def measure(options: argparse.Namespace) -> Measured:
         new = rows_of(found[-1]) + ([] if whole else compare_sizes(found[0], found[-1]))
         print(f"{size} runs, {time.monotonic() - began:.0f} s\n{table(new)}\n", flush=True)
         rows += new
-    # Plain values; infinity, which JSON does not have, becomes null.
+    # Converted to plain values; infinity, which JSON lacks, becomes null.
     figures = orjson.loads(orjson.dumps({"rows": rows, "sizes": found}))
     return Measured(figures=figures, facts={"GOGC": os.environ["GOGC"]})
 

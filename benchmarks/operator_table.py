@@ -1,6 +1,6 @@
-"""What the scale of the operator is told in: numbers with their bounds, and how they come from episodes and counters.
+"""The table of the operator's scale: numbers with their bounds, computed from episodes and counters.
 
-Belongs here: arithmetic and the table. Does not belong here: making anything happen (`operator_scale`).
+Belongs here: arithmetic and the table. Does not belong here: running anything (`operator_scale`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 MIB = 2**20
 NUM_BARE = 200
-"""Runs that a bare client writes the same for: enough to tell what one takes."""
+"""Number of runs that a bare client writes: enough to measure the time of one."""
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured number and its bound; `None` where it is only told."""
+    """One measured number and its bound; `None` if it is only reported."""
 
     what: str
     value: float
@@ -31,22 +31,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Episode:
-    """What happened between two moments."""
+    """What happened between two points in time."""
 
     seconds: float
     writes: dict[str, int]
-    """Verb and resource; the Lease's not counted."""
+    """By verb and resource, without writes of the Lease."""
     reads: int
     changes: int
     passes: int
     mean_pass: float
     p99_pass: float
-    """From taking the run out of the queue until all is written; what it waited in the queue is `p99_wait`."""
+    """From taking the run out of the queue until everything is written; its time in the queue is `p99_wait`."""
     p99_wait: float
     cpu: float
-    """Seconds of the operator."""
+    """CPU seconds of the operator."""
     rest: dict[str, float]
-    """Seconds of every other program that takes part, by name; the last is this one."""
+    """CPU seconds of every other program that takes part, by name; the last is this one."""
     others: float
     """Cores that the rest of the machine kept busy."""
     resident: int
@@ -60,9 +60,9 @@ Samples = dict[tuple[str, ...], float]
 
 
 def quantile(what: str, first: Samples, last: Samples, part: float) -> float:
-    """Of what a histogram saw between two scrapes: as far as its buckets can tell, even inside the bucket it is in.
+    """Quantile of a histogram's observations between two scrapes, interpolated within its bucket.
 
-    Infinity beyond the last one; JSON has no number for it, and says null.
+    Infinity beyond the last bucket, which becomes null in JSON.
     """
     name = f"orbit_operator_{what}_seconds_bucket"
     counts = sorted(
@@ -82,7 +82,7 @@ def quantile(what: str, first: Samples, last: Samples, part: float) -> float:
 
 
 def rows_of(facts: dict[str, Any]) -> list[Row]:
-    """The table, with its bounds; those for a thousand runs are only told where there are more."""
+    """The table's rows with their bounds; with more than a thousand runs, those for a thousand are only reported."""
     few = facts["runs"] <= 1000
     changing = [name for name in ("start", "crash", "suspend", "resume", "complete") if name in facts]
     change = [facts[name] for name in changing]
@@ -119,7 +119,7 @@ def rows_of(facts: dict[str, Any]) -> list[Row]:
 
 
 def compare_sizes(few: dict[str, Any], many: dict[str, Any]) -> list[Row]:
-    """Nothing grows more than the number of runs does: ratio of ratios."""
+    """Rows that show whether anything grows faster than the number of runs: ratios of ratios."""
     factor = many["runs"] / few["runs"]
 
     def grown(facts: dict[str, Any]) -> float:
@@ -147,7 +147,7 @@ def table(rows: list[Row]) -> str:
 
 
 def _bare_seconds(facts: dict[str, Any]) -> float:
-    """Mean of before and after: Kubernetes' own share of a run grows with the nodes that are taken."""
+    """Mean of before and after: Kubernetes' own share of a run grows with the number of nodes in use."""
     return mean((facts["bare"], facts["bare, many runs"]))
 
 

@@ -1,7 +1,7 @@
-"""How far trainer and engine are apart, per format and engine, beside what each side differs from itself.
+"""How far trainer and engine differ, per format and engine, compared with how far each side differs from itself.
 
 Runs what `orbit parity` runs on the shipped model. With SGLang on a CPU the engine's base is the checkpoint unpacked to
-BF16 by our codec, and `ORBIT_SGLANG_PYTHON` names its interpreter; `--engines Torch` does without it.
+BF16 by our codec, and `ORBIT_SGLANG_PYTHON` names its interpreter; `--engines Torch` does not need it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEASURES = (
     "orbit_runtime/rollout", "orbit_runtime/sglang_plugin",
 )  # fmt: skip
 TARGET_SECONDS = 5.0
-"""Of one measurement, models and servers up."""
+"""For one measurement, with models and servers loaded."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def measure_one(engine: str, precision: str) -> Comparison:
 
 
 def table(found: list[Comparison]) -> str:
-    """mean |difference of log-probs| per token of each pair; p99 and max are those of the random adapter."""
+    """Mean |difference of log-probs| per token of each pair; p99 and max are those of the random adapter."""
     header = ("engine", "base", "trainer itself", "engine itself", "adapter off", "random adapter", "p99", "max", "s")
     pairs = ("trainer_floor", "engine_floor", "base", "random")
     rows = [

@@ -3,10 +3,10 @@
     python -m benchmarks.pipelined
 
 Answers have long-tailed lengths (`long_tail`), and the environment sleeps half a second after each (`waiting_games`).
-Both runs have the same manifest but for `maxStaleness`, and take turns, each continued from its own folder; a step is
-measured from the end of the one before to its own, publish, proof and checkpoint included.
+Both runs have the same manifest except for `maxStaleness`, and take turns, each continued from its own folder; a step
+is measured from the end of the previous one to its own end, publish, proof and checkpoint included.
 
-Belongs here: what overlapping saves. Does not belong here: what it does to rewards (`objectives`).
+Belongs here: the time that overlapping saves. Does not belong here: its effect on rewards (`objectives`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orbit_runtime.spec import OrbitRun
 
 MEASURES = ("orbit_runtime/loop", "orbit_runtime/environments", "orbit_runtime/rollout", "orbit_runtime/training")
 PROMPTS, GROUP, TURNS, SECONDS, TOKENS = 4, 4, 2, 0.5, 64
-"""More or longer answers keep both cores busy all the time, and then there is nothing to overlap."""
+"""More or longer answers would keep both cores busy all the time, leaving nothing to overlap."""
 WARMUP_STEPS, STEPS = 2, 8
 TARGET = 1.5
 

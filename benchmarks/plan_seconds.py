@@ -1,4 +1,4 @@
-"""`orbit plan` of a card with 10¹² parameters, the whole command: start of Python, facts, plan, table."""
+"""`orbit plan` of a model card with 10¹² parameters, the whole command: start of Python, facts, plan, table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def seconds(example: str) -> float:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(program, capture_output=True, cwd=ROOT, env=environment, text=True)
     took = time.perf_counter() - began
-    # A plan that no trainer of this version can run is shown whole, and refused after that.
+    # A plan that no trainer of this version can run is printed in full, then refused.
     if done.returncode not in (0, EXIT_CONFIG) or "fullest phase:" not in done.stdout:
         raise RuntimeError(f"orbit plan {example} ended with {done.returncode}: {done.stderr[-500:]}")
     return took
@@ -36,7 +36,7 @@ def seconds(example: str) -> float:
 def measure(options: argparse.Namespace) -> Measured:
     figures = {}
     for example in EXAMPLES[:1] if options.smallest else EXAMPLES:
-        # The first finds no compiled files and is not counted.
+        # The first run finds no compiled files and is not counted.
         took = [seconds(example) for _ in range(options.repetitions + 1)][1:]
         figures[example] = {"median": statistics.median(took), "max": max(took)}
         print(f"{example:18} median {statistics.median(took):.2f} s, at most {max(took):.2f} s; target {TARGET} s")

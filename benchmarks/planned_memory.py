@@ -1,6 +1,6 @@
 """The planner's bytes against what trainer and engine allocate, part by part, on tiny models in every format, CPU.
 
-Runs `tests/models/test_planned_memory.py`, which measures and holds every part to 5 %, and tabulates what it saw.
+Runs `tests/models/test_planned_memory.py`, which checks every part to within 5 %, and tabulates its measurements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which modules of this folder are benchmarks, what each measures, and which results are older than that.
+"""Which modules of this folder are benchmarks, which code each measures, and which results are older than that code.
 
-    python -m benchmarks.programs     lists the results with their commit and what was changed since
+    python -m benchmarks.programs     lists the results with their commit and the changes since
 
 Belongs here: reading programs and results without running them. Does not belong here: measuring (`harness`).
 """
@@ -21,19 +21,19 @@ FOLDER = ROOT / "benchmarks"
 
 
 def programs() -> list[Path]:
-    """Modules with `MEASURES`, by name."""
+    """Modules with `MEASURES`, sorted by name."""
     return [path for path in sorted(FOLDER.glob("*.py")) if _declared(path) is not None]
 
 
 def measures(program: Path) -> tuple[str, ...]:
-    """Paths from the repository's root whose code the benchmark measures, its own module with them."""
+    """Paths, relative to the repository's root, whose code the benchmark measures, including its own module."""
     declared = _declared(program)
     assert declared is not None, f"{program.name} has no MEASURES"
     return (*declared, program.relative_to(ROOT).as_posix())
 
 
 def _declared(path: Path) -> tuple[str, ...] | None:
-    """Read, not imported: an import may need what is not installed."""
+    """Parsed, not imported: an import may need packages that are not installed."""
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == "MEASURES" for target in statement.targets
@@ -43,7 +43,7 @@ def _declared(path: Path) -> tuple[str, ...] | None:
 
 
 def program_of(result: str) -> Path:
-    """Of a result's name, which is the program's or begins with it."""
+    """The program of a result, whose name is the program's or begins with it."""
     found = [path for path in programs() if result == path.stem or result.startswith(f"{path.stem}_")]
     if not found:
         raise ValueError(f"benchmarks/results/{result}.json: no program writes it")
@@ -51,20 +51,20 @@ def program_of(result: str) -> Path:
 
 
 def load_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """Name of the file without its ending → content."""
+    """File name without its extension → content."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 @dataclass(frozen=True)
 class Age:
-    """How old a result is, in commits to what it measured."""
+    """A result's age, in commits that changed what it measured."""
 
     result: str
     commit: str
     is_stated: bool
-    """False: the result does not name its commit, and `commit` is the one that its file came with."""
+    """False: the result does not name its commit, and `commit` is the one that added its file."""
     changes: int | None
-    """Commits since then that changed what is measured; None where this checkout does not have the commit."""
+    """Commits since then that changed what is measured; None if this checkout does not have the commit."""
 
     def in_words(self) -> str:
         since = f"{self.commit[:10]}{'' if self.is_stated else ' at the latest'}"
@@ -93,7 +93,7 @@ def age_of(name: str, result: dict[str, Any], root: Path = ROOT) -> Age:
 
 
 def main() -> int:
-    """Tells; fails nothing. What a result must have is asked by `tests/architecture/test_results.py`."""
+    """Only reports. `tests/architecture/test_results.py` checks what a result must contain."""
     for name, result in load_results().items():
         try:
             print(f"{name:28} {age_of(name, result).in_words()}")

@@ -1,8 +1,7 @@
 """One update of a trainer in ranks against one in this process: the same samples, the same mixture of experts.
 
-A division into one rank tells what calling another process costs, the others what each axis costs on these cores: two
-ranks of one thread against one process of one thread, so that half the time would be ideal. Times on a CPU say nothing
-of a GPU.
+A single rank shows the cost of calling another process, the others the cost of each axis on these cores: two ranks of
+one thread against one process of one thread, so half the time would be ideal. Times on a CPU say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ def make_samples(options: argparse.Namespace) -> list[Any]:
 
 
 def build(name: str, options: argparse.Namespace, closing: ExitStack) -> Any:
-    """The trainer in ranks."""
+    """Builds the trainer in ranks."""
     from orbit_runtime.training.megatron.groups import Sizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
     from orbit_runtime.workers.ranks import Group, start_ranks
 
-    folder, adapter, settings = _parts(options)
+    folder, adapter, settings = trainer_parts(options.micro_batch, options.answer)
     sizes = Sizes(WORLD[name], **DIVISIONS[name])  # type: ignore[arg-type]
     logs = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
     group = Group(
@@ -68,7 +67,8 @@ def build(name: str, options: argparse.Namespace, closing: ExitStack) -> Any:
     return MegatronTrainer(closing.enter_context(start_ranks(group, logs)), "base")
 
 
-def _parts(options: argparse.Namespace) -> tuple[Path, Any, Any]:
+def trainer_parts(micro_batch: int = 4096, answer: int = 64) -> tuple[Path, Any, Any]:
+    """Model, adapter and settings of a trainer. Args: both in tokens."""
     from orbit_runtime.adapters.config import AdapterConfig
     from orbit_runtime.algorithms.constants import PolicyLossSettings
     from orbit_runtime.model_info.builtin_models import builtin_folder
@@ -77,9 +77,9 @@ def _parts(options: argparse.Namespace) -> tuple[Path, Any, Any]:
 
     settings = TrainerSettings(
         peak_learning_rate=1e-4, schedule="Constant", warmup_steps=0, decay_steps=1000, weight_decay=0.0,
-        max_grad_norm=1.0, micro_batch_tokens=options.micro_batch, mini_batch_prompts=None, update_epochs=1,
-        loss=PolicyLossSettings(), reduction="Token", constant_length=options.answer, correction=None,
-        sampling=Sampling(max_new_tokens=options.answer), base_model="base", seed=0, router_replay="None",
+        max_grad_norm=1.0, micro_batch_tokens=micro_batch, mini_batch_prompts=None, update_epochs=1,
+        loss=PolicyLossSettings(), reduction="Token", constant_length=answer, correction=None,
+        sampling=Sampling(max_new_tokens=answer), base_model="base", seed=0, router_replay="None",
     )  # fmt: skip
     adapter = AdapterConfig(type="OFT", targets=(), block_size=32, experts="Shared")
     return builtin_folder("tiny-moe-adder", "INT4"), adapter, settings
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> Measured:
         options.groups, options.repetitions = 2, 1
     torch.set_num_threads(1)
     samples = make_samples(options)
-    folder, adapter, settings = _parts(options)
+    folder, adapter, settings = trainer_parts(options.micro_batch, options.answer)
     rows = []
     for name in DIVISIONS if not options.smallest else ("one rank", "TP2"):
         with ExitStack() as closing:

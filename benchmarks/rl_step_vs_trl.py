@@ -3,9 +3,9 @@
 Belongs here: both sides at the two shapes of the speed table, taking turns in one process.
 Does not belong here: what a step does (`orbit_runtime.loop`).
 
-TRL at its best: one process, the fastest cut of the batch, no checkpointing of gradients, no reference model (beta 0),
-no second pass for old log-probs (one update a generation), logging and saving off, fp32 as on Orbit's side.
-Orbit keeps a checkpoint at every step and proves every publish; its clock of a step (`seconds_total`) has it all.
+TRL runs at its best: one process, the fastest division of the batch, no gradient checkpointing, no reference model
+(beta 0), no second pass for old log-probs (one update a generation), logging and saving off, fp32 as on Orbit's side.
+Orbit writes a checkpoint at every step and proves every publish; its step time (`seconds_total`) includes all of that.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Shape:
     steps_per_turn: int
     target: float
     reward: str
-    """`exact`: the sum is right; `even`: the answer's length is even."""
+    """`exact`: the sum is correct; `even`: the answer's length is even."""
     trl_micro_batches: int
-    """Cuts of TRL's batch in training: the fastest of 1, 2 and 4. Shorter activations stay in the CPU's caches."""
+    """Parts of TRL's batch in training: the fastest of 1, 2 and 4. Smaller activations stay in the CPU's caches."""
 
 
 SHORT = Shape("RL step, 32 x 16 x 4 tokens", 32, 4, 2e-3, "INT4", 8, 1.5, "exact", 1)
@@ -63,7 +63,7 @@ LONG = Shape("RL step, 16 x 16, long-tailed up to 128", 16, MAX_NEW_TOKENS, LEAR
 
 @dataclass
 class Turns:
-    """What one side measured."""
+    """Measurements of one side."""
 
     seconds: list[float] = field(default_factory=list)
     """Median of the counted steps, one per turn."""
@@ -83,7 +83,7 @@ def manifest(
     """
     Args:
         adapter: `spec.adapter` without its targets.
-        training: what `spec.training` has beside the shape's.
+        training: fields of `spec.training` besides the shape's.
     """
     exact = {"name": "correct", "type": "ExactMatch", "arguments": {"field": "answer"}}
     even = {"name": "even", "entrypoint": f"{even_length.__module__}:{even_length.__name__}"}
@@ -115,7 +115,7 @@ def orbit_turn(
     training: Mapping[str, Any] = NOTHING,
     progress: Progress | None = None,
 ) -> Callable[[Turns], None]:
-    """Returns a function that continues one run by a turn's steps, each timed by the run itself."""
+    """Returns a function that continues one run for a turn's steps, each timed by the run itself."""
     from orbit_runtime.loop import run as train
 
     steps = 0
@@ -137,9 +137,9 @@ def orbit_turn(
 
 
 def trl_turn(shape: Shape, folder: Path, out: Path, precision: str = "float32") -> Callable[[Turns], None]:
-    """Returns a function that trains a turn's steps with one GRPOTrainer, each timed between two ends of a step.
+    """Returns a function that trains a turn's steps with one GRPOTrainer, each timed from one step's end to the next.
 
-    `precision`: torch's name of the dtype of base and passes.
+    `precision`: torch's name for the dtype of base and passes.
     """
     import torch
     from datasets import Dataset

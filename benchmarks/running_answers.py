@@ -1,9 +1,9 @@
-"""Answers that run while something else happens, watched by a process of their own.
+"""Running answers, watched by a separate process while something else happens.
 
     echo '{"Authorization": "Bearer KEY"}' | python benchmarks/running_answers.py URL ADAPTER TOKENS
 
-takes the server's headers (`{}` where it asks for none), streams answers from an SGLang server and prints when each
-token of each came: a watcher that trains and publishes as well would measure its own pauses.
+reads the server's headers from standard input (`{}` for none), streams answers from an SGLang server and prints the
+arrival time of each token: a watcher that also trains and publishes would measure its own pauses.
 
 Belongs here: watching. Does not belong here: what happens meanwhile (`sglang_publish`).
 """
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 STREAMS = 8
 TOKENS = 200
 PAUSE_SECONDS = 0.2
-"""Between two acts: a few steps of decoding in which nothing of the one before is left."""
+"""Between two acts: a few decode steps, so that the previous act no longer has an effect."""
 
 
 @dataclass
 class Gaps:
-    """Milliseconds between two tokens of one answer."""
+    """Milliseconds between consecutive tokens of an answer."""
 
     during: list[float] = field(default_factory=list)
-    """Of those that overlap an act."""
+    """Those that overlap an act."""
     acts: int = 0
 
     def at(self, percent: int) -> float:
@@ -45,9 +45,9 @@ class Gaps:
 
 
 def watch(server: Server, adapter: str, acts: Mapping[str, Callable[[], object]], gaps: Mapping[str, Gaps]) -> None:
-    """Does one after the other of `acts`, again and again, while answers run; adds what was seen during each to `gaps`.
+    """Repeats `acts`, one after the other, while answers run; adds the gaps seen during each to `gaps`.
 
-    What is compared takes turns by the second: the machine is not the same from one minute to the next.
+    Acts alternate within seconds, because the machine's load changes from one minute to the next.
     """
     command = [sys.executable, __file__, server.url, adapter, str(TOKENS)]
     spans = []
@@ -55,10 +55,10 @@ def watch(server: Server, adapter: str, acts: Mapping[str, Callable[[], object]]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
         assert watcher.stdin is not None
         assert watcher.stdout is not None
-        # Not an argument: those every user of the machine can read.
+        # Not an argument: every user of the machine can read arguments.
         watcher.stdin.write(json.dumps(dict(server.headers)))
         watcher.stdin.close()
-        # Every answer has begun.
+        # Printed once every answer has begun.
         assert watcher.stdout.readline() == "begun\n", "the answers did not run: see the error above"
         while watcher.poll() is None:
             name, begun = next(turns), time.perf_counter()
@@ -66,7 +66,7 @@ def watch(server: Server, adapter: str, acts: Mapping[str, Callable[[], object]]
             spans.append((name, begun, time.perf_counter()))
             time.sleep(PAUSE_SECONDS)
         stamps = json.loads(watcher.stdout.read())
-    # One that ended after the first answer did saw fewer of them beside it.
+    # Only until the first answer ends: after that, fewer answers run side by side.
     last = min(times[-1] for times in stamps)
     spans = [span for span in spans if span[2] < last]
     for name, begun, end in spans:
@@ -88,7 +88,7 @@ async def _stream(url: str, adapter: str, tokens: int, headers: Mapping[str, str
         async def one(times: list[float]) -> None:
             async with client.stream("POST", f"{url}/generate", json=body) as answer:
                 answer.raise_for_status()
-                # Not parsed: on two cores that would take from the server what is measured here.
+                # Not parsed: on two cores that would slow down the server that is measured here.
                 async for chunk in answer.aiter_raw():
                     if b"data: {" in chunk:
                         times.append(time.perf_counter())

@@ -1,8 +1,8 @@
 """`orbit serve` against the engine that it serves, called directly: 64 short completions at a time, until all are done.
 
-The client has a process of its own, keeps 64 connections, and asks on each for the next completion when the one before
-has ended; the engine that is called directly gets its next request in the same way. Both use the same weights in one
-process, in turns. Whole answers and streamed ones; every answer's length is checked.
+The client has a process of its own, keeps 64 connections, and requests on each the next completion when the previous
+one has ended; the engine that is called directly gets its next request in the same way. Both use the same weights in
+one process, in turns. Whole answers and streamed ones; every answer's length is checked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from benchmarks.harness import Measured, compare, run
 MEASURES = ("orbit_runtime/serve", "orbit_runtime/rollout")
 AT_ONCE = 64
 TOKENS = range(16, 49)
-"""Of the completions, in turn: those of one length would all end in one step, and the engine would wait for nobody or
-for all of them."""
+"""Lengths of the completions, in turn: completions of equal length would all end in the same step, so the engine would
+wait either for none of them or for all."""
 TARGET = 0.9
 PROMPT = [{"role": "user", "content": "12+34="}]
 THREADS = 1
-"""Of torch: on two cores the front needs the other."""
+"""torch's threads: on two cores the front needs the other core."""
 
 
 def measure(options: argparse.Namespace) -> Measured:
@@ -93,7 +93,7 @@ async def directly(engine: object, prompt: tuple[int, ...], requests: int) -> No
 
 
 class Client:
-    """The process that asks."""
+    """The client process."""
 
     def __init__(self, url: str) -> None:
         self._process = subprocess.Popen(
@@ -104,7 +104,7 @@ class Client:
         )
 
     def ask(self, requests: int, streamed: bool) -> None:
-        """Returns once all are answered."""
+        """Returns when all requests are answered."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([requests, streamed]) + "\n")

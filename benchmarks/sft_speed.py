@@ -1,13 +1,13 @@
 """Supervised fine-tuning: Orbit's run against TRL's SFTTrainer with PEFT LoRA, on the same demonstrations.
 
-Belongs here: both sides on lengths that differ much, taking turns in one process. Does not belong here: what a step
-does (`orbit_runtime.loop.sft`).
+Belongs here: both sides on widely varying lengths, taking turns in one process. Does not belong here: what a step does
+(`orbit_runtime.loop.sft`).
 
-A hundred and twenty-eight demonstrations: four of five answers have 8 to 40 tokens, one of five 100 to 400. Both sides
-train a LoRA of rank 16 in fp32 on the BF16 base, 32 demonstrations an update, loss on answers alone, no checkpoints
-between. TRL is taken as fast as it can be made here: padded to the longest of a batch, whole batches or cut in four,
-rows sorted by length or not; the fastest is what counts. Its own packing needs flash attention to keep rows apart.
-Tokens are those of the demonstrations, padding not counted; seconds are those of the steps.
+There are 128 demonstrations: four of five answers have 8 to 40 tokens, one of five 100 to 400. Both sides train a LoRA
+of rank 16 in fp32 on the BF16 base, 32 demonstrations an update, loss on answers alone, no checkpoints in between. TRL
+runs in several variants, padded to the longest of a batch: whole batches or cut in four, rows sorted by length or not;
+the fastest counts. Its own packing needs flash attention to keep rows apart. Tokens are those of the demonstrations,
+without padding; seconds are those of the steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BATCH, WARMUP_STEPS = 32, 2
 TARGET = 4.0
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 VARIANTS = {"whole batches": (1, False), "cut in four": (4, False), "cut in four, sorted": (4, True)}
-"""TRL: cuts of a batch, and whether neighbours have like lengths."""
+"""TRL: number of parts of a batch, and whether rows are sorted by length."""
 
 
 def write_rows(path: Path, count: int) -> list[dict[str, str]]:
@@ -52,7 +52,7 @@ def write_rows(path: Path, count: int) -> list[dict[str, str]]:
 
 
 def orbit_turn(path: Path, out: Path) -> Callable[[int], float]:
-    """Returns a function that continues one run by so many steps; it returns the median seconds of one."""
+    """Returns a function that continues one run for a number of steps and returns the median seconds of one."""
     from orbit_runtime.loop import run as train
 
     steps = 0
@@ -82,7 +82,7 @@ def orbit_turn(path: Path, out: Path) -> Callable[[int], float]:
 
 
 def trl_turn(rows: list[dict[str, str]], out: Path, cuts: int, is_sorted: bool) -> Callable[[int], float]:
-    """Returns a function that trains so many steps with an SFTTrainer; it returns the median seconds of one."""
+    """Returns a function that trains a number of steps with an SFTTrainer and returns the median seconds of one."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -140,7 +140,7 @@ def measure(options: argparse.Namespace) -> Measured:
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         rows = write_rows(scratch / "rows.jsonl", count)
-        # The template's four marks stand around prompt and answer.
+        # The template adds four marker tokens around prompt and answer.
         tokens = statistics.mean(len(row["prompt"]) + len(row["completion"]) + 4 for row in rows) * BATCH
         orbit = orbit_turn(scratch / "rows.jsonl", scratch / "orbit")
         sides = {name: trl_turn(rows, scratch / name, cuts, is_sorted) for name, (cuts, is_sorted) in VARIANTS.items()}

@@ -1,9 +1,9 @@
-"""Hundreds of publishes to a real SGLang server, each proven: no healthy one may fail, and what a proof costs.
+"""Hundreds of publishes to a real SGLang server, each proven: no healthy one may fail; also the cost of a proof.
 
     ORBIT_SGLANG_PYTHON=$(tools/sglang_python.sh) .venv/bin/python benchmarks/sglang_false_alarms.py --publishes 500
 
-The updates between them have sizes from one that no log-prob shows to one that changes every answer, so that the proof
-is asked where it could raise a false alarm.
+The updates between them range in size from one that no log-prob shows to one that changes every answer, so that the
+proof is tested where it could raise a false alarm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEASURES = (
 )  # fmt: skip
 SCALES = (1e-6, 1e-5, 1e-4, 1e-3, 3e-3)
 RESET_AFTER = 25
-"""Publishes after which the masters start from their beginning: the sum of many updates is no adapter anybody has."""
+"""Publishes after which the masters are reset: the sum of many such updates is not a realistic adapter."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,14 +1,14 @@
-"""What SGLang costs through Orbit: publishing, the gap it makes in running answers, our client, and adapters.
+"""The cost of SGLang through Orbit: publishing, the gap it causes in running answers, our client, and adapters.
 
     ORBIT_SGLANG_PYTHON=$(tools/sglang_python.sh) .venv/bin/python benchmarks/sglang_publish.py
 
-All of one table is measured against the same server in the same minutes, the two sides of a comparison taking turns.
+Each table is measured against one server within the same minutes; the two sides of a comparison take turns.
 
-A gap is the time between two tokens of an answer that runs, seen by a process of its own; one that overlaps what
-happens meanwhile counts. What happens is, in turns by the second: nothing; what the engine itself needs for a new
-adapter, which is its load call, a prefill as long as the proof's without log-probs, and its unload call, asked without
-a line of ours; a publish. The trainer computes in each publish, on the same cores. For OFT, which SGLang does not have,
-the engine's own is a LoRA of rank 1.
+A gap is the time between two tokens of a running answer, seen by a separate process; gaps that overlap an act count.
+The acts, which alternate within seconds, are: nothing; what the engine itself needs for a new adapter (its load call, a
+prefill as long as the proof's without log-probs, and its unload call, without any of Orbit's code); and a publish. The
+trainer computes in each publish, on the same cores. For OFT, which SGLang does not have, the engine's own act uses a
+LoRA of rank 1.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Size:
     tokens: int = 32
     warm: int = 5
     publishes: int = 50
-    """Of those that are timed alone; `warm` more before them are not counted."""
+    """Number of publishes timed alone; `warm` more before them are not counted."""
     watches: int = 60
-    """Of answers that run side by side from their beginning to their end."""
+    """Number of times that answers run side by side from beginning to end."""
 
 
 SMALLEST = Size(requests=8, tokens=4, warm=1, publishes=2, watches=1)
@@ -85,7 +85,7 @@ def measure_one(adapter: str, repetitions: int, size: Size) -> tuple[list[harnes
         rig.publish()
         publishing = _publishing(rig, size)
         server = rig.engine.replicas[0].server
-        # Answers run on an adapter that stays: a publish waits for its predecessor's answers before it unloads it.
+        # Answers use an adapter that stays loaded: a publish waits for the previous version's answers before unloading.
         rig.engine.load_adapter("stays", rig.publication.adapter)
         gaps = _gaps(rig, server, adapter, size.watches)
         name = rig.publication.name
@@ -141,9 +141,9 @@ def _publish(rig: Any) -> None:
 
 
 def _publishing(rig: Any, size: Size) -> dict[str, float]:
-    """Medians: from the published bytes to the end of their proof, the engine's own load call in it, and the whole act.
+    """Medians: from the published bytes to the end of their proof, the engine's load call within that, the whole act.
 
-    The whole act also exports the adapter, writes it to the store, reads the trainer, and unloads the version before.
+    The whole act also exports the adapter, writes it to the store, reads the trainer, and unloads the previous version.
     """
     load, unload = rig.engine.load_adapter, rig.engine.unload_adapter
     loads: list[float] = []
@@ -157,7 +157,7 @@ def _publishing(rig: Any, size: Size) -> dict[str, float]:
         loads.append(time.perf_counter() - begun)
 
     def timed_unload(*given: Any) -> None:
-        # The first that follows the proof.
+        # The first unload after the proof.
         proven.append(time.perf_counter() - begun)
         unload(*given)
 
@@ -176,7 +176,7 @@ def _publishing(rig: Any, size: Size) -> dict[str, float]:
 
 
 def _gaps(rig: Any, server: Server, adapter: str, watches: int) -> dict[str, float]:
-    """Of all turns together."""
+    """The gaps of all turns together."""
     gaps = {name: Gaps() for name in ("nothing", "own", "ours")}
     with _engines_own(rig, server, adapter) as load_and_prefill:
         acts = {"nothing": lambda: time.sleep(0.1), "own": load_and_prefill, "ours": lambda: _publish(rig)}
@@ -193,7 +193,7 @@ def _gaps(rig: Any, server: Server, adapter: str, watches: int) -> dict[str, flo
 
 @contextmanager
 def _engines_own(rig: Any, server: Server, adapter: str) -> Iterator[Callable[[], None]]:
-    """What any client would do with a new adapter: load it, ask it as much as the proof does, unload it."""
+    """What any client would do with a new adapter: load it, send as many tokens as the proof, unload it."""
     from benchmarks.sglang_rig import small_lora
 
     files = rig.publication.adapter.files if adapter == "LoRA" else small_lora()

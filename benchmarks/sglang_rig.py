@@ -1,6 +1,6 @@
-"""A trainer, a publisher and a real SGLang server over the shipped model, as a run has them.
+"""A trainer, a publisher and a real SGLang server over the shipped model, as in a run.
 
-Belongs here: putting them together. Does not belong here: measuring (`sglang_false_alarms`).
+Belongs here: assembling them. Does not belong here: measuring (`sglang_false_alarms`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Rig:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
     def publish(self) -> Publication:
-        """Proven and durable. Raises GateError where it is not proven."""
+        """Returns when the publish is proven and durable. Raises GateError if it is not proven."""
         version = 0 if self.publication is None else self.publication.adapter.version + 1
         try:
             self.publication = self.publisher.publish(version, self.publication)
@@ -87,14 +87,14 @@ class Rig:
 
 
 def small_lora() -> dict[str, bytes]:
-    """Files of a LoRA that every server takes, one for OFT too."""
+    """Files of a LoRA that every server accepts, including one started for OFT."""
     config = AdapterConfig(type="LoRA", targets=TARGETS, rank=1, alpha=2.0)
     policy = load_policy(builtin_folder("tiny-adder", "INT4"), config)
     return export_adapter(policy.injected, config, SETTINGS.base_model)
 
 
 class Chosen:
-    """The transport that is measured now; None: files."""
+    """The transport being measured; None: files."""
 
     now: Transport | None = None
 
@@ -109,7 +109,7 @@ class Chosen:
 
 @contextmanager
 def started(adapter: str, transport: Transport | None = None) -> Iterator[Rig]:
-    """`LoRA` or `OFT`."""
+    """Args: adapter: `LoRA` or `OFT`."""
     model, config = builtin_folder("tiny-adder", "INT4"), ADAPTERS[adapter]
     policy, tokenizer = load_policy(model, config), ChatTokenizer(model)
     with TemporaryDirectory(prefix="orbit-sglang-bench-") as scratch:

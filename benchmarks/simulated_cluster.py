@@ -1,8 +1,8 @@
-"""A real control plane whose nodes and pods are simulated by kwok, as many as wanted, and whose pods answer `/status`.
+"""A real control plane with any number of nodes and pods simulated by kwok; the pods answer `/status`.
 
-Belongs here: the cluster, pods that start, end and answer, and what processes use. Does not belong here: measuring.
-A node has 8 GPUs. A pod runs as soon as it is placed, ends with the exit code of its annotation, and checkpoints (75)
-when it is deleted. All their addresses lie in 127.64.0.0/10, where one server of ours answers for all of them.
+Belongs here: the cluster, pods that start, end and answer, and the resources that processes use. Does not belong here:
+measuring. A node has 8 GPUs. A pod runs as soon as it is scheduled, ends with the exit code in its annotation, and
+checkpoints (75) when it is deleted. All pod addresses are in 127.64.0.0/10, where one server answers for all of them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ EVENTS = f"/api/v1/namespaces/{NAMESPACE}/events"
 POLICIES = f"/apis/networking.k8s.io/v1/namespaces/{NAMESPACE}/networkpolicies"
 METADATA = "application/json;as=PartialObjectMetadata;v=v1;g=meta.k8s.io,application/json"
 CLIENTS = 32
-"""How many requests of ours are under way at the same time."""
+"""Number of concurrent requests of this program."""
 _CLIENT_RATES = {"kube-api-qps": 1000, "kube-api-burst": 2000}
-"""A controller manager as it comes makes 20 calls a second: then it would be measured."""
+"""By default a controller manager makes 20 calls a second: its limit would be measured instead of the operator."""
 
 _RUNNING = """
 conditions:
@@ -85,7 +85,7 @@ phase: {{ if eq (print $code) "0" }}Succeeded{{ else }}Failed{{ end }}
 
 
 def build_stages() -> list[Object]:
-    """What kwok does to nodes and pods. Of a node, only that it is ready, once."""
+    """What kwok does to nodes and pods. It only marks a node as ready, once."""
     deleted, living = ({"key": ".metadata.deletionTimestamp", "operator": word} for word in ("Exists", "DoesNotExist"))
     phase = {"key": ".status.phase", "operator": "In"}
     asked = {"key": f'.metadata.annotations["{EXIT}"]', "operator": "Exists"}
@@ -118,9 +118,9 @@ def _stage(kind: str, name: str, rules: list[Object], following: Object) -> Obje
 
 @contextmanager
 def run_control_plane(folder: Path) -> Iterator[ControlPlane]:
-    """API server, controllers, scheduler, and kwok; the nodes are made by `Client.make_nodes`."""
+    """API server, controllers, scheduler, and kwok; `Client.make_nodes` creates the nodes."""
     processes = Processes(folder / "logs")
-    # Simulated nodes send no sign of life: a thousand of them would keep the API server busy with nothing else.
+    # Simulated nodes send no heartbeats: those of a thousand would keep the API server busy.
     flags = {"node-monitor-grace-period": "10h", "concurrent-job-syncs": 20, **_CLIENT_RATES}
     plane = ControlPlane(processes, folder, schedules=True, flags=flags)
     try:
@@ -137,7 +137,7 @@ def run_control_plane(folder: Path) -> Iterator[ControlPlane]:
 
 
 class Client:
-    """The API server, with every right and many requests at the same time."""
+    """A client of the API server with full rights and many concurrent requests."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -170,7 +170,7 @@ class Client:
     async def watch(
         self, path: str, told: Callable[[str, Object], None], accept: str = "application/json"
     ) -> asyncio.Task[None]:
-        """Tells of every event from now on, in a task that never ends by itself."""
+        """Reports every event from now on, in a task that never ends by itself."""
         head = {"Accept": accept}
         started = asyncio.Event()
 
@@ -207,7 +207,7 @@ async def open_client(plane: ControlPlane) -> AsyncIterator[Client]:
 
 @dataclass
 class Pods:
-    """Answers for every pod: `/status` of the run that has the address. `step` is what all of them say."""
+    """Answers for every pod: `/status` of the run at that address. All of them report `step`."""
 
     runs: dict[str, str] = field(default_factory=dict)
     created: dict[str, float] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class Pods:
 
 @asynccontextmanager
 async def serve_pods(pods: Pods) -> AsyncIterator[int]:
-    """The port on which all pods answer."""
+    """Yields the port on which all pods answer."""
     app = web.Application()
     app.add_routes([web.get("/status", pods.answer)])
     runner = web.AppRunner(app, access_log=None)
@@ -255,12 +255,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def machine_seconds() -> float:
-    """Time that the machine's cores were busy so far, whoever kept them so."""
+    """Seconds for which the machine's cores have been busy so far, over all processes."""
     user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_bytes(pid: int, name: str = "VmRSS") -> int:
-    """Resident memory; `VmHWM` is the most there ever was."""
+    """Resident memory in bytes; `VmHWM` is the peak so far."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -1,4 +1,4 @@
-"""When each step of a trainer of TRL's ended.
+"""A callback that records when each step of a TRL trainer ended.
 
 Belongs here: that callback, for every benchmark against TRL. Does not belong here: measuring.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def build_clock() -> Any:
-    """A `TrainerCallback` whose `seconds()` are those of each step since training began."""
+    """A `TrainerCallback` whose `seconds()` returns the duration of each step since training began."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):

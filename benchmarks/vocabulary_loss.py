@@ -1,12 +1,12 @@
-"""Log-probs, entropy and their gradient at a vocabulary of 160,000: peak memory by chunk size, and with logits whole.
+"""Log-probs, entropy and their gradient at a vocabulary of 160,000: peak memory by chunk size, and with whole logits.
 
     python -m benchmarks.vocabulary_loss
 
-Each size in a process of its own, so that nothing of another is left in its allocator: the peak of memory that no file
-backs, every half millisecond, above what the process held before. The twin is what a trainer without chunks does:
-`hidden @ head.T`, `log_softmax`, `gather`, backward, with PyTorch's own operations.
+Each size runs in a process of its own, so that its allocator holds nothing of another: the peak, sampled every half
+millisecond, of memory that is not backed by a file, above what the process held before. The twin is a trainer without
+chunks: `hidden @ head.T`, `log_softmax`, `gather`, backward, with PyTorch's own operations.
 
-Belongs here: memory and time of the last projection. Does not belong here: whether both give the same numbers
+Belongs here: memory and time of the output layer. Does not belong here: whether both give the same numbers
 (`tests/integration/test_policy.py`).
 """
 
@@ -31,11 +31,11 @@ CHUNKS = (1 << 22, 1 << 23, 1 << 24, 1 << 25)
 WHOLE = "whole"
 FP32 = 4
 TENSORS = 5
-"""Of a chunk's size that may live at the same time: what the bound of memory is made of."""
+"""Number of tensors of a chunk's size that may be alive at once: it gives the bound on memory."""
 
 
 def one(chunk: str, tokens: int, vocabulary: int) -> dict[str, float]:
-    """In a process of its own: bytes and seconds of forward and backward."""
+    """In a process of its own: bytes and seconds of a forward and backward pass."""
     import torch
 
     from orbit_runtime.policy.logprobs import token_logprobs
@@ -61,7 +61,7 @@ def one(chunk: str, tokens: int, vocabulary: int) -> dict[str, float]:
         every.gather(-1, targets_R[:count, None]).sum().backward()
 
     work = whole if chunk == WHOLE else chunked
-    # What the first product of this kind sets up is no part of it.
+    # One-time setup in the first product of this kind does not count.
     work(1)
     started = time.perf_counter()
     with PeakMemory() as peak:

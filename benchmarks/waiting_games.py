@@ -1,4 +1,4 @@
-"""Environments that answer after a while, and take nothing else: what is added to their time is the loop's.
+"""Environments that only wait before they answer: any additional time is the loop's.
 
 Belongs here: what the benchmarks' environments do. Does not belong here: measuring (`episodes`, `pipelined`).
 """
@@ -12,7 +12,7 @@ from orbit_runtime.environments import Step
 
 
 class WaitingGame:
-    """Answers each of `turns` completions after `seconds`, and gives one for every second letter of the last one."""
+    """Answers each of `turns` completions after `seconds`; the reward is 1 if the last one has an odd length."""
 
     def __init__(self, seconds: float, turns: int) -> None:
         self._seconds, self._left = seconds, turns

@@ -155,7 +155,7 @@ class Rollout:
     turns: tuple[Turn, ...]
     token_ids_T: array[int]
     loss_mask_T: array[int]
-    """1 where the policy chose the token, 0 elsewhere."""
+    """1 where the policy chose the token, 0 elsewhere, and where another rollout of the episode trains the token."""
     logprobs_T: array[float]
     """Sampling side; 0.0 where the mask is 0."""
     versions_T: array[int]
@@ -170,6 +170,8 @@ class Rollout:
     """What its environment counted, such as `tool_calls` and `tool_errors`."""
     teacher_logprobs_T: array[float] | None = None
     """Of a teacher behind endpoints, in fp32; 0.0 where the mask is 0. None: no such teacher was asked."""
+    cohort: str = ""
+    """Advantages compare a prompt's rollouts of equal cohort: the sides of a game, or the depths of a tree."""
 
     def __post_init__(self) -> None:
         numbers = {"logprobs_T": FLOATS, "teacher_logprobs_T": FLOATS}
@@ -205,6 +207,8 @@ class Sample:
     prefix_id: int
     prefix_length: int
     routed_experts: RoutedExperts | None = None
+    prompt_number: int | None = None
+    """Number of its prompt in the batch, whose samples train in one mini-batch; None: `prefix_id`."""
 
     def __post_init__(self) -> None:
         _hold_arrays(self, token_ids_T=TOKENS, loss_mask_T=FLAGS)
@@ -237,15 +241,14 @@ class AdapterMemory(Protocol):
         ...
 
 
-class AdapterSink(Protocol):
+class AdapterSink(AdapterMemory, Protocol):
     """Receives the files of one adapter while they are made, so that they are never held twice."""
 
     def write(self, name: str, size: int, pieces: Iterable[Buffer]) -> Pieces:
-        """Writes one whole file of `size` bytes; returns the digest of each piece.
+        """Writes one whole file of `size` bytes; returns the digest of each piece (those of `digests`, in order)."""
 
-        The pieces are those of `digests`, in order. Each is consumed before the next is requested.
-        """
-        ...
+    def fill(self, name: str, sizes: Sequence[int], write: Callable[[], None]) -> Pieces:
+        """Reserves a file, whose parts have these sizes, and calls `write`, which fills it at `places[name]`."""
 
 
 class StateWriter(Protocol):
@@ -323,13 +326,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode_continuation(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        answered: int,
-        last_id: int | None,
-        *,
+        self, messages: Sequence[Mapping[str, Any]], answered: int, last_id: int | None, *,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Ids from the end of the sampled message `answered`, which ended with `last_id`, to the start of the next."""
         ...
 
@@ -348,12 +347,9 @@ class Copy(Protocol):
         ...
 
     def score(
-        self,
-        token_ids_T: Sequence[int],
-        adapters: Sequence[str | None],
-        prefix_length: int | None = None,
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None,
         standing: Sequence[str] = (),
-    ) -> list[Scored]:
+    ) -> list[Scored]:  # fmt: skip
         """One reading of the same tokens per adapter, all in one batch, by the same passes as sampling.
 
         Args:

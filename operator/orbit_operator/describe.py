@@ -16,7 +16,7 @@ from orbit_operator.policies.failure import find_waiting
 
 _ENDING_EVENTS = {"Preempted": "RunPreempted", "GPUFault": "GPUFaultDetected", "Stalled": "RunStalled"}
 
-POD_PENDING = ("PodPending", "the Job's pod is being made")
+POD_PENDING = ("PodPending", "the Job's pod is being created")
 
 
 def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | None) -> tuple[State, tuple[Action, ...]]:

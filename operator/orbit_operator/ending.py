@@ -111,7 +111,7 @@ def plan_deletion(run: RunFacts, observed: Observed, now: float, node_lost_secon
         return Plan((SetFinalizer(False),))
     if observed.cleanup == "Failed":
         why = f": {observed.cleanup_failure}" if observed.cleanup_failure else ""
-        message = f"what was not deleted stays in {run.artifacts}, and nobody tries again{why}"
+        message = f"what was not deleted stays in {run.artifacts}, and there are no more tries{why}"
         return Plan((SetFinalizer(False),), events=(RunEvent("ArtifactCleanupFailed", message, True),))
     if now >= due:
         message = f"the artifacts were not deleted within {CLEANUP_SECONDS:.0f} s and stay in {run.artifacts}"

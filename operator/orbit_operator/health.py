@@ -42,7 +42,7 @@ class Health:
     def find_unready(self) -> str:
         if not self.is_leader:
             return "another operator holds the Lease"
-        return "the first lists are not in yet" if not self.is_synced else ""
+        return "the first lists have not arrived yet" if not self.is_synced else ""
 
     def note(self) -> str:
         """A problem that does not stop the operator from working."""

@@ -100,7 +100,7 @@ class Lease:
             if found is not None and spec_of(found).get("holderIdentity") == self._holder:
                 await self._put(found, "")
         except ApiError as error:
-            _log.info("Lease %s/%s was not given back: %s", self._namespace, self._name, error)
+            _log.info("Lease %s/%s was not released: %s", self._namespace, self._name, error)
 
     async def try_once(self) -> bool:
         """Takes or renews the Lease, if that is possible now."""

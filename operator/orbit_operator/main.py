@@ -179,7 +179,7 @@ class Operator:
                     pause = CHECK_SECONDS
                 self.metrics.mark_event()
             except ApiError as error:
-                _log.warning("the check of what is believed did not come through: %s", error)
+                _log.warning("the check of the cache failed: %s", error)
             self.metrics.current.set(0.0 if self.health.stalled_since is not None else 1.0)
 
     async def check_crd(self) -> None:
@@ -277,7 +277,7 @@ async def _operate(operator: Operator, stopping: asyncio.Event) -> int:
                 _log.error("%s: another operator acts now", error)
                 code = EXIT_LEASE_LOST
             elif error is not None:
-                _log.error("the operator cannot go on: %s: %s", type(error).__name__, error)
+                _log.error("the operator cannot continue: %s: %s", type(error).__name__, error)
                 code = 70
         for task in helpers:
             task.cancel()

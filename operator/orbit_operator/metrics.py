@@ -38,7 +38,7 @@ RUN_SERIES: dict[str, tuple[Labels, str]] = {
     "attempts_total": (("class",), "Attempts that ended without success, by budget."),
     "last_end_timestamp_seconds": (("class", "reason", "owner"), "When the newest ended attempt ended."),
     "finished_timestamp_seconds": ((), "When the run ended for good."),
-    "gpu_seconds_total": (("kind",), "GPUs times seconds, by what became of them."),
+    "gpu_seconds_total": (("kind",), "GPUs times seconds, by what they were used for."),
     "gpus": ((), "GPUs that the run holds now."),
     "last_checkpoint_timestamp_seconds": ((), "When the newest durable checkpoint was first seen."),
 }
@@ -70,10 +70,12 @@ class Metrics:
         self.requests = Counter(
             OPERATOR + "api_requests", "Calls of the API server.", ["verb", "resource", "code"], registry=registry
         )
-        self.polls = Counter(OPERATOR + "polls", "Questions to pods.", ["outcome"], registry=registry)
+        self.polls = Counter(OPERATOR + "polls", "Polls of pods.", ["outcome"], registry=registry)
         self.queue = Gauge(OPERATOR + "queue_depth", "Runs that wait for a worker.", registry=registry)
         self.event = Gauge(
-            OPERATOR + "last_event_timestamp_seconds", "When the cluster was last heard of.", registry=registry
+            OPERATOR + "last_event_timestamp_seconds",
+            "When the operator last heard from the cluster.",
+            registry=registry,
         )
         self.events = Counter(
             OPERATOR + "events", "Objects that listing and watching brought.", ["news"], registry=registry
@@ -85,7 +87,7 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self.crd = Gauge(
-            OPERATOR + "crd_outdated", "1 where the served CRD lacks something or differs.", registry=registry
+            OPERATOR + "crd_outdated", "1 if the served CRD lacks something or differs.", registry=registry
         )
 
     def count_request(self, verb: str, resource: str, status: int, _seconds: float) -> None:

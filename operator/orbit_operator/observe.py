@@ -250,7 +250,7 @@ def judge_manifest(body: Body) -> Judgement:
     size = len(build_config_map(source)["data"][MANIFEST_FILE].encode())
     if size > LARGEST_MANIFEST:
         return Judgement(
-            f"the manifest takes {size} bytes, and the ConfigMap that carries it to the pod holds {LARGEST_MANIFEST}; "
+            f"the manifest takes {size} bytes, but the ConfigMap that carries it to the pod holds {LARGEST_MANIFEST}; "
             "put prompts and other data into files and name their URI (hf://, s3://, pvc://)"
         )
     if not _sees_model(source.manifest):

@@ -30,7 +30,7 @@ def check_plan(run: OrbitRun) -> Verdict:
         if machine is None:
             return _unknown("placement.gpuProduct names no GPU; the pod itself checks what fits before it trains")
         if machine.gpu is None and machine.host_bytes is None:
-            return _unknown("placement.resources.memory is not said; the pod itself checks what fits before it trains")
+            return _unknown("placement.resources.memory is not set; the pod itself checks what fits before it trains")
         model = find_model(run)
     except OrbitError as error:
         return _unknown(_sentence(error.message, error.where, error.fix))
@@ -55,7 +55,7 @@ def _sentences(found: Judged) -> Verdict:
     assert made.capacity is not None, "asked with a machine whose memory is known"
     device = made.machine.split(" x ")[-1]
     used, there = made.total(made.binding) / GIB, made.capacity / GIB
-    text = f"{used:.1f} GiB of {device} in phase {made.binding}, {there:.1f} are there"
+    text = f"{used:.1f} GiB of {device} in phase {made.binding}, {there:.1f} are available"
     return "True", "Fits", "; ".join([text, *made.notes])[:1024]
 
 

@@ -29,5 +29,5 @@ def tell_refusal(action: Action, error: ApiError | NameTakenError, state: State)
     if error.status not in LASTING:
         return None
     reason = "QuotaExceeded" if "exceeded quota" in error.message else "AttemptRefused"
-    message = f"{what} cannot be made: {error.message}"[:1024]
+    message = f"{what} cannot be created: {error.message}"[:1024]
     return replace(state, phase="Pending", reason=reason, message=message, owner="cluster")

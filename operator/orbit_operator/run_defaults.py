@@ -51,12 +51,12 @@ def read_annotations(where: str, text: str) -> Mapping[str, str]:
     """Of a run's pod."""
     pairs = _read_json(where, text)
     if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
-        raise UsageError("keys with texts are wanted", where=where, fix=f"{FIX}; quote numbers, true and false")
+        raise UsageError("a mapping of texts is expected", where=where, fix=f"{FIX}; quote numbers, true and false")
     for key in pairs:
         if not is_label_key(key):
             raise UsageError("this cannot be the key of a label or an annotation", where=f"{where}: {key}", fix=FIX)
         if RESERVED.fullmatch(key):
-            raise UsageError("this key is given by Orbit or by Kubernetes", where=f"{where}: {key}", fix=FIX)
+            raise UsageError("this key is set by Orbit or by Kubernetes", where=f"{where}: {key}", fix=FIX)
     return pairs
 
 

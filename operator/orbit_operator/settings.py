@@ -1,4 +1,4 @@
-"""Everything about the operator that whoever installs it can choose, as environment variables.
+"""The operator's settings, read from environment variables.
 
 Belongs here: the table, its defaults and its check. Does not belong here: anything about a single run (its manifest).
 """
@@ -26,39 +26,39 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 class Settings:
     """One field is one variable: `metrics_port` is `ORBIT_OPERATOR_METRICS_PORT`.
 
-    Lists of texts are separated by commas; what has an inner structure (`run_defaults.READERS`) is JSON.
+    Lists of texts are separated by commas; structured values (`run_defaults.READERS`) are JSON.
     """
 
     namespaces: tuple[str, ...] = ()
     """Namespaces that are watched; empty means all of them, which needs cluster-wide rights."""
     namespace: str = "default"
-    """Namespace that the operator itself runs in: its Lease stands there."""
+    """Namespace that the operator itself runs in, which contains its Lease."""
     identity: str = ""
-    """Holder name in the Lease: the pod's name; the host's name unless given."""
+    """Holder name in the Lease: the pod's name; empty uses the host's name."""
     runtime_image: str = "orbit-runtime:latest"
     """Image of a run whose manifest names none."""
     engine_image: str = ""
-    """Image of the engine's container in a `Split` run; the runtime's image unless given."""
+    """Image of the engine's container in a `Split` run; empty uses the runtime's image."""
     image_pull_policy: str = "IfNotPresent"
     """Pull policy of the containers of a run."""
     image_pull_secrets: tuple[str, ...] = ()
     """Names of pull secrets in the run's namespace."""
     run_cpu: int = 0
-    """Cores of a run whose manifest says nothing, as request and limit; 0: `run_cpu_per_gpu` holds."""
+    """Cores of a run whose manifest states none, as request and limit; 0: `run_cpu_per_gpu` applies."""
     run_cpu_per_gpu: float = 4.0
     """Cores that such a run requests for each of its GPUs, without a limit; 0 requests none."""
     run_memory: str = ""
-    """Memory of a run whose manifest says nothing, such as `1Ti`; empty asks for none in particular."""
+    """Memory of a run whose manifest states none, such as `1Ti`; empty requests no particular amount."""
     run_node_selector: Mapping[str, str] = NOTHING
-    """Labels of nodes that runs may use; a manifest's own value for a key goes before."""
+    """Labels of nodes that runs may use; a manifest's own value for a key takes precedence."""
     run_tolerations: tuple[Toleration, ...] = ()
     """Taints that every run tolerates, besides those that its manifest names."""
     run_egress: tuple[Egress, ...] = ()
-    """What every run may connect to, besides what its manifest names."""
+    """Destinations that every run may connect to, besides those that its manifest names."""
     run_priority_class: str = ""
     """PriorityClass of the pods that train; empty names none."""
     run_pod_labels: Mapping[str, str] = NOTHING
-    """Further labels of every pod of a run."""
+    """Additional labels of every pod of a run."""
     run_pod_annotations: Mapping[str, str] = NOTHING
     """Annotations of every pod of a run."""
     metrics_port: int = 8080
@@ -68,27 +68,27 @@ class Settings:
     log_level: str = "Info"
     """`Debug`, `Info`, `Warning` or `Error`."""
     workers: int = 4
-    """How many runs are worked on at the same time."""
+    """Number of runs processed at the same time."""
     poll_seconds: float = 15.0
-    """How often the pod of a live run is asked for its `/status`."""
+    """Interval at which the pod of a live run is polled for its `/status`."""
     poll_connections: int = 16
-    """How many pods are asked at the same time."""
+    """Number of pods polled at the same time."""
     progress_seconds: float = 30.0
-    """Progress alone is written to `status` no more often than this."""
+    """Minimum interval at which progress alone is written to `status`."""
     resync_seconds: float = 300.0
-    """Every run that has not ended is looked at again after this long, events or not."""
+    """Interval after which every run that has not ended is processed again, even without an event."""
     node_lost_seconds: float = 300.0
-    """A node that is not Ready for this long has lost its pods: the next attempt starts elsewhere."""
+    """Pods of a node that has not been Ready for this long count as lost: the next attempt starts elsewhere."""
     ttl_seconds: int = -1
-    """Finished runs whose manifest says nothing are deleted after this long; -1 keeps them."""
+    """Finished runs whose manifest states no lifetime are deleted after this long; -1 keeps them."""
     network_policies: bool = True
     """Whether every run gets a NetworkPolicy that denies by default."""
     scrape_namespaces: tuple[str, ...] = ()
     """Namespaces that may read `/metrics` of a run, besides the operator's own."""
     lease_name: str = "orbit-operator"
-    """Name of the Lease; operators with the same one never act at the same time."""
+    """Name of the Lease; operators that share it never act at the same time."""
     lease_seconds: float = 15.0
-    """How long a Lease holds without being renewed."""
+    """How long a Lease is valid without being renewed."""
     cluster_domain: str = "cluster.local"
     """DNS domain of the cluster."""
 
@@ -105,10 +105,10 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
     """Reads the environment.
 
     Raises:
-        UsageError: a variable has an impossible value, or is none of the operator's.
+        UsageError: a variable has an invalid value, or is not one of the operator's.
     """
     known = {PREFIX + field.name.upper(): field for field in fields(Settings)}
-    # Kubernetes itself sets ORBIT_OPERATOR_SERVICE_HOST and the like where a Service is called orbit-operator.
+    # Kubernetes itself sets ORBIT_OPERATOR_SERVICE_HOST and the like if a Service is called orbit-operator.
     for name in environ:
         if (
             name.startswith(PREFIX)
@@ -167,5 +167,7 @@ def _check(settings: Settings) -> None:
         )
     if settings.log_level not in ("Debug", "Info", "Warning", "Error"):
         raise UsageError(
-            f"`{settings.log_level}` is no log level", where=PREFIX + "LOG_LEVEL", fix="Debug, Info, Warning or Error"
+            f"`{settings.log_level}` is not a log level",
+            where=PREFIX + "LOG_LEVEL",
+            fix="Debug, Info, Warning or Error",
         )

@@ -17,15 +17,26 @@ import os
 import secrets
 import tempfile
 import weakref
-from collections.abc import Buffer, Iterable
+from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from orbit_runtime.digests import PieceHasher, Pieces, cut
+from orbit_runtime.digests import PieceHasher, Pieces, cut, hash_pieces
 from orbit_runtime.errors import OutOfMemoryError
 from orbit_runtime.types import AdapterFiles, AdapterMemory, Trainer
 
 SMALL_BYTES = 1 << 16
 """Files up to this size are held as `bytes`: settings are parsed and compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Where other processes of this machine open the memory."""
+
+    path: str
+    title: str
+    """What a descriptor of it is called; no other memory has this name, on this machine or another."""
 
 
 class AdapterBuffer:
@@ -48,16 +59,32 @@ class AdapterBuffer:
         Raises:
             OutOfMemoryError: the adapter does not fit; the memory written so far is freed with this object.
         """
-        hasher, start = PieceHasher(), self._end
+        hasher, start = PieceHasher(), self.reserve(name, size)
         position = start
         for piece in pieces:
             hasher.add(piece)
-            position = self._append(memoryview(piece).cast("B"), position, start + size)
+            position = write_place(self._descriptor, memoryview(piece).cast("B"), position, start + size)
         assert position == start + size, f"{name} has {position - start} bytes, not {size}"
+        return hasher.result()
+
+    def fill(self, name: str, sizes: Sequence[int], write: Callable[[], None]) -> Pieces:
+        """
+        Raises:
+            OutOfMemoryError: as from `write`; whoever fills the file raises it.
+        """
+        size = sum(sizes)
+        start = self.reserve(name, size)
+        write()
+        return hash_pieces(cut(read_place(self._descriptor, start, size), sizes))
+
+    def reserve(self, name: str, size: int) -> int:
+        """The place of a file that is written later; returns its first byte."""
+        start = self._end
+        os.ftruncate(self._descriptor, start + size)
         self.places[name] = (start, size)
         # Files are mapped separately, and a mapping starts at a page boundary.
-        self._end = -(-position // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        return hasher.result()
+        self._end = -(-(start + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return start
 
     def files(self) -> dict[str, Buffer]:
         """Every file by name. Nothing can be written afterwards."""
@@ -70,22 +97,53 @@ class AdapterBuffer:
             _seal(self._descriptor)
             self._is_sealed = True
 
-    def _append(self, view: memoryview, position: int, end: int) -> int:
-        while view:
-            try:
-                written = os.pwrite(self._descriptor, view, position)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                    raise
-                raise OutOfMemoryError(
-                    f"the adapter needs {end / 2**20:.0f} MiB of this machine's memory, and {position / 2**20:.0f} MiB "
-                    f"could be had: {os.strerror(error.errno).lower()}",
-                    where="publish",
-                    fix="give the run more memory, or lower spec.adapter's rank or block size",
-                ) from None
-            position += written
-            view = view[written:]
-        return position
+
+def opening_of(memory: AdapterMemory) -> Opening:
+    return Opening(f"/proc/{os.getpid()}/fd/{memory.descriptor}", os.readlink(f"/proc/self/fd/{memory.descriptor}"))
+
+
+@contextmanager
+def opened(opening: Opening, flags: int) -> Iterator[int]:
+    """A descriptor of another process's memory.
+
+    Raises:
+        OSError: that process is on another machine, or has given the memory back.
+    """
+    # The number may refer to another file by now, even to one on which opening would block.
+    descriptor = os.open(opening.path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if os.readlink(f"/proc/self/fd/{descriptor}") != opening.title:
+            raise FileNotFoundError(errno.ENOENT, "the memory was given back", opening.path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_place(descriptor: int, view: memoryview, position: int, end: int) -> int:
+    """Writes at `position`; returns the position behind it.
+
+    Args:
+        view: bytes.
+        end: of the file, for the error.
+
+    Raises:
+        OutOfMemoryError: this machine has no memory left for it.
+    """
+    while view:
+        try:
+            written = os.pwrite(descriptor, view, position)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise OutOfMemoryError(
+                f"the adapter needs {end / 2**20:.0f} MiB of this machine's memory, and {position / 2**20:.0f} MiB "
+                f"could be had: {os.strerror(error.errno).lower()}",
+                where="publish",
+                fix="give the run more memory, or lower spec.adapter's rank or block size",
+            ) from None
+        position += written
+        view = view[written:]
+    return position
 
 
 def read_place(descriptor: int, start: int, size: int) -> Buffer:

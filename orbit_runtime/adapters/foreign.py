@@ -54,19 +54,19 @@ def load_foreign(
             continue
         if isinstance(layer, AdaptedExpertLinear) and (build is _lora) != (layer.config.type == "LoRA"):
             raise ModelError(
-                f"experts of {name} are adapted by another kind than this run's {layer.config.type}",
+                f"experts of {name} have an adapter of another type than this run's {layer.config.type}",
                 where=where,
                 fix="write the spec.adapter.type of that training",
             )
         if lacking := sorted(wanted - tensors.keys()):
-            raise ModelError(f"the tensor {lacking[0]} is missing: experts are laid out in another way", where=where)
+            raise ModelError(f"the tensor {lacking[0]} is missing: its experts have another layout", where=where)
         taken |= wanted
         held = widened({each: tensors[each] for each in sorted(wanted)}, device, dtype)
         slots[name] = build(layer, {kind: join_tensors(parts, held) for kind, parts in names.items()}, config, where)
     if left := sorted(tensors.keys() - taken):
         module = left[0].rpartition(".")[0]
         raise ModelError(
-            f"it adapts {module}, which this run's adapter does not: {len(left)} tensors have no place",
+            f"it adapts {module}, which this run's adapter does not: {len(left)} tensors cannot be used",
             where=where,
             fix=f"add {module.rpartition('.')[2]} to spec.adapter.targets, or take an adapter of this model",
         )
@@ -110,7 +110,7 @@ def _oft(layer: AdaptedLayer, held: Mapping[str, Tensor], config: Mapping[str, A
 
 def _other_base(layer: AdaptedLayer, found: str, wanted: str, where: str) -> ModelError:
     return ModelError(
-        f"{layer.name}: the adapter has {found}, this base takes {wanted}",
+        f"{layer.name}: the adapter has {found}, this base needs {wanted}",
         where=where,
-        fix="it was trained on another base: take one of this model",
+        fix="it was trained on another base: take an adapter of this model",
     )

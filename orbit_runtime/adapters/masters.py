@@ -33,8 +33,12 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        rounded = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(torch.bfloat16).to(dtype)
-        parts = rounded.split_with_sizes([tensor.numel() for tensor in tensors])
+        sizes = [tensor.numel() for tensor in tensors]
+        # Rounded where it is to lie: at no time are all of them there in fp32 once more.
+        narrow = torch.empty(sum(sizes), dtype=torch.bfloat16, device=tensors[0].device)
+        for part, tensor in zip(narrow.split_with_sizes(sizes), tensors, strict=True):
+            part.copy_(tensor.reshape(-1))
+        parts = narrow.to(dtype).split_with_sizes(sizes)
         return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
 
     @staticmethod

@@ -138,8 +138,8 @@ def slot_digest(layers: Mapping[str, AdaptedLayer], slot_name: str, config_bytes
     """
     main, turned = _slot_tensors(layers, slot_name)
     if next(iter(layers.values())).config.type == "LoRA":
-        return held_digest(config_bytes, shapes_of(main), tensorfile.tensor_pieces(main))
-    return held_digest(config_bytes, shapes_of(turned), tensorfile.tensor_pieces(turned), parameters=main)
+        return held_digest(config_bytes, shapes_of(main), tensorfile.tensor_pieces(main.items()))
+    return held_digest(config_bytes, shapes_of(turned), tensorfile.tensor_pieces(turned.items()), parameters=main)
 
 
 def held_digest(
@@ -206,7 +206,7 @@ def applied_digest(trace: Iterable[Applied]) -> str:
             while key in tensors and tensors[key] is not tensor:
                 key += " and"
             tensors[key] = tensor
-    return digest_applied(shapes_of(tensors), tensorfile.tensor_pieces(tensors), scalings)
+    return digest_applied(shapes_of(tensors), tensorfile.tensor_pieces(tensors.items()), scalings)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -124,12 +124,17 @@ def assemble(shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces]) 
     return (*header, *chain.from_iterable(pieces[name] for name in ordered))
 
 
-def tensor_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
-    """The pieces of each tensor, narrowed if that is exact."""
-    pieces = iter(hash_pieces(runs(tensors.values(), narrow_where_exact, _NARROW)))
-    return {
-        name: tuple(islice(pieces, -(-tensor.numel() * _NARROW // PIECE_BYTES))) for name, tensor in tensors.items()
-    }
+def tensor_pieces[K](tensors: Iterable[tuple[K, Tensor]]) -> dict[K, Pieces]:
+    """The pieces of each named tensor, narrowed if that is exact. Few tensors at a time are kept."""
+    counts: dict[K, int] = {}
+
+    def counted() -> Iterator[Tensor]:
+        for name, tensor in tensors:
+            counts[name] = -(-tensor.numel() * _NARROW // PIECE_BYTES)
+            yield tensor
+
+    pieces = iter(hash_pieces(runs(counted(), narrow_where_exact, _NARROW)))
+    return {name: tuple(islice(pieces, count)) for name, count in counts.items()}
 
 
 def narrowed(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

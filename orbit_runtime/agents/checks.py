@@ -16,7 +16,7 @@ from orbit_runtime.errors import DataError, UsageError
 def check_number(where: str, value: object, *, low: float, high: float = math.inf, above: bool = False) -> None:
     """Checks that `value` is a finite number in `[low, high]`, with `above` in `(low, high]`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"{value!r} is no number", where=where, fix=f"give {_range(low, high, above)}")
+        raise UsageError(f"{value!r} is not a number", where=where, fix=f"give {_range(low, high, above)}")
     if value > high or value < low or (above and value == low):
         raise UsageError(f"{value!r} is out of range", where=where, fix=f"give {_range(low, high, above)}")
 
@@ -24,14 +24,16 @@ def check_number(where: str, value: object, *, low: float, high: float = math.in
 def check_count(where: str, value: object, *, low: int = 1) -> None:
     """Checks that `value` is a whole number, `low` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise UsageError(f"{value!r} is no whole number of {low} or more", where=where, fix=f"give {low} or more")
+        raise UsageError(f"{value!r} is not a whole number of {low} or more", where=where, fix=f"give {low} or more")
 
 
 def check_items(data: object, where: str) -> list[Any]:
     """`data` as a new list; a text or a mapping, which are iterable too, is refused."""
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
         raise DataError(
-            f"a {type(data).__name__} is no collection of items", where=where, fix="give a list of items, or a dataset"
+            f"a {type(data).__name__} is not a collection of items",
+            where=where,
+            fix="give a list of items, or a dataset",
         )
     return list(data)
 
@@ -42,7 +44,7 @@ def check_sync(function: object, where: str) -> None:
         raise UsageError(f"{function!r} cannot be called", where=where, fix="give a function")
     if is_async(function):
         raise UsageError(
-            "this function is async, and a plain one is expected", where=where, fix="write `def` instead of `async def`"
+            "this function is async, but a plain one is expected", where=where, fix="write `def` instead of `async def`"
         )
 
 
@@ -52,7 +54,7 @@ def check_async(function: object, where: str) -> None:
         raise UsageError(f"{function!r} cannot be called", where=where, fix="give an async function")
     if not is_async(function) and (inspect.isfunction(function) or inspect.ismethod(function)):
         raise UsageError(
-            "this function is not async, and is awaited", where=where, fix="write `async def` instead of `def`"
+            "this function is not async, but it is awaited", where=where, fix="write `async def` instead of `def`"
         )
 
 
@@ -68,7 +70,9 @@ async def awaited(answer: object, where: str) -> Any:
     """The result of a call that must be awaited."""
     if not inspect.isawaitable(answer):
         raise UsageError(
-            f"the call gave a {type(answer).__name__} and nothing to await", where=where, fix="make it an `async def`"
+            f"the call returned a {type(answer).__name__}, which cannot be awaited",
+            where=where,
+            fix="make it an `async def`",
         )
     return await answer
 
@@ -79,7 +83,7 @@ def plain(answer: Any, where: str) -> Any:
         if inspect.iscoroutine(answer):
             answer.close()
         raise UsageError(
-            "the call gave something to await, and a value is expected", where=where, fix="write `def`, not `async def`"
+            "the call returned an awaitable, but a value is expected", where=where, fix="write `def`, not `async def`"
         )
     return answer
 

@@ -127,7 +127,7 @@ class EvolutionPipeline:
         checkpoint: str | PathLike[str] | None = None,
     ) -> None:
         if not isinstance(config, EvolutionConfig):
-            raise UsageError(f"{config!r} is no EvolutionConfig", where="config", fix="give an EvolutionConfig")
+            raise UsageError(f"{config!r} is not an EvolutionConfig", where="config", fix="give an EvolutionConfig")
         for name in ("evaluate", "select", "mutate"):
             check_async(getattr(strategy, name, None), f"strategy.{name}")
         self.config = config
@@ -179,7 +179,7 @@ class EvolutionPipeline:
                 answer = await awaited(self.strategy.evaluate(progress.population[index]), "strategy.evaluate")
             if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
                 raise DataError(
-                    f"the score {answer!r} is no finite number",
+                    f"the score {answer!r} is not a finite number",
                     where=f"population[{index}]",
                     fix="let strategy.evaluate return one, or raise",
                 )
@@ -254,11 +254,13 @@ class EvolutionPipeline:
                 decode(content["best_score"]), is_counted,
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise OutputError(f"no checkpoint of an evolution: {error}", where=where, fix="name another file") from None
+            raise OutputError(f"not an evolution checkpoint: {error}", where=where, fix="name another file") from None
         if config != asdict(self.config):
             changed = [name for name, value in asdict(self.config).items() if config.get(name) != value]
             raise OutputError(
-                f"it is of another config: {', '.join(changed)}", where=where, fix="name another file, or delete it"
+                f"it belongs to another config: {', '.join(changed)}",
+                where=where,
+                fix="name another file, or delete it",
             )
         return progress
 

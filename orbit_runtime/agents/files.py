@@ -39,7 +39,9 @@ def to_json(items: Sequence[TrajectoryItem]) -> str:
 def from_json(text: str, where: str) -> list[TrajectoryItem]:
     rows = _parse(text, where, "JSON")
     if not isinstance(rows, list):
-        raise DataError("the file holds no list", where=where, fix="give a list of objects with `state` and `action`")
+        raise DataError(
+            "the file does not contain a list", where=where, fix="give a list of objects with `state` and `action`"
+        )
     return [item_from(decode(row), f"{where}: items[{index}]") for index, row in enumerate(rows)]
 
 
@@ -72,7 +74,7 @@ def from_csv(text: str, where: str) -> list[TrajectoryItem]:
                     continue
                 if len(row) != len(header):
                     raise DataError(
-                        f"{len(row)} cells, and {len(header)} columns", where=line, fix="give every row all columns"
+                        f"{len(row)} cells, but {len(header)} columns", where=line, fix="give every row all columns"
                     )
                 items.append(item_from(dict(zip(header, map(_from_cell, row), strict=True)), line))
         except csv.Error as error:

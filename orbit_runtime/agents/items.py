@@ -32,9 +32,11 @@ class TrajectoryItem:
 
     def __post_init__(self) -> None:
         if self.reward is not None and (isinstance(self.reward, bool) or not isinstance(self.reward, int | float)):
-            raise DataError(f"{self.reward!r} is no number", where="TrajectoryItem.reward", fix="give a number or None")
+            raise DataError(
+                f"{self.reward!r} is not a number", where="TrajectoryItem.reward", fix="give a number or None"
+            )
         if not isinstance(self.metadata, dict):
-            raise DataError(f"{self.metadata!r} is no dict", where="TrajectoryItem.metadata", fix="give a dict")
+            raise DataError(f"{self.metadata!r} is not a dict", where="TrajectoryItem.metadata", fix="give a dict")
 
 
 Item = TrajectoryItem | dict[str, Any]
@@ -52,7 +54,7 @@ def item_from(value: object, where: str) -> TrajectoryItem:
     if not isinstance(value, Mapping) or "state" not in value or any(key not in known for key in value):
         shown = f"with the keys {', '.join(map(repr, value))}" if isinstance(value, Mapping) else ""
         raise DataError(
-            f"a {type(value).__name__} {shown}".rstrip() + " is no trajectory item",
+            f"a {type(value).__name__} {shown}".rstrip() + " is not a trajectory item",
             where=where,
             fix=f"give a TrajectoryItem, or a dict of {', '.join(known)}",
         )
@@ -73,7 +75,7 @@ def score_of(item: object, where: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"the score {value!r} is no number", where=where, fix="give a number or None")
+        raise DataError(f"the score {value!r} is not a number", where=where, fix="give a number or None")
     return None if math.isnan(value) else float(value)
 
 
@@ -125,7 +127,7 @@ def text_of(item: object, where: str) -> str:
         parts = [value for key, value in item.items() if key not in _NO_TEXT]
     else:
         raise DataError(
-            f"a {type(item).__name__} is no item", where=where, fix="give trajectory items, plain dicts or texts"
+            f"a {type(item).__name__} is not an item", where=where, fix="give trajectory items, plain dicts or texts"
         )
     texts = [part if isinstance(part, str) else json.dumps(part, sort_keys=True, default=repr) for part in parts]
     return "\n".join(texts)

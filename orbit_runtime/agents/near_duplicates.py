@@ -1,11 +1,11 @@
 """`deduplicate`: removes items that are nearly the same as an earlier one.
 
 Two texts are near-duplicates when the sets of their trigrams (case and white space folded) have a Jaccard similarity of
-`threshold` or more. Nothing is approximated. Candidates come from two filters that no near-duplicate passes by: parts
-of the sets of which one must be equal (Arasu et al., Efficient Exact Set-Similarity Joins, 2006), and, for parts that
-say little, prefixes of the rarest tokens (Bayardo et al., Scaling Up All Pairs Similarity Search, 2007), long enough to
+`threshold` or more. Nothing is approximated. Candidates come from two filters that miss no near-duplicate: parts of the
+sets, of which one must be equal (Arasu et al., Efficient Exact Set-Similarity Joins, 2006), and, for parts that are not
+selective, prefixes of the rarest tokens (Bayardo et al., Scaling Up All Pairs Similarity Search, 2007), long enough to
 share several (Wang et al., Can We Beat the Prefix Filtering?, 2012). Every candidate is verified: first by signatures
-of some hundred bits, of which each that differs stands for a trigram that only one of the two has, then by the sets.
+of several hundred bits, in which each differing bit means a trigram that only one of the two has, then by the sets.
 
 Belongs here: the join. Does not belong here: what an item's text is (`items`).
 """
@@ -57,7 +57,7 @@ def normal(text: str) -> str:
 
 
 def trigrams(text: str) -> frozenset[str]:
-    """Of a normalised text between two line breaks, which it cannot hold itself."""
+    """Trigrams of a normalised text between two line breaks, which it cannot contain itself."""
     padded = f"\n{text}\n"
     return frozenset(padded[start : start + 3] for start in range(max(1, len(padded) - 2)))
 
@@ -65,9 +65,9 @@ def trigrams(text: str) -> frozenset[str]:
 class _Kept:
     """Sets of tokens of which no two are near-duplicates.
 
-    Two near-duplicates differ in at most `parts - 1` tokens: when all tokens there are, are dealt to as many parts, the
-    two sets are equal in one. Where that part is a crowd's, such as one of a template's own words, the prefix stands
-    for it. Of a set of n tokens of which at least o must be shared, the n - o + depth rarest hold `depth` shared ones.
+    Two near-duplicates differ in at most `parts - 1` tokens: if all existing tokens are dealt to `parts` parts, the two
+    sets are equal in one. If too many sets have that part, such as one of a template's own words, the prefix is used
+    instead. Of n tokens of which at least o must be shared, the n - o + depth rarest contain `depth` shared ones.
     """
 
     def __init__(self, sets: Iterable[frozenset[str]], threshold: float) -> None:

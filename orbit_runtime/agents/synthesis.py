@@ -137,7 +137,7 @@ class SynthesisPipeline:
     def __init__(self, config: SynthesisConfig | None = None) -> None:
         self.config = SynthesisConfig() if config is None else config
         if not isinstance(self.config, SynthesisConfig):
-            raise UsageError(f"{config!r} is no SynthesisConfig", where="config", fix="give a SynthesisConfig")
+            raise UsageError(f"{config!r} is not a SynthesisConfig", where="config", fix="give a SynthesisConfig")
         self._steps: list[Step] = []
 
     def add_step(self, step: Step) -> Self:
@@ -146,7 +146,7 @@ class SynthesisPipeline:
         if hasattr(step, "generate"):
             check_async(step.generate, f"{where}.generate")
         elif not callable(step):
-            raise UsageError(f"{step!r} is no step", where=where, fix="give a DataSynthesiser or a function")
+            raise UsageError(f"{step!r} is not a step", where=where, fix="give a DataSynthesiser or a function")
         self._steps.append(step)
         return self
 

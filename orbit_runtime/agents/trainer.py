@@ -109,7 +109,9 @@ class Trainer(ABC):
         """
         ended = (TrainerState.CREATED, TrainerState.COMPLETE, TrainerState.ERROR)
         if self.state not in ended:
-            raise UsageError(f"it is under way: {self.state}", where="Trainer.run", fix="await the call before")
+            raise UsageError(
+                f"it is already running: {self.state}", where="Trainer.run", fix="await the previous call first"
+            )
         self.error = None
         try:
             return await self._walk()
@@ -124,7 +126,9 @@ class Trainer(ABC):
             check_async(getattr(self, name), f"Trainer.{name}")
         for name in ("agent", "dataset", "reward", "config"):
             if await awaited(getattr(self, f"check_{name}")(), f"Trainer.check_{name}") is False:
-                raise UsageError(f"check_{name} says no", where=f"Trainer.{name}", fix="see what this check asks for")
+                raise UsageError(
+                    f"check_{name} returned False", where=f"Trainer.{name}", fix="see what this check requires"
+                )
         self.state = TrainerState.VALIDATED
         self.state = TrainerState.TRAINING
         trained = await awaited(self.train(), "Trainer.train")

@@ -57,8 +57,9 @@ class _Import:
 class TrajectoryDataset:
     """Items in the order in which they were captured.
 
-    `import_json(source)` and `import_csv(source)` read what the exports wrote, a path or the text itself. Called on the
-    class they make a dataset; called on a dataset they add to it, past its strategy. Both return the dataset.
+    `import_json(source)` and `import_csv(source)` read what the exports wrote, from a path or from the text itself.
+    Called on the class they create a dataset; called on a dataset they add to it, bypassing its strategy. Both return
+    the dataset.
 
     Args:
         strategy: an object with `should_capture` and `process`; by default everything is kept unchanged.
@@ -76,7 +77,7 @@ class TrajectoryDataset:
         self.strategy: TrajectoryStrategy = DefaultStrategy() if strategy is None else strategy
         if isinstance(self.strategy, type):
             called = self.strategy.__name__
-            raise UsageError(f"{called} is a class", where="strategy", fix=f"give an object of it: `{called}()`")
+            raise UsageError(f"{called} is a class", where="strategy", fix=f"give an instance of it: `{called}()`")
         for name in ("should_capture", "process"):
             check_sync(getattr(self.strategy, name, None), f"strategy.{name}")
         self._items: list[TrajectoryItem] = []

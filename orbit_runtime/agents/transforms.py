@@ -1,5 +1,5 @@
-"""Functions from data to new data. Each takes trajectory items and plain dicts, leaves what it is given as it is, and
-draws what it draws from a seed.
+"""Functions from data to new data. Each takes trajectory items and plain dicts, does not change its input, and uses a
+seed for random draws.
 
 Belongs here: augmenting, filtering, splitting. Does not belong here: near-duplicates (`near_duplicates`).
 """
@@ -19,10 +19,10 @@ from orbit_runtime.seeds import stream_key
 
 
 def augment_add_noise(data: Iterable[Any], noise_level: float = 0.1, *, seed: int = 0) -> list[Any]:
-    """A copy of each item with noise in what was seen (`state`, or a dict's `input` or `prompt`).
+    """A copy of each item with noise in the state (`state`, or a dict's `input` or `prompt`).
 
-    Texts get a misspelling in this share of their characters, at least one; numbers, in lists and dicts too, a Gaussian
-    error of this share of their size (of 1, where they are smaller). What was done, and its score, stay.
+    Texts get a misspelling in this fraction of their characters, at least one; numbers, also in lists and dicts, a
+    Gaussian error of this fraction of their magnitude (of 1, if they are smaller). Action and score stay.
 
     Args:
         noise_level: 0 to 1; with 0 nothing changes.
@@ -36,7 +36,7 @@ def augment_add_noise(data: Iterable[Any], noise_level: float = 0.1, *, seed: in
 
 
 def augment_swap_io(data: Iterable[Any]) -> list[Any]:
-    """Each item with state and action exchanged; of a dict also input and output, or prompt and completion."""
+    """Each item with state and action exchanged; in a dict, also input and output, or prompt and completion."""
     swapped = []
     for index, item in enumerate(check_items(data, "data")):
         seen, done = pair_keys(item, f"data[{index}]")
@@ -45,8 +45,8 @@ def augment_swap_io(data: Iterable[Any]) -> list[Any]:
 
 
 def filter_by_score(data: Iterable[Any], min_score: float) -> list[Any]:
-    """The items whose reward (a dict's `score`, or else `reward`) is `min_score` or more; one without a score is none
-    of them."""
+    """The items whose reward (a dict's `score`, or else `reward`) is `min_score` or more; items without a score are
+    dropped."""
     check_number("min_score", min_score, low=-math.inf)
     scored = [(item, score_of(item, f"data[{index}]")) for index, item in enumerate(check_items(data, "data"))]
     return [item for item, score in scored if score is not None and score >= min_score]
@@ -59,21 +59,23 @@ def split_dataset(data: Iterable[Any], ratios: Sequence[float], *, seed: int = 0
 def split_dataset(
     data: Iterable[Any], ratios: Sequence[float] | Mapping[str, float], *, seed: int = 0
 ) -> tuple[list[Any], ...] | dict[str, list[Any]]:
-    """Divides the items at random, each into one part; sizes are the ratios to within one item.
+    """Divides the items at random, each into one part; sizes match the ratios to within one item.
 
     Args:
-        ratios: one for each part, together 1: `[0.8, 0.2]`, or with names `{"train": 0.8, "test": 0.2}`, which the
+        ratios: one for each part, adding up to 1: `[0.8, 0.2]`, or with names `{"train": 0.8, "test": 0.2}`, which the
             result then has too.
     """
     items = check_items(data, "data")
     if isinstance(ratios, str) or not isinstance(ratios, Sequence | Mapping) or not ratios:
-        raise UsageError(f"{ratios!r} are no ratios", where="ratios", fix="give a list such as [0.8, 0.2]")
+        raise UsageError(f"{ratios!r} are not ratios", where="ratios", fix="give a list such as [0.8, 0.2]")
     shares = list(ratios.values()) if isinstance(ratios, Mapping) else list(ratios)
     for index, share in enumerate(shares):
         check_number(f"ratios[{index}]", share, low=0, high=1)
     if abs(math.fsum(shares) - 1) > 1e-6:
         raise UsageError(
-            f"the ratios add to {math.fsum(shares):g}, not to 1", where="ratios", fix="change one of them: [0.8, 0.2]"
+            f"the ratios add up to {math.fsum(shares):g}, not to 1",
+            where="ratios",
+            fix="change one of them: [0.8, 0.2]",
         )
     order = list(range(len(items)))
     Random(stream_key(seed, "split")).shuffle(order)
@@ -98,7 +100,7 @@ def _noisy(value: Any, level: float, draw: Random) -> Any:
 
 
 def _misspelt(text: str, level: float, draw: Random) -> str:
-    """Each error drops a character, doubles it, or puts another one of the text in its place."""
+    """Each error drops a character, doubles it, or replaces it by another character of the text."""
     letters = list(text)
     for place in draw.sample(range(len(letters)), min(len(letters), max(1, round(level * len(letters))))):
         others = sorted(set(text) - {text[place]})

@@ -11,7 +11,8 @@ from typing import Any
 from orbit_runtime.errors import DataError
 
 FLOAT, TUPLE, OBJECT = "$float", "$tuple", "$object"
-"""A mapping with one of these as its only key stands for what JSON has no word for; OBJECT for one that looks so."""
+"""A mapping with one of these as its only key encodes a value that JSON lacks; OBJECT escapes a mapping that looks like
+one."""
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -28,13 +29,13 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         strange = next((key for key in value if not isinstance(key, str)), None)
         if strange is not None or None in value:
-            raise DataError(f"the key {strange!r} is no text", where=where, fix="use texts as keys")
+            raise DataError(f"the key {strange!r} is not text", where=where, fix="use texts as keys")
         content = {key: encode(each, f"{where}.{key}") for key, each in value.items()}
         return {OBJECT: content} if len(value) == 1 and next(iter(value)) in (FLOAT, TUPLE, OBJECT) else content
     raise DataError(
         f"a {type(value).__name__} cannot be written",
         where=where,
-        fix="make it text, a number, a truth value, None, a list, a tuple or a dict",
+        fix="make it text, a number, a boolean, None, a list, a tuple or a dict",
     )
 
 

@@ -1,6 +1,6 @@
-"""`VeRLTrainer`: trains an adapter on prompts of a dataset with rewards of yours, through the loop of `orbit run`.
+"""`VeRLTrainer`: trains an adapter on a dataset's prompts with your own rewards, through the loop of `orbit run`.
 
-Belongs here: from these few settings to a manifest, and from its report to metrics. Does not belong here: any training.
+Belongs here: building a manifest from a few settings, and metrics from its report. Does not belong here: any training.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class VeRLAlgorithm(StrEnum):
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One function that scores an output; the reward is the weighted sum of all."""
+    """A function that scores an output; the reward is the weighted sum of all of them."""
 
     name: str
     weight: float = 1.0
     fn: Callable[..., float] | None = None
-    """`fn(output: str) -> float`, a plain function. One that takes two arguments gets the item of the dataset too."""
+    """`fn(output: str) -> float`, a plain function. If it takes two arguments, it also gets the item of the dataset."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise UsageError(f"{self.name!r} is no name", where="RewardSpec.name", fix="give a text")
+            raise UsageError(f"{self.name!r} is not a name", where="RewardSpec.name", fix="give a text")
         check_number(f"RewardSpec {self.name!r}: weight", self.weight, low=-1e6, high=1e6)
         check_sync(self.fn, f"RewardSpec {self.name!r}: fn")
 
@@ -54,26 +54,26 @@ class VeRLConfig:
     """What is trained, and how."""
 
     algorithm: VeRLAlgorithm = VeRLAlgorithm.GRPO
-    """Or its value, `"grpo"` or `"ppo"`."""
+    """A member or its value, `"grpo"` or `"ppo"`."""
     epochs: int = 1
     """How often each prompt is used."""
     batch_size: int = 32
-    """Prompts of a step."""
+    """Prompts per step."""
     learning_rate: float = 1e-3
     kl_coef: float = 0.0
-    """Weight of the divergence from the base; 0 switches it off."""
+    """Weight of the divergence from the base; 0 turns it off."""
     clip_range: float = 0.2
-    """How far from 1 the ratio of new to old probability counts."""
+    """Distance from 1 at which the ratio of new to old probability is clipped."""
     group_size: int = 8
-    """Outputs of each prompt; GRPO compares them, and needs two or more."""
+    """Outputs per prompt; GRPO compares them and needs two or more."""
     max_new_tokens: int = 32
     max_sequence_length: int = 256
-    """Of a prompt and its output together."""
+    """Tokens of a prompt and its output together."""
     model: str = BUILTIN_MODEL
     """`builtin://`, a folder, `hf://org/name@revision`, as in a manifest."""
     out: str | None = None
-    """The run folder, which holds the adapters and the report; unset, a new temporary one. With the same folder,
-    settings and data, training goes on where it ended."""
+    """The run folder, which contains the adapters and the report; by default a new temporary one. With the same folder,
+    settings and data, training continues where it ended."""
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Any other field of a manifest's `spec`, by path: `{"adapter.lora.rank": 32}`."""
@@ -83,7 +83,7 @@ class VeRLConfig:
             object.__setattr__(self, "algorithm", VeRLAlgorithm(self.algorithm))
         except ValueError:
             fix = f"give one of {', '.join(VeRLAlgorithm)}"
-            raise UsageError(f"{self.algorithm!r} is no algorithm", where="VeRLConfig.algorithm", fix=fix) from None
+            raise UsageError(f"{self.algorithm!r} is not an algorithm", where="VeRLConfig.algorithm", fix=fix) from None
         for name in ("epochs", "batch_size", "group_size", "max_new_tokens", "max_sequence_length"):
             check_count(f"VeRLConfig.{name}", getattr(self, name))
         if self.algorithm is VeRLAlgorithm.GRPO and self.group_size == 1:
@@ -99,24 +99,24 @@ class VeRLTrainer:
 
     def __init__(self, config: VeRLConfig, rewards: Sequence[RewardSpec] | RewardSpec) -> None:
         if not isinstance(config, VeRLConfig):
-            raise UsageError(f"{config!r} is no VeRLConfig", where="config", fix="give a VeRLConfig")
+            raise UsageError(f"{config!r} is not a VeRLConfig", where="config", fix="give a VeRLConfig")
         self.config = config
         self.rewards = [rewards] if isinstance(rewards, RewardSpec) else check_items(rewards, "rewards")
         for index, each in enumerate(self.rewards):
             if not isinstance(each, RewardSpec):
-                raise UsageError(f"{each!r} is no RewardSpec", where=f"rewards[{index}]", fix="give a RewardSpec")
+                raise UsageError(f"{each!r} is not a RewardSpec", where=f"rewards[{index}]", fix="give a RewardSpec")
         if not self.rewards:
             raise UsageError("nothing scores the outputs", where="rewards", fix="give one RewardSpec or more")
 
     async def train(self, dataset: Iterable[Any]) -> TrainMetrics:
-        """Trains on the states of a dataset, of items or plain dicts, or on texts; in a thread, so that others go on.
+        """Trains on the states of a dataset of items, plain dicts or texts; in a thread, so other tasks can continue.
 
         Returns:
             `loss` and `reward` of the last step, `steps`, and in `extra` the reward of the first step (`reward_first`),
             the run folder (`uri`) and every step's row (`history`).
 
         Raises:
-            OrbitError: as `orbit run` ends, with the field of the manifest that it concerns.
+            OrbitError: as for `orbit run`, with the manifest's field that it concerns.
         """
         items = check_items(dataset, "dataset")
         rows = [_row(item, index) for index, item in enumerate(items)]
@@ -144,7 +144,7 @@ class VeRLTrainer:
 
 
 def build_spec(config: VeRLConfig, rewards: Sequence[RewardSpec], prompts: str, num_prompts: int) -> OrbitRun:
-    """The manifest that says the same."""
+    """The equivalent manifest."""
     from orbit_runtime.spec import parse_manifest
 
     spec: dict[str, Any] = {
@@ -175,7 +175,7 @@ def build_spec(config: VeRLConfig, rewards: Sequence[RewardSpec], prompts: str, 
 
 
 ITEM = "item"
-"""Column of a prompt's row: the place of its item in the dataset."""
+"""Column of a prompt's row: the index of its item in the dataset."""
 
 
 def _row(item: object, index: int) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _row(item: object, index: int) -> dict[str, Any]:
     is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)
     if not (isinstance(prompt, str) and prompt) and not is_chat:
         raise DataError(
-            f"{prompt!r} is no prompt", where=f"{where}.{PAIRS[0][0]}", fix="give a text or a list of chat messages"
+            f"{prompt!r} is not a prompt", where=f"{where}.{PAIRS[0][0]}", fix="give a text or a list of chat messages"
         )
     return {"prompt": prompt, ITEM: index}
 

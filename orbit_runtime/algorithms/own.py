@@ -149,4 +149,4 @@ def _called(function: Callable[..., Any], target: str, where: str, *arguments: A
     try:
         return function(*arguments)
     except Exception as error:
-        raise ManifestError(f"{target!r} fails: {describe(error)}", where=where, fix="mend the function") from error
+        raise ManifestError(f"{target!r} fails: {describe(error)}", where=where, fix="correct the function") from error

@@ -1,6 +1,6 @@
-"""Before a run: whether the packages are there, what model and machine are, and whether the one fits on the other.
+"""Checks before a run: whether the packages are installed, and whether the model fits on the machine.
 
-Belongs here: finding the facts and asking `planner`. Does not belong here: its arithmetic, printing (`cli`).
+Belongs here: finding the facts and calling `planner`. Does not belong here: its arithmetic, printing (`cli`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STORES = ("s3", "gs", "az")
 
 
 def check_can_train() -> None:
-    """Raises UnsupportedError (78) where the packages that train are not installed."""
+    """Raises UnsupportedError (78) if the packages needed for training are not installed."""
     missing = [name for name in NEEDED_TO_TRAIN if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
@@ -36,20 +36,20 @@ def check_can_train() -> None:
 
 
 def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] | None = None) -> list[str]:
-    """Whether this run may start on this machine, before anything heavy is loaded: the verdict of `orbit plan`.
+    """Checks whether this run may start on this machine, before anything heavy is loaded: the verdict of `orbit plan`.
 
-    Returns what a person should know who lets it start all the same: GPUs that nothing uses.
+    Returns what the user should know even though the run may start: GPUs that nothing uses.
 
-    A model whose facts cannot be found is left to the loaders: they say what is wrong with it, and with more words.
+    A model whose facts cannot be found is left to the loaders, which report what is wrong with it in more detail.
 
     Args:
-        notice: told of requests that are tried again; None prints them.
+        notice: called with a message when a request is tried again; None prints the message.
 
     Raises:
         UnsupportedError: (78) it does not fit, or nothing in this version can run it.
         ManifestError: (64) the precision is not the checkpoint's, or an adapter suits no layer.
-        ModelError: (66) the model's folder on this machine is not there.
-        StorageError: (74) the hub or store cannot be asked; the loaders would wait for it once more.
+        ModelError: (66) the model's folder on this machine does not exist.
+        StorageError: (74) the hub or store does not answer; the loaders would only wait for it again.
     """
     from orbit_runtime.model_info.settings import check_folder
     from orbit_runtime.planner import check_verdict, judge
@@ -69,7 +69,7 @@ def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] 
 
 
 def local_model(run: OrbitRun, folder: Path) -> Path | None:
-    """The model's folder, where its address is one of this machine; a relative one starts at `folder`."""
+    """The model's folder if its address is on this machine, otherwise None; a relative path starts at `folder`."""
     scheme, separator, rest = run.spec.model.uri.partition("://")
     if separator:
         return Path(rest) if scheme == "file" else None
@@ -79,13 +79,13 @@ def local_model(run: OrbitRun, folder: Path) -> Path | None:
 
 
 def find_server_gpus(run: OrbitRun, model: ModelFacts | None) -> int | None:
-    """GPUs of each of the run's SGLang servers on this machine, on a CPU processes; None where it is not known.
+    """GPUs (on a CPU: processes) of each of the run's SGLang servers on this machine; None if unknown.
 
     Args:
-        model: None: nobody knows it yet.
+        model: None if not known yet.
 
     Raises:
-        UnsupportedError: (78) the model cannot be cut so, or there are too few GPUs.
+        UnsupportedError: (78) the model cannot be divided that way, or there are too few GPUs.
     """
     from orbit_runtime.planner.job import build_job
     from orbit_runtime.planner.serving import check_servers
@@ -100,13 +100,13 @@ def find_server_gpus(run: OrbitRun, model: ModelFacts | None) -> int | None:
 
 
 def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:
-    """How a trainer in several processes would divide the model on this machine; None where one process trains.
+    """How a trainer in several processes would divide the model on this machine; None if one process trains.
 
     Args:
-        model: None: nobody knows it yet.
+        model: None if not known yet.
 
     Raises:
-        UnsupportedError: (78) the sizes do not divide the model, or this version does not.
+        UnsupportedError: (78) the model cannot be divided by these sizes, or not by this version.
     """
     from orbit_runtime.planner.division import check_division
     from orbit_runtime.planner.job import build_job
@@ -126,13 +126,13 @@ def _print_notice(message: str) -> None:
 
 
 def find_facts(run: OrbitRun, folder: Path, notice: Callable[[str], None] = _print_notice) -> ModelFacts:
-    """Facts of the manifest's model: its own headers, local, in a store or on a hub, or a shipped card.
+    """Facts of the manifest's model, from its headers (local, in a store or on a hub) or from a shipped card.
 
     Args:
-        folder: the manifest's; a relative path of the model starts there.
+        folder: the manifest's folder, where a relative path of the model starts.
 
     Raises:
-        ModelError: there are no facts here, or the files are broken.
+        ModelError: there are no facts, or the files are broken.
     """
     facts = local_facts(run, folder)
     if facts is not None:
@@ -157,14 +157,14 @@ def find_facts(run: OrbitRun, folder: Path, notice: Callable[[str], None] = _pri
 
 
 def local_facts(run: OrbitRun, folder: Path) -> ModelFacts | None:
-    """As `find_facts`, of what is on this machine: shipped models and cards, and folders; None: it is elsewhere."""
+    """Like `find_facts`, for shipped models, cards and folders on this machine; None if the model is elsewhere."""
     uri = run.spec.model.uri
     scheme, separator, rest = uri.partition("://")
     if scheme == "builtin" and separator:
         from orbit_runtime.model_info.builtin_models import builtin_folder
         from orbit_runtime.model_info.checkpoint import folder_facts
 
-        # Known to people by its address; the folder of each precision has the precision's name.
+        # Users know it by its address; the folder of each precision is named after the precision.
         return replace(folder_facts(builtin_folder(rest, run.spec.model.precision)), name=uri)
     path = local_model(run, folder)
     if path is not None:
@@ -179,7 +179,7 @@ def local_facts(run: OrbitRun, folder: Path) -> ModelFacts | None:
 
 
 def _hub_facts(uri: str, notice: Callable[[str], None]) -> ModelFacts:
-    """By range reads of the headers: nothing is downloaded."""
+    """Facts from range reads of the headers: nothing is downloaded."""
     from orbit_runtime.model_info.remote_checkpoint import store_facts
     from orbit_runtime.storage.download import Patience
     from orbit_runtime.storage.hub import Hub, parse_address, read_access

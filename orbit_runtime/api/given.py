@@ -1,4 +1,4 @@
-"""Functions and rows of prompts given from Python in place of those that a manifest names.
+"""Functions and prompt rows passed from Python in place of those that a manifest names.
 
 Belongs here: the manifest that records this. Does not belong here: calling the functions (`workers`, `algorithms`).
 """
@@ -29,13 +29,13 @@ def with_given(
     advantages: Callable[..., Any] | None,
     prompts: Iterable[Mapping[str, Any]] | None,
 ) -> OrbitRun:
-    """The manifest with `FROM_PYTHON` in place of every given function, and with the file of the rows."""
+    """The manifest with `FROM_PYTHON` in place of every given function, and with the file of the given rows."""
     changes: dict[str, Any] = {}
     if rewards is not None:
         changes["spec.environment.rewards"] = _rewards(manifest, rewards)
     if loss is not None:
         if manifest.spec.algorithm.type == "SFT":
-            message = "the loss of demonstrations is theirs: there are no advantages to compute another from"
+            message = "demonstrations have a loss of their own: there are no advantages from which to compute another"
             raise UsageError(message, where="loss", fix="leave it out, or choose another algorithm.type")
         changes |= {"spec.algorithm.type": "Custom", "spec.algorithm.entrypoint": FROM_PYTHON}
     if advantages is not None:
@@ -47,14 +47,14 @@ def with_given(
 
 
 def _rewards(manifest: OrbitRun, functions: Functions) -> list[dict[str, Any]]:
-    """One for each function; of the manifest's reward of that name it has weight, arguments and limit of time."""
+    """One reward for each function, with weight, arguments and time limit of the manifest's reward of that name."""
     if not isinstance(functions, Mapping) or not functions:
         raise UsageError("no reward is given", where="rewards", fix='give functions by name: {"close": close_number}')
     known = {each["name"]: each for each in manifest.to_manifest()["spec"]["environment"].get("rewards", ())}
     found = []
     for name in functions:
         kept = {key: value for key, value in known.get(name, {"name": name}).items() if key != "type"}
-        # A shipped reward's arguments are not another function's.
+        # Arguments of a shipped reward do not apply to another function.
         if "type" in known.get(name, {}):
             kept.pop("arguments", None)
         found.append({**kept, "entrypoint": FROM_PYTHON})
@@ -62,7 +62,7 @@ def _rewards(manifest: OrbitRun, functions: Functions) -> list[dict[str, Any]]:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
-    """A file in the download cache, named by its content: equal rows are the same prompts, now and on resume.
+    """Writes a file in the download cache, named by its content: equal rows are the same prompts, now and on resume.
 
     Raises:
         DataError: a row is not a mapping of plain values.
@@ -72,7 +72,9 @@ def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
     for index, row in enumerate(rows):
         where = f"prompts[{index}]"
         if not isinstance(row, Mapping):
-            raise DataError(f"{type(row).__name__} is no row", where=where, fix='give a mapping: {"prompt": "12+34="}')
+            raise DataError(
+                f"{type(row).__name__} is not a row", where=where, fix='give a mapping: {"prompt": "12+34="}'
+            )
         try:
             lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:
@@ -89,6 +91,6 @@ def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
             part.replace(path)
         except OSError as error:
             raise OutputError(
-                f"the rows cannot be kept: {error.strerror}", where=str(path), fix="set ORBIT_CACHE"
+                f"the rows cannot be written: {error.strerror}", where=str(path), fix="set ORBIT_CACHE"
             ) from error
     return path

@@ -1,6 +1,6 @@
 """The resources of this machine, found without torch: GPUs as the driver names them, and main memory.
 
-Belongs here: asking the driver and the kernel. Does not belong here: judging (`planner`, `doctor`).
+Belongs here: querying the driver and the kernel. Does not belong here: judging (`planner`, `doctor`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CUDA_SHARE = 0.97
 def this_machine(placement: Placement) -> Machine:
     """Its GPUs; without any, the CPU and its memory.
 
-    In a `Split` pod the whole of it: this container sees the trainer's GPUs alone, and half of the memory.
+    In a `Split` pod, those of the whole pod: this container sees only the trainer's GPUs and half of the memory.
     """
     gpus, memory = _gpus(), usable_memory()
     if not os.environ.get(AGENT_VARIABLE):

@@ -1,7 +1,7 @@
-"""A manifest from a file, from a mapping, or from another manifest, each with what Python sets in it.
+"""Loads a manifest from a file, a mapping, or another manifest, with overrides from Python.
 
-Belongs here: that, and remembering whose folder its relative paths start in. Does not belong here: reading and checking
-(`spec`).
+Belongs here: that, and remembering the folder in which its relative paths start. Does not belong here: reading and
+checking (`spec`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from orbit_runtime.spec import load_manifest as load_file
 def load_manifest(
     source: str | Path | Mapping[str, Any] | OrbitRun, overrides: Mapping[str, Any] | None = None
 ) -> OrbitRun:
-    """A manifest, checked whole; nothing it names is opened.
+    """Loads and checks a whole manifest; nothing that it names is opened.
 
     Args:
-        source: a YAML or JSON file, the same as a mapping, or a manifest that is to be changed. Relative paths in a
-            file start in its folder, others in the working folder.
-        overrides: field path → value, as `--set` takes them: `{"spec.training.steps": 8}`.
+        source: a YAML or JSON file, the same as a mapping, or a manifest to change. Relative paths in a file start in
+            its folder, others in the working folder.
+        overrides: field path → value, as for `--set`: `{"spec.training.steps": 8}`.
 
     Raises:
-        ManifestError: with every finding, not only the first, in `problems`.
+        ManifestError: with all findings, not only the first, in `problems`.
     """
     given = [f"{path}={_as_json(value, path)}" for path, value in (overrides or {}).items()]
     if isinstance(source, OrbitRun):
@@ -44,7 +44,7 @@ def load_manifest(
     if isinstance(source, str | Path):
         return load_file(source, given).beside(Path(source).resolve().parent)
     raise UsageError(
-        f"{type(source).__name__} is no manifest", where="manifest", fix="give a file, a mapping or an OrbitRun"
+        f"{type(source).__name__} is not a manifest", where="manifest", fix="give a file, a mapping or an OrbitRun"
     )
 
 

@@ -1,6 +1,6 @@
-"""`Report`: a run folder in Python's own lists and dicts.
+"""`Report`: a run folder as Python's own lists and dicts.
 
-Belongs here: the few names that stay. Does not belong here: what a number means (`observability`), the page
+Belongs here: the few stable names. Does not belong here: what a number means (`observability`), the page
 (`observability.report_html`).
 """
 
@@ -26,7 +26,7 @@ SPARKS = 40
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What the run is about: its reward, or where nothing is scored its loss."""
+    """The run's main measure: its reward, or its loss if nothing is scored."""
 
     name: str
     first: float | None
@@ -34,34 +34,34 @@ class Headline:
 
     @property
     def change(self) -> float | None:
-        """`None` where one of the two is not known."""
+        """The last value minus the first; None if either is unknown."""
         return None if self.first is None or self.last is None else self.last - self.first
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A run held against another one, the baseline."""
+    """A run compared with another one, the baseline."""
 
     name: str
     uri: str
     reward: float | None
-    """Mean of its last steps; None where it learned from demonstrations."""
+    """Mean of its last steps; None if it learned from demonstrations."""
     standard_error: float | None
-    """Of the reward, or the loss."""
+    """Standard error of the reward, or of the loss."""
     difference: float | None
-    """From the baseline's."""
+    """Difference from the baseline's."""
     margin: float | None
-    """Half the width of the difference's 95 % interval, or the margin that was asked for where that is larger."""
+    """Half the width of the difference's 95 % interval, or the requested margin if that is larger."""
     verdict: str
     """`baseline`, `better`, `worse`, `no difference beyond the margin`, `too little data` or `not comparable`."""
     changed: Mapping[str, tuple[Any, Any]]
-    """Fields that differ: the baseline's value, and this run's."""
+    """Fields of the manifest that differ: the baseline's value, and this run's."""
     loss: float | None = None
-    """Of demonstrations: mean of its last held-out losses. Lower is better."""
+    """For demonstrations: mean of its last held-out losses. Lower is better."""
 
 
 class Report:
-    """What a run folder says at the moment when it is opened, whether the run goes on or has ended.
+    """The content of a run folder at the time it is opened, whether the run is in progress or has ended.
 
     Args:
         uri: a run folder or its address.
@@ -80,12 +80,12 @@ class Report:
 
     @property
     def uri(self) -> str:
-        """Of the run folder."""
+        """The address of the run folder."""
         return self._store.uri
 
     @property
     def name(self) -> str:
-        """Of the run, as its manifest has it."""
+        """The run's name, from its manifest."""
         return self._found.name
 
     @property
@@ -95,39 +95,39 @@ class Report:
 
     @property
     def reason(self) -> str | None:
-        """For people, where the status alone says too little."""
+        """An explanation for people, if the status alone says too little."""
         return self._found.reason
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What a reader of the numbers should know."""
+        """Warnings that a reader of the numbers should know."""
         return list(self._found.warnings)
 
     @property
     def headline(self) -> Headline:
-        """First and last value of what the run is about."""
+        """First and last value of the run's main measure."""
         return Headline(**self._found.headline)
 
     @property
     def steps(self) -> int:
-        """How many are done."""
+        """Number of completed steps."""
         return int(self.to_dict()["steps"])
 
     @cached_property
     def rows(self) -> list[dict[str, Value]]:
-        """The numbers of each step, in order: docs/reference/metrics.md."""
+        """The metrics of each step, in order: docs/reference/metrics.md."""
         return [dict(row) for row in self._found.rows]
 
     @cached_property
     def curves(self) -> dict[str, list[float | None]]:
-        """Metric → its value at each step; `None` where a step has none. Metrics that no step has are left out."""
+        """Metric → its value at each step, None for steps without one. Metrics that no step has are left out."""
         names = dict.fromkeys(name for row in self._found.rows for name in row)
         columns = {name: [row.number(name) if name in row else None for row in self._found.rows] for name in names}
         return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
     @property
     def adapter(self) -> str | None:
-        """Where the newest adapter is, in PEFT's format; `None` before there is one."""
+        """Address of the newest adapter, in PEFT's format; None before there is one."""
         adapters = self._found.folder.adapters
         return f"{self.uri}/{adapters[0]['prefix']}" if adapters else None
 
@@ -137,21 +137,21 @@ class Report:
         return list(sampled_steps(self._store))
 
     def samples(self, step: int | None = None) -> list[Sample]:
-        """What the policy answered in one step, and what that was worth.
+        """The policy's answers in one step, with their rewards.
 
         Args:
-            step: from 1; the last one unless given.
+            step: from 1; None: the last one with samples.
 
         Raises:
-            DataError: none are kept of that step, or they cannot be read.
+            DataError: the step has no samples, or they cannot be read.
         """
         return read_samples(self._store, step)
 
     def compare(self, *others: Report, margin: float = 0.0) -> list[Compared]:
-        """Holds other runs against this one: is one better by more than the noise of both?
+        """Compares other runs with this one: is one better by more than the noise of both?
 
         Args:
-            margin: a difference below it does not matter to you.
+            margin: differences below it do not matter to you.
 
         Raises:
             UsageError: no other run is given.
@@ -174,7 +174,7 @@ class Report:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of `report.json`. Its keys may grow; those that are there stay."""
+        """The content of `report.json`. Keys may be added; existing ones stay."""
         return self._found.to_json()
 
     def __repr__(self) -> str:
@@ -188,7 +188,7 @@ class Report:
         return f"{self.name}: {self.status} after {self.steps} steps; {head.name} {', '.join(lines)}  {spark}".rstrip()
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
+        """The report as shown in a notebook."""
         return f"<p>{html.escape(str(self))}</p>"
 
     def _headline_curve(self) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""`run`: trains from Python as `orbit run` does, with functions of this process where they are given.
+"""`run`: trains from Python as `orbit run` does, optionally with functions of this process.
 
 Belongs here: what happens between a manifest and the loop's first line, for every caller. Does not belong here: the
 loop, what is shown (`observability.progress`).
@@ -40,24 +40,24 @@ def run(
     prompts: Iterable[Mapping[str, Any]] | None = None,
     progress: bool = True,
 ) -> Report:
-    """Trains until the last step or a request to stop, and continues what already stands in the run folder.
+    """Trains until the last step or a request to stop, and continues a run that is already in the run folder.
 
     Ctrl-C, or a notebook's *interrupt*, ends it after the step: the report's status is then `stopped`, and the same
-    call goes on from there. A second one raises KeyboardInterrupt at once.
+    call continues from there. A second one raises KeyboardInterrupt at once.
 
     Args:
-        manifest: as `load_manifest` takes it.
-        out: the run folder or its address; else `<storage.uri>/<name>` of the manifest.
-        overrides: as `load_manifest` takes them.
+        manifest: as for `load_manifest`.
+        out: the run folder or its address; by default the manifest's `<storage.uri>/<name>`.
+        overrides: as for `load_manifest`.
         rewards: functions `(completion, prompt, fields, **arguments) -> float` by name, instead of the manifest's
-            list. One with the name of a reward in it keeps that one's weight and limit of time.
-        loss: a function `(inputs, settings) -> tensor`, as of `type: Custom`.
+            list. A function named like a reward in the list keeps that reward's weight and time limit.
+        loss: a function `(inputs, settings) -> tensor`, as for `type: Custom`.
         advantages: a function `(groups) -> list of lists`, instead of baseline and normalisation.
-        prompts: rows, instead of the manifest's files; of these the first one's column names hold.
-        progress: whether steps are told while it runs.
+        prompts: rows, instead of the manifest's files; the column names are those of the first file.
+        progress: whether steps are reported while it runs.
 
     Raises:
-        OrbitError: of the kind that says who must act; the folder then holds the last durable step.
+        OrbitError: its class says who must act; the folder then holds the last durable step.
     """
     spec = with_given(
         load_manifest(manifest, overrides), rewards=rewards, loss=loss, advantages=advantages, prompts=prompts
@@ -72,10 +72,10 @@ def run(
 
 
 def start_run(manifest: OrbitRun, folder: Path, out: str | None, progress: Progress, **functions: Any) -> RunResult:
-    """What every start of a run does. It says what it does from its first moment on: importing torch takes seconds.
+    """Starts a run, for every caller. Reports progress from the beginning, because importing torch takes seconds.
 
     Args:
-        folder: the manifest's.
+        folder: the manifest's folder.
         functions: `rewards`, `loss` and `advantages` of `loop.run`.
     """
     check_can_train()
@@ -105,15 +105,15 @@ def no_running_loop() -> Iterator[None]:
 
 
 def _build_progress(manifest: OrbitRun) -> Progress:
-    # What a notebook writes to standard error looks like a failure.
+    # Output on standard error looks like a failure in a notebook.
     stream = sys.stdout if "ipykernel" in sys.modules else None
     return build_progress(manifest.name, log_format=manifest.spec.observability.log_format, stream=stream)
 
 
 @contextmanager
 def interrupt_kept() -> Iterator[None]:
-    """Raises KeyboardInterrupt at its end where one was raised inside and lost: what imports a library in C may clear
-    any error, and the run would train on although Ctrl-C was pressed."""
+    """Raises KeyboardInterrupt at the end if one was raised inside and lost: importing a C library may clear any error,
+    and the run would continue to train although Ctrl-C was pressed."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield

@@ -1,6 +1,6 @@
-"""What a policy answered, from a run folder.
+"""A policy's answers, from a run folder.
 
-Belongs here: samples as people and programs read them. Does not belong here: the record that trains (`data.records`).
+Belongs here: samples as people and programs read them. Does not belong here: training records (`data.records`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Sample:
 
     prompt_id: str
     index: int
-    """Among the samples of its prompt."""
+    """Index among the samples of its prompt."""
     turns: Sequence[tuple[str, str]]
     """Role and text, in order."""
     reward: float | None
-    """`None` where the outcome is `timeout` or `crash`."""
+    """None if the outcome is `timeout` or `crash`."""
     outcome: str
     """`value`, `wrong`, `timeout` or `crash`."""
     parts: Mapping[str, float | None]
-    """Reward → what it gave."""
+    """Name of a reward function → its value."""
     expected: Any
-    """What the prompt's row says of the answer, where it does."""
+    """The expected answer, if the prompt's row has one."""
     finish_reason: str
     num_tokens: int
-    """That the policy sampled."""
+    """Number of tokens that the policy sampled."""
 
     @property
     def prompt(self) -> str:
@@ -53,13 +53,13 @@ class Sample:
 
 
 def sampled_steps(store: Store) -> dict[int, str]:
-    """Steps whose samples are kept, in order, and the key of each without its ending."""
+    """Steps whose samples are kept, in order → key of each without its extension."""
     found = [match for key in store.list("rollouts") if (match := _KEY.fullmatch(key))]
     return {int(each[2]): each[1] for each in sorted(found, key=lambda each: int(each[2]))}
 
 
 def read_samples(store: Store, step: int | None) -> list[Sample]:
-    """Args: step: None: the last one that is kept."""
+    """Args: step: None: the last step with samples."""
     kept = sampled_steps(store)
     if not kept:
         raise DataError("no samples are kept here", where=store.uri, fix="a run of demonstrations samples nothing")

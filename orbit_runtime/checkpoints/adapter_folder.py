@@ -242,6 +242,6 @@ def _check_names(adapter: AdapterFolder) -> None:
     for module in adapter.modules():
         found = [tensors.get(f"{PREFIX}{module}.{kind}.weight") for kind in kinds]
         if any(info is None or len(info.shape) != 2 for info in found):
-            raise ModelError(f"{module} lacks one of {', '.join(kinds)}, or it is no matrix", where=where)
+            raise ModelError(f"{module} lacks one of {', '.join(kinds)}, or it is not a matrix", where=where)
         if adapter.type == "LoRA" and found[0] and found[1] and found[0].shape[0] != found[1].shape[1]:
             raise ModelError(f"lora_A and lora_B of {module} have different ranks", where=where)

@@ -85,7 +85,7 @@ def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> Comb
     kinds = {adapter.type for adapter in adapters}
     if len(kinds) > 1:
         raise UnsupportedError(
-            "LoRA and OFT do not combine into one adapter",
+            "LoRA and OFT cannot be combined into one adapter",
             where=", ".join(adapter.place for adapter in adapters),
             fix="merge one into the base first, then the other into the result",
         )
@@ -99,7 +99,7 @@ def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> Comb
         raise UsageError("a rotation has no weight", where="--weight", fix="leave --weight out for OFT")
     sizes = {adapter.rank for adapter in adapters}
     if len(sizes) > 1:
-        raise UnsupportedError(f"rotations in blocks of {' and '.join(map(str, sorted(sizes)))} do not combine")
+        raise UnsupportedError(f"rotations in blocks of {' and '.join(map(str, sorted(sizes)))} cannot be combined")
     product: dict[str, Tensor] = {}
     for adapter in adapters:
         for module, rotation in _rotations(adapter).items():

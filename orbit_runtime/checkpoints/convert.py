@@ -102,7 +102,7 @@ def prepare(source: Path, target: Target, change: Change | None = None) -> tuple
     fused = [linear for linear in linears.values() if linear.layout == "MXFP4GptOss"]
     if fused:
         raise UnsupportedError(
-            "experts that stand in one tensor are not written", where=fused[0].module, fix="use the model as it is"
+            "experts stored in one tensor cannot be converted", where=fused[0].module, fix="use the model as it is"
         )
     tensors = TensorSource(source)
     packed = {name for linear in linears.values() for name in linear.tensors}

@@ -43,7 +43,7 @@ def check_fits(combined: Combined, shapes: Mapping[str, tuple[int, int]], base: 
     for module in sorted(combined.modules()):
         if module not in shapes:
             raise ModelError(
-                f"the adapter changes {module}, which is no linear layer of the base",
+                f"the adapter changes {module}, which is not a linear layer of the base",
                 where=base,
                 fix="name the base that the adapter was trained on",
             )

@@ -148,7 +148,7 @@ def inspect_facts(facts: ModelFacts) -> Inspection:
         targets=architecture.default_targets,
         special=_special(architecture, tied),
         verdicts=_verdicts(architecture.family, facts.precision),
-        notes=("from a shipped card: the files themselves were not looked at",),
+        notes=("from a shipped card: the files themselves were not read",),
     )
 
 
@@ -189,7 +189,7 @@ def _check_shape(weight: Weight, shape: tuple[int, ...], where: str) -> None:
         raise ModelError(
             f"the weight is {list(shape)}, config.json says {list(weight.shape)}",
             where=where,
-            fix="config.json and the weights are of two models: copy or download the model again",
+            fix="config.json and the weights belong to different models: copy or download the model again",
         )
 
 
@@ -226,7 +226,7 @@ def _special(architecture: Architecture, tied: bool) -> tuple[str, ...]:
     roles = {weight.role for weight in architecture.weights}
     lines = []
     if "router" in roles:
-        lines.append("router: in fp32, never adapted; it sees the input that no rotation touched")
+        lines.append("router: in fp32, never adapted; it sees the unrotated input")
     if "routed_expert" in roles:
         count, active = architecture.num_experts, architecture.experts_per_token
         lines.append(f"{count} routed experts a layer, {active} for a token: adapter.experts says how they are adapted")

@@ -52,11 +52,11 @@ def build_target(precision: str, layout: str | None, group: int | None, ignore: 
     """Raises `UsageError` for a format that cannot be written, or a group size that it does not support."""
     if precision not in DEFAULT_LAYOUT:
         known = ", ".join(DEFAULT_LAYOUT)
-        raise UsageError(f"`{precision}` is no precision", where="--precision", fix=f"one of {known}")
+        raise UsageError(f"`{precision}` is not a precision", where="--precision", fix=f"one of {known}")
     chosen = layout or DEFAULT_LAYOUT[precision]
     if chosen not in WRITABLE or PRECISIONS[chosen] != precision:
         known = ", ".join(each for each in WRITABLE if PRECISIONS[each] == precision)
-        raise UsageError(f"`{chosen}` is no way to write {precision}", where="--layout", fix=f"one of {known}")
+        raise UsageError(f"`{chosen}` is not a layout of {precision}", where="--layout", fix=f"one of {known}")
     size = GROUPS.get(chosen)
     if group is not None and group != size:
         if chosen not in FREE_GROUP:
@@ -68,7 +68,7 @@ def build_target(precision: str, layout: str | None, group: int | None, ignore: 
         try:
             re.compile(pattern.removeprefix("re:"))
         except re.error as error:
-            raise UsageError(f"`{pattern}` is no expression: {error}", where="--ignore") from None
+            raise UsageError(f"`{pattern}` is not a regular expression: {error}", where="--ignore") from None
     return Target(chosen, size, tuple(ignore))
 
 

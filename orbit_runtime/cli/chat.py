@@ -86,7 +86,7 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     if options.base_url is not None:
         return _attach(options)
     if options.api_key_env is not None:
-        raise UsageError("a key is for somebody's API", where="--api-key-env", fix="give --base-url as well")
+        raise UsageError("a key is used only with an API", where="--api-key-env", fix="give --base-url as well")
     check_can_train()
     from orbit_runtime.serve.names import POLICY
     from orbit_runtime.serve.open import Asked, open_models
@@ -96,7 +96,7 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     adapters = {}
     if options.step is not None:
         if options.source is None:
-            raise UsageError("a step is one of a run", where="--step", fix="name a run folder")
+            raise UsageError("a step belongs to a run", where="--step", fix="name a run folder")
         adapters[f"step-{options.step}"] = f"{options.source.rstrip('/')}/adapters/policy-v{options.step}"
     if options.adapter is not None:
         adapters["adapter"] = options.adapter
@@ -221,7 +221,7 @@ def stream_chat(
         raise EngineDiedError(
             f"the API did not answer: {error or type(error).__name__}",
             where=str(client.base_url),
-            fix="look whether it runs there; the address ends in /v1",
+            fix="check that it runs there; the address must end in /v1",
         ) from None
 
 

@@ -177,7 +177,7 @@ def check_memory() -> list[Finding]:
     usable = min(total, limit) if limit else total
     words = format_bytes(usable) + (" (limit of the container)" if limit and limit < total else "")
     if usable < MIN_MEMORY:
-        return [Finding("memory", "warn", words, "the quickstart wants 2 GiB; a model wants its packed size and more")]
+        return [Finding("memory", "warn", words, "the quickstart needs 2 GiB; a model needs its packed size and more")]
     return [Finding("memory", "ok", words)]
 
 

@@ -107,7 +107,7 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
             f"{summary.failed_share:.0%} of the samples have no score, the limit is {limit:.0%}: "
             + "; ".join(reasons[:3]),
             where="spec.environment.failureLimit",
-            fix="give the same command again: what was not answered is asked again, and nothing else",
+            fix="repeat the command: it requests only the samples that were not answered",
         )
     return EXIT_DONE
 
@@ -116,7 +116,9 @@ def _check_models(models: Models) -> None:
     local = {"--weights-dir": models.weights_dir, "--steps": models.steps, "--adapter": models.adapter}
     given = [name for name, value in local.items() if value is not None]
     if models.base_url is not None and given:
-        raise UsageError("a model behind an API is no checkpoint", where=given[0], fix=f"remove it, or {'--base-url'}")
+        raise UsageError(
+            "a model behind an API is not a checkpoint", where=given[0], fix=f"remove it, or {'--base-url'}"
+        )
     if (models.base_url is None) != (models.model is None):
         here, lacking = ("--base-url", "--model") if models.model is None else ("--model", "--base-url")
         raise UsageError(f"{here} needs {lacking}", where=here, fix=f"add {lacking}")
@@ -124,7 +126,7 @@ def _check_models(models: Models) -> None:
         raise UsageError("--api-key-env needs --base-url", where="--api-key-env", fix="add --base-url and --model")
     if models.base_url is not None and not _is_address(models.base_url):
         raise UsageError(
-            f"{models.base_url!r} is no address", where="--base-url", fix="write e.g. http://127.0.0.1:8000/v1"
+            f"{models.base_url!r} is not an address", where="--base-url", fix="write e.g. http://127.0.0.1:8000/v1"
         )
     _steps(models.steps)
 
@@ -152,7 +154,7 @@ def _steps(text: str | None) -> list[int] | None:
     except ValueError:
         steps = [-1]
     if min(steps) < 0:
-        raise UsageError(f"{text!r} are no steps", where="--steps", fix="write numbers such as 10,20,30")
+        raise UsageError(f"{text!r} are not steps", where="--steps", fix="write numbers such as 10,20,30")
     return steps
 
 
@@ -190,7 +192,7 @@ def _api_subjects(models: Models, tasks: Sequence[EvalTask], run: OrbitRun) -> S
         raise CredentialsError(
             f"the environment variable {models.api_key_env} is not set",
             where="--api-key-env",
-            fix="set it to the API's key, or leave the option out where none is needed",
+            fix="set it to the API's key, or leave the option out if none is needed",
         )
     assert models.base_url is not None
     assert models.model is not None

@@ -143,7 +143,7 @@ def _by_configuration(comparison: Comparison) -> list[str]:
         ]
         for each in comparison.configurations
     ]
-    note = "se: between seeds, or within the runs where that is more"
+    note = "se: between seeds, or within the runs if that is larger"
     return [format_table(header, rows), note]
 
 
@@ -151,7 +151,7 @@ def _length_note(entry: Entry, first: Entry) -> str:
     same = entry.same_length
     assert same is not None
     return (
-        f"{entry.name} has {entry.steps} steps, {first.name} {first.steps}: the verdict holds the end of one against "
+        f"{entry.name} has {entry.steps} steps, {first.name} {first.steps}: the verdict compares the end of one with "
         f"the end of the other. After {same.steps} steps of each: {same.verdict} "
         f"(difference {format_number(same.difference, '+.4f')}, margin {format_number(same.margin)})"
     )

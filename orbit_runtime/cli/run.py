@@ -69,7 +69,7 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
     state = {
         "stopped": "stopped on request; the same command continues",
         "exhausted": "done: the prompts are used up",
-        "converged": "done early: what was held out got no better",
+        "converged": "done early: the held-out loss no longer improved",
     }
     took = f"{report.get('steps')} steps in {report.get('seconds', 0):.1f} s"
     version = report.get("policy_version")

@@ -88,7 +88,7 @@ def read_door(listen: str, token_file: Path | None, variable: str) -> tuple[str,
     token = read_token(token_file, os.environ, variable)
     if token is None and host not in LOOPBACK:
         raise UsageError(
-            f"everybody who reaches {host} could ask",
+            f"anyone who can reach {host} could send requests",
             where="--listen",
             fix=f"set {variable} or --token-file, or listen on 127.0.0.1",
         )
@@ -113,7 +113,7 @@ def read_token(file: Path | None, environment: Mapping[str, str], variable: str)
     if token is None:
         return None
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise UsageError("the token is empty, or holds other than plain letters, digits and signs", where=where)
+        raise UsageError("the token must be plain letters, digits and signs, and not empty", where=where)
     return token
 
 
@@ -133,7 +133,7 @@ def read_limits(given: Sequence[str]) -> Limits:
         except ValueError:
             number = 0
         if not 0 < number < float("inf"):
-            raise UsageError(f"{value!r} is no positive number", where=f"--limit {name}")
+            raise UsageError(f"{value!r} is not a positive number", where=f"--limit {name}")
         limits = replace(limits, **{names[name]: number})
     return limits
 
@@ -142,7 +142,9 @@ def read_address(listen: str) -> tuple[str, int]:
     """Raises UsageError for what is no HOST:PORT."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"{listen!r} is no address", where="--listen", fix="write HOST:PORT, such as 127.0.0.1:8000")
+        raise UsageError(
+            f"{listen!r} is not an address", where="--listen", fix="write HOST:PORT, such as 127.0.0.1:8000"
+        )
     return host.strip("[]"), int(port)
 
 

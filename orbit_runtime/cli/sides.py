@@ -125,7 +125,7 @@ def run_orchestrator(
     from orbit_runtime.spec import load_manifest
 
     if not 0 < patience < float("inf"):
-        raise UsageError(f"{patience} is no time to wait", where="--patience", fix="write seconds")
+        raise UsageError(f"{patience} is not a valid time to wait", where="--patience", fix="write seconds")
     manifest = load_manifest(file, overrides)
     token = read_token(token_file, os.environ, TOKEN_VARIABLE)
 

@@ -52,7 +52,7 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     if unopened:
         print(f"\nnot opened, as it is not on this machine: {', '.join(dict.fromkeys(unopened))}")
     for each in unchecked:
-        print(f"\nnot checked, `orbit plan` says it: {each}")
+        print(f"\nnot checked, see `orbit plan`: {each}")
     print(f"\n{file} is valid")
 
 

@@ -89,7 +89,9 @@ def read_demonstration(
     tools = prompt.fields.get(tools_field) if tools_field is not None else None
     if not (tools is None or (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools))):
         raise DataError(
-            f"the column {tools_field!r} holds no list of JSON schemas", where=where, fix="write a list of objects"
+            f"the column {tools_field!r} does not contain a list of JSON schemas",
+            where=where,
+            fix="write a list of objects",
         )
     return Demonstration(where, messages, tuple(answers[-1:] if last_only else answers), tuple(tools or ()))
 
@@ -176,7 +178,7 @@ def _mask(
         before, behind = len(ids[2 * place]), len(ids[2 * place + 1])
         if before == 0:
             raise DataError(
-                "nothing stands before the answer, so nothing could call for it",
+                "no message comes before the answer, so nothing prompts it",
                 where=demonstration.where,
                 fix="begin each conversation with a question",
             )
@@ -210,15 +212,15 @@ def _no_prefix(
     is_text = not texts[1].startswith(texts[0])
     around = texts[0][max(0, in_text - SHOWN) : in_text]
     what = (
-        f"the template writes it in another way once more follows: behind {around!r} it writes "
-        f"{texts[0][in_text : in_text + SHOWN]!r}, and in the whole conversation "
+        f"the template writes it differently once more messages follow: after {around!r} it writes "
+        f"{texts[0][in_text : in_text + SHOWN]!r}, but in the whole conversation "
         f"{texts[1][in_text : in_text + SHOWN]!r}"
         if is_text
-        else "the text is the same, and the tokenizer cuts it elsewhere"
+        else "the text is the same, but the tokenizer splits it elsewhere"
     )
     return DataError(
         f"the chat template lacks the prefix property at message {answer}: token {at} of the conversation up to there "
-        f"begins {begun}, of the whole {ended}; {what}. What is learned would not be what a rollout has met",
+        f"begins {begun}, of the whole {ended}; {what}. Training would not see what a rollout sees",
         where=demonstration.where,
         fix="learn the last answer only (spec.data.chat.answers: Last), cut conversations into one row for each "
         "answer, give the template's argument that keeps earlier answers (spec.data.chat.templateArguments), or use a "

@@ -14,9 +14,13 @@ from orbit_runtime.types import Sample
 def split_mini_batches(samples_D: Sequence[Sample], prompts_per_batch: int | None) -> list[tuple[int, ...]]:
     """Indexes of each mini-batch: `prompts_per_batch` prompts at a time, in order of appearance; `None` for a single
     one."""
-    by_prefix = _group_by_prefix(samples_D, range(len(samples_D)))
-    size = prompts_per_batch or max(1, len(by_prefix))
-    chunks = [by_prefix[start : start + size] for start in range(0, len(by_prefix), size)]
+    by_prompt: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples_D):
+        number = sample.prefix_id if sample.prompt_number is None else sample.prompt_number
+        by_prompt.setdefault(number, []).append(index)
+    prompts = list(by_prompt.values())
+    size = prompts_per_batch or max(1, len(prompts))
+    chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     return [tuple(index for members in chunk for index in members) for chunk in chunks]
 
 

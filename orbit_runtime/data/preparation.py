@@ -94,7 +94,7 @@ def prepare(
         return Prepared(before, is_new=False)
     if target.exists() and not force and not (before and all(before.get(key) == asked[key] for key in asked)):
         raise OutputError(
-            "another preparation is there" if before else "a file is there that was not prepared",
+            "it holds another preparation" if before else "the file exists and is not a preparation",
             where=str(target),
             fix="write to another name, or replace it with --force",
         )
@@ -169,7 +169,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:
-        raise RowError("it holds half of a surrogate pair, which is no character") from None
+        raise RowError("it holds half of a surrogate pair, which is not a character") from None
 
 
 def _is_repeated(prompt: Any, seen: set[bytes]) -> bool:

@@ -144,7 +144,7 @@ def _scan_line(line: bytes, scan: Scan, number: int, offset: int) -> None:
         scan.refuse(f"{at}: nested too deeply: {_excerpt(line)}")
     else:
         if scan.reads_prompts and _has_half_pair(line, row):
-            scan.refuse(f"{at}: half of a surrogate pair, which is no character: {_excerpt(line)}")
+            scan.refuse(f"{at}: half of a surrogate pair, which is not a character: {_excerpt(line)}")
             return
         scan.add(row, len(line), at=at, line=number, offset=offset)
 
@@ -200,7 +200,7 @@ def _text_lines(file: IO[bytes], where: str) -> Iterator[str]:
     while line := text.readline(MAX_ROW):
         number += 1
         if len(line) == MAX_ROW:
-            raise DataError(f"line {number} is longer than {MAX_ROW >> 20} MiB", where=where, fix="this is no CSV")
+            raise DataError(f"line {number} is longer than {MAX_ROW >> 20} MiB", where=where, fix="this is not CSV")
         try:
             line.encode()
         except UnicodeEncodeError:
@@ -298,7 +298,7 @@ def _spooled(where: str) -> Iterator[IO[bytes]]:
         raise StorageError(
             f"its rows could not be written to {tempfile.gettempdir()}: {error.strerror}",
             where=where,
-            fix="set TMPDIR to a folder with more room, or give the file as JSON lines, which are read where they lie",
+            fix="set TMPDIR to a folder with more room, or give the file as JSON lines, which are read in place",
         ) from None
 
 

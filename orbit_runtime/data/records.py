@@ -52,6 +52,7 @@ def rollout_from_line(line: bytes | str) -> Rollout:
         routed_experts=_build_experts(row["routed_experts"]),
         counts=row.get("counts", {}),
         teacher_logprobs_T=row.get("teacher_logprobs_T"),
+        cohort=row.get("cohort", ""),
     )
 
 

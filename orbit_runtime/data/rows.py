@@ -156,7 +156,7 @@ def _files(path: Path, source: PromptSource) -> tuple[Sequence[Path], Format]:
     kinds = sorted({str(format_of(each)) for each in found})
     if not found or len(found) > MAX_FILES:
         raise DataError(
-            f"{len(found)} files in this folder hold rows by their names", where=source.uri,
+            f"by their names, {len(found)} files in this folder contain rows", where=source.uri,
             fix=f"files of one folder are read together: 1 to {MAX_FILES} that end in {', '.join(wanted)}",
         )  # fmt: skip
     if len(kinds) > 1:

@@ -16,6 +16,14 @@ from orbit_runtime.data.demonstrations import Encoded
 from orbit_runtime.types import FLOATS, ColumnName, Group, Rollout, Sample
 
 
+def split_cohorts(group: Group) -> list[Group]:
+    """The group's rollouts of each cohort, in order of appearance; the group itself if there is only one."""
+    names = dict.fromkeys(rollout.cohort for rollout in group.rollouts_G)
+    if len(names) < 2:
+        return [group]
+    return [Group(group.prompt, tuple(each for each in group.rollouts_G if each.cohort == name)) for name in names]
+
+
 def build_samples(groups: Sequence[Group]) -> list[Sample]:
     """One sample per rollout that trains (`Rollout.trains`), in the order given, with the column `sampled`.
 
@@ -24,8 +32,11 @@ def build_samples(groups: Sequence[Group]) -> list[Sample]:
     count from 0 over the batch.
     """
     samples: list[Sample] = []
-    next_id = 0
+    next_id, number, before = 0, -1, None
     for group in groups:
+        # The cohorts of a prompt follow each other, and hold the same record of it.
+        number += group.prompt is not before
+        before = group.prompt
         prefixes: dict[bytes, int] = {}
         for rollout in group.rollouts_G:
             if not rollout.trains:
@@ -35,11 +46,11 @@ def build_samples(groups: Sequence[Group]) -> list[Sample]:
             if prefix not in prefixes:
                 prefixes[prefix] = next_id
                 next_id += 1
-            samples.append(_build_sample(rollout, prefixes[prefix], length))
+            samples.append(_build_sample(rollout, prefixes[prefix], length, number))
     return samples
 
 
-def _build_sample(rollout: Rollout, prefix_id: int, prefix_length: int) -> Sample:
+def _build_sample(rollout: Rollout, prefix_id: int, prefix_length: int, number: int) -> Sample:
     return Sample(
         token_ids_T=rollout.token_ids_T,
         loss_mask_T=rollout.loss_mask_T,
@@ -47,6 +58,7 @@ def _build_sample(rollout: Rollout, prefix_id: int, prefix_length: int) -> Sampl
         prefix_id=prefix_id,
         prefix_length=prefix_length,
         routed_experts=rollout.routed_experts,
+        prompt_number=number,
     )
 
 

@@ -199,14 +199,14 @@ def _first(row: Mapping[str, Any], columns: Sequence[str], what: str) -> tuple[s
 
 def _text(value: Any, column: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise RowError(f"column {column!r} holds {kind_of(value)}, where text is wanted")
+        raise RowError(f"column {column!r} holds {kind_of(value)}, but text is expected")
     return str(value).strip()
 
 
 def _after_hashes(text: str, column: str) -> str:
     _, mark, answer = text.rpartition("####")
     if not mark or not answer.strip():
-        raise RowError(f"column {column!r} has no result behind ####")
+        raise RowError(f"column {column!r} has no result after ####")
     return answer.strip().replace(",", "")
 
 
@@ -233,7 +233,7 @@ def _boxed(text: str, column: str) -> str:
 def _integer(text: str, column: str) -> str:
     found = re.fullmatch(r"0*(\d{1,3})(?:\.0+)?", text)
     if found is None:
-        raise RowError(f"column {column!r} is no whole number from 0 to 999: {text!r}")
+        raise RowError(f"column {column!r} is not a whole number from 0 to 999: {text!r}")
     return found[1]
 
 

@@ -74,7 +74,7 @@ class PromptStream:
         for part in self._parts:
             if not part.span:
                 raise DataError(
-                    f"no prompt of {part.name} is used, and it has a weight",
+                    f"no prompt of {part.name} is used, although it has a weight",
                     where="spec.data.prompts",
                     fix="raise spec.data.limit, which counts rows of all sources in order, or leave the source out",
                 )

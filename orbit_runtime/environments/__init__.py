@@ -4,6 +4,7 @@ Belongs here: environments, and the rewards that ship with Orbit. Does not belon
 (`workers`).
 """
 
+from orbit_runtime.workers.branches import Branch, Chosen, Policy
 from orbit_runtime.workers.environment_protocol import Step
 
-__all__ = ["Step"]
+__all__ = ["Branch", "Chosen", "Policy", "Step"]

@@ -15,7 +15,7 @@ from orbit_runtime.data.demonstrations import read_demonstrations
 from orbit_runtime.data.prompts import check_fields, load_prompts
 from orbit_runtime.data.rows import PromptSource, needs_arrow
 from orbit_runtime.environments.rewards import REWARDS
-from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.spec.data import Prompts
 from orbit_runtime.spec.quantities import read_quantity
 from orbit_runtime.spec.run import RunSpec
@@ -116,8 +116,19 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
         RewardPool(written, num_workers=1, search_path=search_path).close()
     target = environment_target(spec)
     if target is not None:
-        EnvironmentPool(target, limits=process_limits(spec), search_path=search_path).close()
+        with EnvironmentPool(target, limits=process_limits(spec), search_path=search_path) as pool:
+            check_group_size(spec.algorithm.group_size, len(pool.cohorts or ("",)))
     return unopened
+
+
+def check_group_size(group_size: int, rollouts: int) -> None:
+    """Raises ManifestError if the rollouts of an episode do not divide a group."""
+    if group_size % rollouts:
+        raise ManifestError(
+            f"an episode of the environment gives {rollouts} rollouts, and a group has {group_size}",
+            where="spec.algorithm.groupSize",
+            fix=f"write a multiple of {rollouts}",
+        )
 
 
 def can_open(source: PromptSource) -> bool:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from orbit_runtime.environments.asked import reward_targets
+from orbit_runtime.environments.asked import check_group_size, reward_targets
+from orbit_runtime.environments.branching import Branching
 from orbit_runtime.environments.episodes import Environment
-from orbit_runtime.environments.multi_turn import EpisodeLimits, EpisodeSettings, MultiTurn
+from orbit_runtime.environments.multi_turn import MultiTurn
 from orbit_runtime.environments.opponents import OwnProcess, ToolUse
+from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling, Tokenizer
@@ -42,8 +44,17 @@ def build_environment(
     scorer: RewardScorer,
     pool: EnvironmentPool | None,
     sampling: Sampling,
+    *,
+    only_first: bool = False,
 ) -> Environment:
-    """Args: pool: processes for `asked.environment_target`; None if that is None."""
+    """
+    Args:
+        pool: processes for `asked.environment_target`; None if that is None.
+        only_first: of an episode of several rollouts only the first counts, so that a group has as many episodes.
+
+    Raises:
+        ManifestError: the rollouts of an episode do not divide the group size.
+    """
     weights = {reward.name: reward.weight for reward in spec.environment.rewards}
     if pool is None:
         return SingleTurn(run, tokenizer, scorer, weights, sampling, spec.algorithm.group_size, spec.data.seed)
@@ -56,5 +67,10 @@ def build_environment(
         spec.data.seed,
         spec.environment.gives_reward,
     )
+    if pool.cohorts is not None:
+        check_group_size(spec.algorithm.group_size, 1 if only_first else len(pool.cohorts))
+        return Branching(
+            settings, tokenizer, scorer, weights, pool.open_episode, pool.cohorts, only_first=only_first
+        )  # fmt: skip
     opponent = partial(ToolUse, pool) if pool.tools else lambda: OwnProcess(pool.open_episode())
     return MultiTurn(settings, tokenizer, scorer, weights, opponent)

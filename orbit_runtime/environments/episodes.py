@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from orbit_runtime.environments.trajectory import Trajectory
@@ -18,16 +18,20 @@ from orbit_runtime.types import Outcome, Prompt, Rollout, TokenSource
 from orbit_runtime.workers.reward_protocol import RewardResult
 
 FAILED: tuple[Outcome, ...] = ("timeout", "crash")
+UNCHOSEN = "tokens_unchosen"
+"""Counts, with the first rollout of an episode, the tokens that were sampled for it and train in none of its rollouts.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One rollout to be played."""
+    """One episode to be played."""
 
     step: int
     """The step that its rollout trains in."""
     prompt: Prompt
     sample_index: int
+    """Of its rollout among those of the prompt; of an episode of several, of the first."""
     prompt_ids_T: tuple[int, ...]
     """Empty if the environment provides the first message."""
 
@@ -45,66 +49,96 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A finished, scored rollout."""
+    """A finished, scored episode."""
 
     rollout: Rollout
+    """Its rollout; of an episode of several, the first."""
     reasons: tuple[str, ...] = ()
     """Why rewards, or the environment, timed out or crashed."""
     stopped: Stopped | None = None
     """The first of these timeouts."""
+    others: tuple[Rollout, ...] = ()
+    """The episode's other rollouts, which an environment that asks the policy itself chose."""
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        return (self.rollout, *self.others)
+
+
+def sampled_tokens(rollout: Rollout) -> int:
+    """Tokens that were sampled for it: those that train in it, and, with its episode's first, the unchosen ones."""
+    return sum(rollout.loss_mask_T) + round(rollout.counts.get(UNCHOSEN, 0))
 
 
 class Environment(Protocol):
     """Builds episodes from prompts and plays them, any number at a time, in one event loop."""
 
     def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
-        """One episode for each sample of each prompt's group, in the prompts' order."""
+        """Episodes for all samples of each prompt's group, in the prompts' order."""
         ...
 
     async def play(self, episode: Episode, tokens: TokenSource) -> Played: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Track:
+    """What becomes a rollout: tokens, their scores, and what was counted."""
+
+    tokens: Trajectory
+    results: Sequence[RewardResult]
+    """In the order of the rewards' weights."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    cohort: str = ""
+
+
 def build_played(
     run: str,
     episode: Episode,
-    track: Trajectory,
-    results: Sequence[RewardResult],
+    tracks: Sequence[Track],
     weights: Mapping[str, float],
-    counts: Mapping[str, float] | None = None,
     stopped: Stopped | None = None,
 ) -> Played:
     """
     Args:
-        results, weights: in the same order; `weights` maps a reward's name to its factor in the sum.
+        tracks: one for each rollout of the episode.
+        weights: a reward's name to its factor in the sum.
         stopped: evidence of the environment's timeout.
     """
-    reward, outcome = combine(results, list(weights.values()))
-    rollout = Rollout(
-        run=run,
-        step=episode.step,
-        prompt_id=episode.prompt.prompt_id,
-        sample_index=episode.sample_index,
-        turns=tuple(track.turns),
-        token_ids_T=track.token_ids_T,
-        loss_mask_T=track.loss_mask_T,
-        logprobs_T=track.logprobs_T,
-        versions_T=track.versions_T,
-        reward=reward,
-        outcome=outcome,
-        reward_parts={name: result.value for name, result in zip(weights, results, strict=True)},
-        finish_reason=track.finish_reason,
-        routed_experts=track.routed_experts,
-        counts=counts or {},
-    )
+    rollouts = [_build_rollout(run, episode, index, track, weights) for index, track in enumerate(tracks)]
+    results = [result for track in tracks for result in track.results]
     reasons = tuple(dict.fromkeys(result.reason for result in results if result.outcome in FAILED))
-    if outcome in FAILED and not reasons:
+    if not reasons and any(rollout.outcome in FAILED for rollout in rollouts):
         reasons = ("the weighted sum of the rewards is not finite",)
     late = [
         Stopped(f"reward {name}", each.reason, each.stack)
-        for name, each in zip(weights, results, strict=True)
+        for track in tracks
+        for name, each in zip(weights, track.results, strict=True)
         if each.outcome == "timeout"
     ]
-    return Played(rollout, reasons, stopped or next(iter(late), None))
+    return Played(rollouts[0], reasons, stopped or next(iter(late), None), tuple(rollouts[1:]))
+
+
+def _build_rollout(run: str, episode: Episode, index: int, track: Track, weights: Mapping[str, float]) -> Rollout:
+    reward, outcome = combine(track.results, list(weights.values()))
+    tokens = track.tokens
+    return Rollout(
+        run=run,
+        step=episode.step,
+        prompt_id=episode.prompt.prompt_id,
+        sample_index=episode.sample_index + index,
+        turns=tuple(tokens.turns),
+        token_ids_T=tokens.token_ids_T,
+        loss_mask_T=tokens.loss_mask_T,
+        logprobs_T=tokens.logprobs_T,
+        versions_T=tokens.versions_T,
+        reward=reward,
+        outcome=outcome,
+        reward_parts={name: result.value for name, result in zip(weights, track.results, strict=True)},
+        finish_reason=tokens.finish_reason,
+        routed_experts=tokens.routed_experts,
+        counts=track.counts,
+        cohort=track.cohort,
+    )
 
 
 def combine(results: Sequence[RewardResult], weights: Sequence[float]) -> tuple[float | None, Outcome]:

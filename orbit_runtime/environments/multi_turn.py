@@ -16,43 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from orbit_runtime.environments.episodes import Episode, Played, Stopped, build_played
+from orbit_runtime.environments.episodes import Episode, Played, Stopped, Track, build_played
 from orbit_runtime.environments.scoring import Scoring
+from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, joined_text, last_role
 from orbit_runtime.environments.trajectory import Trajectory
 from orbit_runtime.seeds import stream_key
-from orbit_runtime.types import FinishReason, Prompt, Sampling, Tokenizer, TokenSource
+from orbit_runtime.types import Prompt, Tokenizer, TokenSource
 from orbit_runtime.workers.environment_protocol import EnvironmentFailed
-from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
-
-OWN_PART = "environment"
-"""Name of the environment's own reward among the parts of a reward."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Limits of one episode; the first one reached ends it, and it is scored as it is."""
-
-    turns: int = 8
-    """Completions of the policy."""
-    tokens: int | None = None
-    """Tokens that the policy samples; None: as many as the model's context allows."""
-    context: int = 4096
-    """Maximum sequence length of the model."""
-    seconds: float = 3600.0
-    """Checked between turns: a turn in progress is finished."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeSettings:
-    """Settings that all episodes of a run share."""
-
-    run: str
-    sampling: Sampling
-    limits: EpisodeLimits
-    group_size: int
-    seed: int
-    gives_reward: bool
-    """Whether the opponent's own rewards count, as the part `environment`."""
+from orbit_runtime.workers.reward_protocol import RewardResult, RewardScorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,32 +111,29 @@ class MultiTurn:
             await opponent.close()
         results = [lost] * len(self._all_weights) if lost else await self._score(episode.prompt, state)
         counts = {**opponent.counts, **state.parts}
-        return build_played(self._settings.run, episode, state.track, results, self._all_weights, counts, stopped)
+        track = Track(state.track, results, counts)
+        return build_played(self._settings.run, episode, [track], self._all_weights, stopped)
 
     async def _converse(self, episode: Episode, state: _State, opponent: Opponent, tokens: TokenSource) -> None:
-        prompt, limits, track = episode.prompt, self._settings.limits, state.track
+        prompt, settings, track = episode.prompt, self._settings, state.track
         started = time.monotonic()
-        keys = (self._settings.seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index)
+        keys = (settings.seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index)
         # All episodes of a group start with the same seed, because their rewards are compared.
-        first = await opponent.reset(
-            prompt, stream_key(self._settings.seed, "environment", prompt.prompt_id, prompt.visit)
-        )
+        first = await opponent.reset(prompt, stream_key(settings.seed, "environment", prompt.prompt_id, prompt.visit))
         self._count(state, first)
         state.messages += first.messages
         (ids,) = self._tokenizer.encode_many([state.messages], tools=first.tools)
-        track.add_given(_role(first.messages), _text(first.messages), ids)
+        track.add_given(last_role(first.messages), joined_text(first.messages), ids)
         turn, is_done = 0, first.done
         while not is_done:
-            room = min(self._settings.sampling.max_new_tokens, limits.context - len(track.token_ids_T))
-            if limits.tokens is not None:
-                room = min(room, limits.tokens - track.sampled)
-            ended = _limit_reached(room, turn, limits, time.monotonic() - started)
+            room = settings.room(len(track.token_ids_T), track.sampled)
+            ended = settings.limit_reached(room, turn, time.monotonic() - started)
             if ended is not None:
                 track.finish_reason = ended
                 self._count(state, await opponent.finish())
                 return
             completion = await tokens.sample(
-                track.token_ids_T, replace(self._settings.sampling, max_new_tokens=room), key=stream_key(*keys, turn)
+                track.token_ids_T, replace(settings.sampling, max_new_tokens=room), key=stream_key(*keys, turn)
             )
             track.add_answer(completion)
             state.messages.append({"role": "assistant", "content": completion.text})
@@ -187,39 +155,13 @@ class MultiTurn:
         state.messages += messages
         last_id = state.track.token_ids_T[-1] if state.track.token_ids_T else None
         ids = self._tokenizer.encode_continuation(state.messages, last, last_id, tools=tools)
-        state.track.add_given(_role(messages), _text(messages), ids)
+        state.track.add_given(last_role(messages), joined_text(messages), ids)
 
     def _count(self, state: _State, answered: Answered) -> None:
         state.reward += answered.reward
         state.parts |= answered.parts
 
     async def _score(self, prompt: Prompt, state: _State) -> list[RewardResult]:
-        """The manifest's rewards see the last message of the policy as completion, and everything before as prompt."""
-        is_answered = bool(state.messages) and state.messages[-1]["role"] == "assistant"
-        completion = _content(state.messages[-1]) if is_answered else ""
-        before = state.messages[:-1] if is_answered else state.messages
-        calls = [RewardCall(name, completion, before, prompt.fields) for name in self._weights]
+        calls = build_calls(self._weights, prompt, state.messages)
         results = await self._scoring.score(calls) if calls else []
         return [RewardResult("value", state.reward), *results] if self._settings.gives_reward else results
-
-
-def _limit_reached(room: int, turn: int, limits: EpisodeLimits, seconds: float) -> FinishReason | None:
-    if room < 1 or turn >= limits.turns:
-        return "length"
-    return "deadline" if seconds >= limits.seconds else None
-
-
-def _role(messages: Sequence[Mapping[str, Any]]) -> str:
-    return str(messages[-1]["role"]) if messages else "user"
-
-
-def _text(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(_content(message) for message in messages)
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    """The text of a message; of a list of parts, the text parts."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part["text"]) for part in content if part.get("type") == "text")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from orbit_runtime.environments.episodes import Episode, Played, build_played
+from orbit_runtime.environments.episodes import Episode, Played, Track, build_played
 from orbit_runtime.environments.scoring import Scoring
 from orbit_runtime.environments.trajectory import Trajectory
 from orbit_runtime.seeds import stream_key
@@ -60,4 +60,4 @@ class SingleTurn:
         track = Trajectory()
         track.add_given("user", str(prompt.messages[-1].get("content", "")), episode.prompt_ids_T)
         track.add_answer(completion)
-        return build_played(self._run, episode, track, results, self._weights)
+        return build_played(self._run, episode, [Track(track, results)], self._weights)

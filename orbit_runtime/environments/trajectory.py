@@ -45,6 +45,14 @@ class Trajectory:
         self.logprobs_T.extend(completion.logprobs_T)
         self.versions_T.extend(completion.versions_T)
         self.turns.append(Turn("assistant", start, start + count, completion.text))
+        self._end_with(completion)
+
+    def add_repeated(self, completion: Completion) -> None:
+        """Adds a completion that another rollout of the episode trains: here it is given, like a prompt."""
+        self.add_given("assistant", completion.text, completion.token_ids_T)
+        self._end_with(completion)
+
+    def _end_with(self, completion: Completion) -> None:
         self.finish_reason = completion.finish_reason
         # Covers everything before it as well.
         self.routed_experts = completion.routed_experts

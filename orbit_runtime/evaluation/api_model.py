@@ -67,7 +67,7 @@ def check_api_sampling(sampling: Sampling) -> None:
     refused = [name for name, is_set in IS_SET.items() if is_set(sampling) and name not in GIVEN]
     if refused:
         raise UnsupportedError(
-            f"an OpenAI-compatible API takes no {', '.join(refused)}",
+            f"an OpenAI-compatible API does not support {', '.join(refused)}",
             where=f"spec.rollout.sampling.{refused[0]}",
             fix=f"leave it out for this evaluation: --set spec.rollout.sampling.{refused[0]}=null",
         )
@@ -216,7 +216,7 @@ def _proxy_of(url: URL) -> str | None:
     proxy = known.get(url.scheme) or known.get("all")
     if proxy and URL(proxy).scheme not in ("http", "https"):
         raise UsageError(
-            f"a proxy of the protocol {URL(proxy).scheme!r} cannot be asked",
+            f"a proxy of the protocol {URL(proxy).scheme!r} is not supported",
             where=f"{url.scheme}_proxy",
             fix="name an HTTP proxy in that environment variable, or the API's host in no_proxy",
         )
@@ -341,7 +341,7 @@ def _explain(response: Answer, api: ApiModel) -> Exception:
         )
     if status == 404:
         return UsageError(
-            f"{api.shown} knows no model {api.model!r}, or no chat completions ({status}): {said}",
+            f"{api.shown} does not offer the model {api.model!r}, or chat completions ({status}): {said}",
             where="--base-url, --model",
             fix=f"correct one of them; {api.shown.rstrip('/')}/models lists its models",
         )

@@ -97,7 +97,7 @@ async def _ask_all(
             if not stopped:
                 raise
             raise StoppedOnRequest(
-                f"{stopped[0]}: {len(journal.samples)} samples are kept; the same command goes on"
+                f"{stopped[0]}: {len(journal.samples)} samples are kept; the same command continues"
             ) from None
 
 

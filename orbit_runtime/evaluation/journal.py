@@ -153,9 +153,10 @@ def keep_asked(
             changed += _differences(known.get(name, subjects[name]), subjects[name], f"{name}: ")
         if changed:
             raise OutputError(
-                "the samples in this folder were asked otherwise:" + "".join(f"\n  {line}" for line in changed),
+                "the samples in this folder were made with other settings:"
+                + "".join(f"\n  {line}" for line in changed),
                 where=store.uri,
-                fix="restore that to go on, or choose another --out for a new evaluation",
+                fix="restore them to continue, or choose another --out for a new evaluation",
             )
         subjects = {**known, **subjects}
     content = {"settings": settings, "subjects": subjects}

@@ -89,8 +89,8 @@ async def play(
                     f"{subject} did not answer the last {silent} samples: {sample.failure.kind}: "
                     f"{sample.failure.reason}",
                     where=name,
-                    fix="see that the model is up and reachable, then give the same command again: it asks only for "
-                    "what is missing",
+                    fix="check that the model is up and reachable, then repeat the command: it requests only the "
+                    "missing samples",
                 )
 
     # All workers draw from one iterator.
@@ -138,32 +138,34 @@ class Places:
 class _InTurn:
     """A `TokenSource` that asks only with a place, so that an episode being scored does not occupy one.
 
-    It is created with a place.
+    It is created with a place. An episode with branches asks several times at once, each with a place of its own.
     """
 
     def __init__(self, tokens: Metered, places: Places) -> None:
         self._tokens = tokens
         self._places = places
         self._has_place = True
+        """Whether the place that it was created with is still free."""
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
-        if not self._has_place:
+        if self._has_place:
+            self._has_place = False
+        else:
             await self._places.take()
-            self._has_place = True
         try:
             completion = await self._tokens.sample(prompt_ids_T, sampling, key=key)
         except Unanswered:
-            self.give_back()
+            self._places.give_back()
             raise
         # Any other error ends the evaluation, so the place is not given to another episode.
-        self.give_back()
+        self._places.give_back()
         # The next holder of the place asks in the loop's next turn; this answer is scored in the turn after that.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return completion
 
     def give_back(self) -> None:
-        """Safe to call twice."""
+        """The place of an episode that ended without asking. Safe to call twice."""
         if self._has_place:
             self._has_place = False
             self._places.give_back()

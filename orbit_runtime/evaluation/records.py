@@ -100,7 +100,7 @@ def decompress_samples(data: bytes, *, where: str) -> list[EvalSample]:
     try:
         return [_from_row(orjson.loads(line)) for line in decompressed_lines(data)]
     except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        fix = "remove that file: its samples are asked again"
+        fix = "remove that file: its samples are requested again"
         raise DataError(f"not a file of samples: {error}", where=where, fix=fix) from error
 
 

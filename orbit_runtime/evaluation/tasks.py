@@ -49,7 +49,9 @@ class EvalTask:
     expected_fields: tuple[str, ...]
 
     def environment(self, tokenizer: Tokenizer) -> Environment:
-        return build_environment(self.name, self.spec, tokenizer, self.scorer, self.pool, self.sampling)
+        return build_environment(
+            self.name, self.spec, tokenizer, self.scorer, self.pool, self.sampling, only_first=True
+        )  # fmt: skip
 
     def expected(self, prompt_id: str) -> str:
         """The expected answer from the prompt's row, for display."""

@@ -12,7 +12,7 @@ from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup, is_infor
 from orbit_runtime.algorithms.kl_reward import kl_penalties
 from orbit_runtime.algorithms.shaping import overlong_penalty
 from orbit_runtime.algorithms.table import Algorithm
-from orbit_runtime.data.samples import build_samples, spread, trained, with_column, with_end
+from orbit_runtime.data.samples import build_samples, split_cohorts, spread, trained, with_column, with_end
 from orbit_runtime.spec.algorithm import KL
 from orbit_runtime.spec.objectives import Objective
 from orbit_runtime.spec.run import RunSpec
@@ -22,7 +22,8 @@ from orbit_runtime.types import ColumnName, Group, Rollout, Sample, Trainer
 def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P: Sequence[Group]) -> list[Sample]:
     """A sample per rollout that trains, with every column that the algorithm reads.
 
-    With dynamic sampling, groups that teach nothing are left out: they count in no mean.
+    Rollouts are compared within their cohorts. With dynamic sampling, those that teach nothing are left out: they count
+    in no mean.
     """
     objective = spec.algorithm.objective
     groups_P = _that_teach(objective, groups_P)
@@ -65,9 +66,11 @@ def _taught(trainer: Trainer, samples_D: Sequence[Sample], groups_P: Sequence[Gr
 
 
 def _that_teach(objective: Objective, groups_P: Sequence[Group]) -> Sequence[Group]:
+    """The rollouts that are compared with each other, as groups of their own."""
+    cohorts_P = [cohort for group in groups_P for cohort in split_cohorts(group)]
     if not objective.max_rounds:
-        return groups_P
-    return [group for group in groups_P if is_informative([each.reward for each in group.rollouts_G])]
+        return cohorts_P
+    return [group for group in cohorts_P if is_informative([each.reward for each in group.rollouts_G])]
 
 
 def mean_advantages(

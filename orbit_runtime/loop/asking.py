@@ -183,7 +183,13 @@ class Asking:
         return {question.who for question in self._open.values()}
 
     async def end(self, who: Collection[Hashable]) -> None:
-        """Aborts these callers' requests in flight; returns when none of them is sampled any more."""
+        """Aborts these callers' requests in flight; returns when none of them is sampled any more.
+
+        A caller may have made several, and some that were not submitted yet: those are cancelled.
+        """
+        for question in self._new:
+            if question.who in who:
+                question.answer.cancel()
         await self._end({number: question for number, question in self._open.items() if question.who in who})
 
     async def _end(self, request_ids: dict[int, _Question]) -> None:

@@ -16,9 +16,9 @@ import orjson
 import zstandard
 
 from orbit_runtime.data.records import rollout_from_line, rollout_to_line
-from orbit_runtime.environments.episodes import Episode, Played, Stopped
+from orbit_runtime.environments.episodes import Episode, Played, Stopped, sampled_tokens
 from orbit_runtime.errors import DataError
-from orbit_runtime.types import Completion, RoutedExperts
+from orbit_runtime.types import Completion, Rollout, RoutedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,10 @@ class Taken:
     tokens_cancelled: int = 0
     """Tokens that had been sampled for the cancelled prompts."""
 
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for each in self.played for rollout in each.rollouts]
+
 
 @dataclass
 class _Place:
@@ -71,7 +75,7 @@ class _Place:
     @property
     def tokens(self) -> int:
         """Tokens sampled for this episode so far."""
-        ended = sum(self.played.rollout.loss_mask_T) if self.played else 0
+        ended = sum(map(sampled_tokens, self.played.rollouts)) if self.played else 0
         return self.before + ended + sum(len(each.completion.token_ids_T) for each in self.paid.values())
 
 
@@ -242,9 +246,10 @@ class RolloutBuffer:
             assert len(left) == len(cancelled) or of_step.whole == left, "cancelled before enough had ended"
             for place in of_step.places:
                 assert not (place.played and place.paid), "tokens of an episode that has ended"
-                rollout = place.played.rollout if place.played else None
-                assert rollout is None or rollout.step == step, f"a rollout of step {rollout and rollout.step}"
-                assert rollout is None or (rollout.prompt_id, rollout.sample_index) == (place.name[0], place.name[2])
+                prompt_id, _, first = place.name
+                for index, rollout in enumerate(place.played.rollouts if place.played else ()):
+                    assert rollout.step == step, f"a rollout of step {rollout.step}"
+                    assert (rollout.prompt_id, rollout.sample_index) == (prompt_id, first + index)
                 assert all(key == paid.key for key, paid in place.paid.items())
 
 
@@ -269,6 +274,11 @@ def _to_line(kept: Kept) -> bytes:
         "number": kept.number,
         "name": kept.name,
         "rollout": orjson.Fragment(rollout_to_line(played.rollout)) if played else None,
+        **(
+            {"others": [orjson.Fragment(rollout_to_line(each)) for each in played.others]}
+            if played and played.others
+            else {}
+        ),
         "reasons": played.reasons if played else (),
         **({"stopped": played.stopped} if played and played.stopped else {}),
         "paid": kept.paid,
@@ -296,8 +306,8 @@ def _from_line(line: bytes) -> Kept:
 
 def _played(row: Mapping[str, Any]) -> Played:
     stopped = row.get("stopped")
-    rollout = rollout_from_line(orjson.dumps(row["rollout"]))
-    return Played(rollout, tuple(row["reasons"]), Stopped(**stopped) if stopped else None)
+    rollout, *others = (rollout_from_line(orjson.dumps(each)) for each in (row["rollout"], *row.get("others", ())))
+    return Played(rollout, tuple(row["reasons"]), Stopped(**stopped) if stopped else None, tuple(others))
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:

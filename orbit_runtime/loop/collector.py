@@ -105,7 +105,7 @@ class Collector:
         taken, (waiting, unfinished) = self._start(self._take(step)).result()
         prompts_P = self._steps.pop(step).prompts_P
         return Collected(
-            build_groups([prompts_P[index] for index in taken.groups], [each.rollout for each in taken.played]),
+            build_groups([prompts_P[index] for index in taken.groups], taken.rollouts),
             tuple(dict.fromkeys(reason for each in taken.played for reason in each.reasons)),
             sampled - waited,
             ended - sampled,

@@ -150,8 +150,8 @@ def initial_state(outline: Outline, adapter: AdapterFolder) -> dict[str, bytes]:
         )
     if left := sorted(tensors.keys() - wanted):
         raise ModelError(
-            f"it adapts {left[0].rpartition('.')[0]}, which this run's adapter does not: {len(left)} tensors have no "
-            "place",
+            f"it adapts {left[0].rpartition('.')[0]}, which this run's adapter does not: {len(left)} tensors "
+            "cannot be used",
             where=where,
             fix="write the `spec.adapter.targets` and `experts` of the run that made it",
         )

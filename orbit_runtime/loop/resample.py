@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from orbit_runtime.algorithms.advantages import is_informative
+from orbit_runtime.data.samples import split_cohorts
 from orbit_runtime.loop.collect import MAX_STOPPED, Collected
 from orbit_runtime.types import Group, Prompt, Sample
 
@@ -42,8 +43,8 @@ def collect_informative(
 
 
 def teaches(group: Group) -> bool:
-    """Whether two of its rollouts have different rewards."""
-    return is_informative([rollout.reward for rollout in group.rollouts_G])
+    """Whether two of its rollouts that are compared have different rewards."""
+    return any(is_informative([each.reward for each in cohort.rollouts_G]) for cohort in split_cohorts(group))
 
 
 def _joined(one: Collected, other: Collected) -> Collected:
@@ -65,15 +66,15 @@ class GroupCounts:
 
     groups: int
     equal: int
-    """Groups with two rewards or more, all of them equal."""
+    """Groups with two rewards or more, all those that are compared with each other equal."""
     masked: int
     """Groups without a rollout to train on: each timed out, crashed or is empty."""
 
 
 def count_groups(groups_P: Sequence[Group]) -> GroupCounts:
     masked = sum(not any(rollout.trains for rollout in group.rollouts_G) for group in groups_P)
-    rewards_PG = [[each.reward for each in group.rollouts_G if each.reward is not None] for group in groups_P]
-    equal = sum(len(rewards_G) > 1 and not is_informative(rewards_G) for rewards_G in rewards_PG)
+    scored = (sum(each.reward is not None for each in group.rollouts_G) for group in groups_P)
+    equal = sum(count > 1 and not teaches(group) for count, group in zip(scored, groups_P, strict=True))
     return GroupCounts(len(groups_P), equal, masked)
 
 

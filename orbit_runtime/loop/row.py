@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.data.stream import PromptStream
+from orbit_runtime.environments.episodes import UNCHOSEN
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.collect import Collected
 from orbit_runtime.loop.resample import count_groups
@@ -70,6 +71,7 @@ def step_row(
         rollouts_unfinished=collected.unfinished,
         prompts_cancelled=collected.prompts_cancelled,
         tokens_cancelled=collected.tokens_cancelled,
+        tokens_unchosen=round(sum(rollout.counts.get(UNCHOSEN, 0) for rollout in rollouts)),
         seconds_collect=collected.seconds_collect,
         seconds_score=collected.seconds_score,
         seconds_train=seconds_train,

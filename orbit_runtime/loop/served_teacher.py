@@ -9,6 +9,7 @@ What it says is part of the rollout: it is kept in checkpoints with it, and a re
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from orbit_runtime.environments.episodes import Environment, Episode, Played
 from orbit_runtime.loop.engines import PROBES, all_headers
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import Prompt, Tokenizer, TokenSource
+from orbit_runtime.types import Prompt, Rollout, Tokenizer, TokenSource
 
 if TYPE_CHECKING:
     from orbit_runtime.rollout.served_teacher import ServedTeacher
@@ -90,9 +91,12 @@ class TaughtEnvironment:
     async def play(self, episode: Episode, tokens: TokenSource) -> Played:
         """A rollout that does not train is nobody's lesson."""
         played = await self.environment.play(episode, tokens)
-        rollout = played.rollout
+        first, *others = await asyncio.gather(*(self._taught(each) for each in played.rollouts))
+        return replace(played, rollout=first, others=tuple(others))
+
+    async def _taught(self, rollout: Rollout) -> Rollout:
         if not rollout.trains:
-            return played
+            return rollout
         told_T = await self.teacher.logprobs(rollout.token_ids_T)
         column_T = spread(trained(told_T, rollout.loss_mask_T), rollout.loss_mask_T)
-        return replace(played, rollout=replace(rollout, teacher_logprobs_T=column_T))
+        return replace(rollout, teacher_logprobs_T=column_T)

@@ -121,7 +121,7 @@ def check_teacher(parts: Parts) -> list[str]:
     policy = parts.versions.active
     played = asyncio.run(_play(parts, parts.engine, episodes, OnePolicy(policy.name, policy.version)))
     if parts.teacher is not None:
-        groups = build_groups(asked, [each.rollout for each in played])
+        groups = build_groups(asked, [rollout for each in played for rollout in each.rollouts])
         _check_finite(parts.trainer, build_samples(groups), groups)
     taught = _play_taught(parts, episodes)
     if taught is None:

@@ -115,7 +115,7 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name
         raise ModelError(
             f"the checkpoint lacks {len(missing)} weights of a {architecture.family}, such as {missing[0]}",
             where=name,
-            fix="config.json and the weights are of two models, or files are missing: copy the model again",
+            fix="config.json and the weights belong to different models, or files are missing: copy the model again",
         )
     stored = [
         StoredWeight(expected[module], each.num_bytes, _format(each), _block(expected[module], each))

@@ -73,7 +73,7 @@ class _Module:
 
     def groups(self, columns: int, groups: int, ending: str, multiple: int) -> int:
         if columns % groups or (columns // groups) % multiple:
-            raise self.error(f"{groups} scales a row do not suit {columns} columns", ending)
+            raise self.error(f"{groups} scales a row do not fit {columns} columns", ending)
         return columns // groups
 
 
@@ -229,7 +229,7 @@ def _check_group(linear: StoredLinear, quant: QuantFormat, where: str) -> None:
         )
     if linear.group != quant.group_size:
         raise ModelError(
-            f"the scales stand for groups of {linear.group}, the config says {quant.group_size}",
+            f"the scales are for groups of {linear.group}, the config says {quant.group_size}",
             where=where,
             fix="copy config.json and the weights from the same place",
         )

@@ -113,7 +113,7 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> QuantFormat:
     rules = []
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
-            raise _unknown(f"config group {name} is no description of weights", where)
+            raise _unknown(f"config group {name} does not describe weights", where)
         packing = group.get("format") or block.get("format")
         layout, size = _compressed_group(packing, group, where)
         rules.append((layout, size, tuple(group.get("targets") or ("Linear",))))

@@ -19,7 +19,7 @@ def stage_layers(num_layers: int, stage: int, stages: int) -> range:
     """
     if stages > num_layers:
         raise UnsupportedError(
-            f"{num_layers} layers cannot be dealt out to {stages} stages",
+            f"{num_layers} layers cannot be divided into {stages} stages",
             where="spec.training.parallel.pipeline",
             fix=f"write at most {num_layers}",
         )

@@ -47,7 +47,7 @@ class Plan:
     """Whether to omit the chart if no line ever changes, as for features that the run does not use."""
 
 
-HELD_OUT_LOSS = "Loss of what was held out (nats a token)"
+HELD_OUT_LOSS = "Held-out loss (nats per token)"
 
 PLANS: tuple[Plan, ...] = (
     Plan("Reward", (("reward_mean", "mean ± deviation"),), is_main=True, deviation="reward_std"),
@@ -65,12 +65,13 @@ PLANS: tuple[Plan, ...] = (
     Plan("Completions cut off (share)", (("truncated_fraction", "share"),), most=1.0, varies=True),
     Plan("Divergence from the teacher (nats)", (("teacher_divergence", "divergence"),)),
     Plan("Critic's loss", (("value_loss", "loss"),)),
-    Plan("Variance that the critic foresaw (share)", (("explained_variance", "share"),), most=1.0),
-    Plan("Turns of an episode", (("turns_mean", "mean"),), varies=True),
-    Plan("Calls of tools", (("tool_calls", "calls"), ("tool_errors", "errors")), varies=True),
+    Plan("Variance predicted by the critic (share)", (("explained_variance", "share"),), most=1.0),
+    Plan("Turns per episode", (("turns_mean", "mean"),), varies=True),
+    Plan("Tool calls", (("tool_calls", "calls"), ("tool_errors", "errors")), varies=True),
     Plan("Policy versions behind", (("staleness_mean", "mean"), ("staleness_max", "max")), varies=True),
-    Plan("Stragglers that were cancelled", (("prompts_cancelled", "prompts"),), varies=True),
-    Plan("Tokens thrown away for stragglers", (("tokens_cancelled", "tokens"),), varies=True),
+    Plan("Cancelled stragglers", (("prompts_cancelled", "prompts"),), varies=True),
+    Plan("Discarded tokens of stragglers", (("tokens_cancelled", "tokens"),), varies=True),
+    Plan("Tokens of branches that were not chosen", (("tokens_unchosen", "tokens"),), varies=True),
     Plan("Top-1 agreement on the canary", (("parity_top1", "share"),), most=1.0),
     Plan("Parity with and without router replay",
          (("parity_mean_replayed", "through rollout's experts"),

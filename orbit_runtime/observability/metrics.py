@@ -68,12 +68,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward_std", "reward", "Standard deviation of the reward over the step's scored samples.",
            "orbit_run_reward_std", display=".4f"),
     _outcome("value", "Samples whose reward is a number."),
-    _outcome("wrong", "Samples that were no answer: reward 0, and they train."),
+    _outcome("wrong", "Samples that were not an answer: reward 0; they train."),
     _outcome("timeout", "Samples whose reward ran out of time: masked, never scored 0."),
-    _outcome("crash", "Samples whose reward raised or was no number: masked, never scored 0."),
+    _outcome("crash", "Samples whose reward raised or was not a number: masked, never scored 0."),
     Metric("groups", "groups", "Groups sampled in the step; more than promptsPerStep under dynamic sampling.",
            "orbit_run_groups", label=("kind", "all"), display="d"),
-    Metric("groups_equal", "groups", "Groups whose rewards are all equal: they teach nothing.", "orbit_run_groups",
+    Metric("groups_equal", "groups", "Groups whose rewards are all equal: they give no gradient.", "orbit_run_groups",
            label=("kind", "equal"), display="d"),
     Metric("groups_masked", "groups", "Groups of which no rollout trains.", "orbit_run_groups",
            label=("kind", "masked"), display="d"),
@@ -88,9 +88,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("teacher_divergence", "nats", "Mean divergence from the teacher, over sampled tokens K3.",
            "orbit_run_teacher_divergence", display=".4f"),
     Metric("value_loss", "reward^2", "Loss of the critic, over the step's updates.", "orbit_run_value_loss"),
-    Metric("explained_variance", "share", "Share of the returns' variance that the critic foresaw before the step.",
+    Metric("explained_variance", "share", "Share of the returns' variance that the critic predicted before the step.",
            "orbit_run_explained_variance", display=".3f"),
-    Metric("validation_loss", "nats", "SFT: mean loss of a held-out answer's token, where the step measured it.",
+    Metric("validation_loss", "nats", "SFT: mean loss per token of held-out answers, if the step measured it.",
            "orbit_run_validation_loss", display=".4f"),
     Metric("learning_rate", "rate", "Learning rate of the step's last optimizer update.", "orbit_run_learning_rate",
            display=".3g"),
@@ -102,9 +102,9 @@ METRICS: tuple[Metric, ...] = (
            "orbit_run_truncated_fraction", display=".2%"),
     Metric("turns_mean", "turns", "Mean number of the policy's turns in an episode.", "orbit_run_turns_mean",
            display=".2f"),
-    Metric("tool_calls", "calls", "Calls of tools that the policy made.", "orbit_run_tool_calls", "counter",
+    Metric("tool_calls", "calls", "Tool calls that the policy made.", "orbit_run_tool_calls", "counter",
            display="d"),
-    Metric("tool_errors", "calls", "Those that were answered by an error: malformed, unknown, failed, out of time.",
+    Metric("tool_errors", "calls", "Those that were answered with an error: malformed, unknown, failed, out of time.",
            "orbit_run_tool_errors", "counter", display="d"),
     Metric("tokens", "tokens", "Tokens sampled in the step; under SFT, tokens of answers.", "orbit_run_tokens",
            "counter", display="d"),
@@ -117,24 +117,26 @@ METRICS: tuple[Metric, ...] = (
     _parity("outside", "share", "Share of tokens whose probability ratio lies outside [0.9, 1.1]."),
     Metric("parity_top1", "share", "Share of the canary's tokens where both sides find the same one most probable.",
            "orbit_run_top1_agreement", display=".2%"),
-    Metric("parity_tokens", "tokens", "Tokens that these statistics are of.", kind="none", display="d"),
+    Metric("parity_tokens", "tokens", "Number of tokens in these statistics.", kind="none", display="d"),
     _parity("limit", "nats", "The limit that parity_mean is gated against."),
     _parity("mean_replayed", "nats", "Mean of the step's first micro-batch, through the experts that rollout chose."),
     _parity("mean_unreplayed", "nats", "The same through the experts that the trainer's routers choose."),
     Metric("router_agreement", "share", "Share of rollout's expert choices that the trainer's routers make too.",
            "orbit_run_router_agreement", display=".3%"),
-    Metric("staleness_mean", "versions", "Policy versions that a trained token was behind, on average.",
+    Metric("staleness_mean", "versions", "Mean number of policy versions by which a trained token was behind.",
            "orbit_run_staleness_mean", display=".2f"),
-    Metric("staleness_max", "versions", "Most policy versions that a trained token was behind.",
+    Metric("staleness_max", "versions", "Largest number of policy versions by which a trained token was behind.",
            "orbit_run_staleness_max", display="d"),
     Metric("rollouts_waiting", "samples", "Samples of later steps that had ended when this one's were taken.",
            "orbit_run_rollouts_waiting", display="d"),
     Metric("rollouts_unfinished", "samples", "Samples of later steps that were still being played then.",
            "orbit_run_rollouts_unfinished", display="d"),
-    Metric("prompts_cancelled", "prompts", "Prompts that the step went on without (rollout.overSampling).",
+    Metric("prompts_cancelled", "prompts", "Prompts that the step cancelled (rollout.overSampling).",
            "orbit_run_prompts_cancelled", "counter", display="d"),
-    Metric("tokens_cancelled", "tokens", "Tokens that had been sampled for these: thrown away.",
+    Metric("tokens_cancelled", "tokens", "Tokens already sampled for these, which are discarded.",
            "orbit_run_tokens_cancelled", "counter", display="d"),
+    Metric("tokens_unchosen", "tokens", "Tokens sampled in branches that no rollout of their episode contains.",
+           "orbit_run_tokens_unchosen", "counter", display="d"),
     Metric("prompts_tried", "prompts", "With data.difficulty: prompts whose pass rate is known.",
            "orbit_run_pass_rates", label=("prompts", "tried"), display="d"),
     Metric("prompts_too_hard", "prompts", "Of these, those below data.difficulty.low.",
@@ -142,14 +144,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("prompts_too_easy", "prompts", "Those above data.difficulty.high.",
            "orbit_run_pass_rates", label=("prompts", "too easy"), display="d"),
     _stage("collect", "Waiting for the step's completions; with maxStaleness most of it happens beside other stages."),
-    _stage("score", "Rewards that sampling did not hide."),
+    _stage("score", "Scoring that sampling did not hide."),
     _stage("train", "Forward, backward and optimizer."),
     _stage("publish", "Writing, loading and proving the new adapter."),
-    _stage("checkpoint", "What making the step durable took of the loop's time; most of it happens beside the next "
-           "step. It is written with the next step's row, or at the end: empty until then, and where the process was "
-           "killed before."),
-    _stage("evaluate", "Measuring what is held out behind the step; no part of seconds_total."),
-    Metric("seconds_total", "s", "The whole step, its checkpoint included where seconds_checkpoint is there.",
+    _stage("checkpoint", "The loop's time for making the step durable; most of it happens beside the next step. It is "
+           "written with the next step's row, or at the end: empty until then, and if the process was killed before."),
+    _stage("evaluate", "Measuring held-out data after the step; not part of seconds_total."),
+    Metric("seconds_total", "s", "The whole step, including its checkpoint if there is a seconds_checkpoint.",
            "orbit_run_step_seconds", display=".3f", is_time=True),
 )  # fmt: skip
 
@@ -181,9 +182,9 @@ def part_field(reward: str) -> str:
 EVALUATION = Metric(
     "eval_<name>_<statistic>",
     "reward",
-    "Behind a step with an evaluation: of `spec.evaluation.environments` by name the `mean` reward over prompts, the "
-    "`low` and `high` end of its 95 % interval, `pass` (pass@k of all samples of a prompt) and how many samples are "
-    "`unscored`.",
+    "After a step with an evaluation, for each of `spec.evaluation.environments` by name: the `mean` reward over "
+    "prompts, the `low` and `high` end of its 95 % interval, `pass` (pass@k of all samples of a prompt) and the number "
+    "of `unscored` samples.",
     "orbit_run_evaluation",
     display=".4f",
 )
@@ -201,8 +202,8 @@ def evaluation_field(environment: str, statistic: str) -> str:
 SOURCE = Metric(
     "source_<name>_<statistic>",
     "",
-    "With weights: of each of `data.prompts`, by the first part of its prompts' ids, the mean `reward` of the step, "
-    "its `groups`, and how many `epochs` it has been gone through.",
+    "With weights, for each of `data.prompts` by the first part of its prompts' ids: the mean `reward` of the step, "
+    "its `groups`, and how many `epochs` of it have been drawn.",
     "orbit_run_source",
 )
 """A family of fields, one for each source and statistic; their series has both for labels."""

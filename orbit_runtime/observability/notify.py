@@ -93,7 +93,7 @@ def notify(
             if attempt + 1 < ATTEMPTS:
                 sleep(PAUSE_SECONDS * 2**attempt)
         if problem:
-            note(f"warning: {each.name} was not told how the run ended: {problem}")
+            note(f"warning: {each.name} could not be notified of the run's end: {problem}")
 
 
 def _post(url: str, body: Mapping[str, Any]) -> tuple[str, bool]:

@@ -233,11 +233,11 @@ def _judge(folder: RunFolder, ended: str | None, now: float) -> tuple[str, str |
     if ended is not None:
         return _judge_ended(ended, folder)
     if not beat and not folder.rows:
-        return "empty", "nothing was run here yet", None
+        return "empty", "nothing has run here yet", None
     age = now - float(beat.get("at", 0.0))
     if beat and age <= STALE_SECONDS:
         return "running", f"last sign of life {max(0.0, age):.0f} s ago", None
-    return "interrupted", "the process ended without saying so; start it again to continue", None
+    return "interrupted", "the process ended without recording it; start it again to continue", None
 
 
 def _judge_ended(ended: str, folder: RunFolder) -> tuple[str, str | None, int | None]:
@@ -246,7 +246,7 @@ def _judge_ended(ended: str, folder: RunFolder) -> tuple[str, str | None, int | 
     if ended == "exhausted":
         return "done", "the prompts are used up (data.epochs)", errors.EXIT_DONE
     if ended == "converged":
-        return "done", "what was held out got no better (data.validation.patience)", errors.EXIT_DONE
+        return "done", "the held-out loss no longer improved (data.validation.patience)", errors.EXIT_DONE
     if ended == "stopped":
         return "stopped", "on request; start it again to continue", errors.EXIT_STOPPED
     kind = getattr(errors, ended, None)

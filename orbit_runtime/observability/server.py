@@ -121,7 +121,7 @@ async def _answer(request: Request, made: Callable[[], bytes | None], kind: str)
 
 
 _NOT_OWN = (
-    "the page shows prompts and answers: ask from this machine, such as through `kubectl port-forward` or ssh -L\n"
+    "the page shows prompts and answers: open it from this machine, such as through `kubectl port-forward` or ssh -L\n"
 )
 
 

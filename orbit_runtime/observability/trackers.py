@@ -76,13 +76,13 @@ def check_trackers(asked: Sequence[Asked], environ: Mapping[str, str]) -> None:
             raise UnsupportedError(f"{each.kind} needs the package {package}", where=f"{where}.type", fix=fix)
         if each.kind == "TensorBoard" and (each.uri is None or "://" in each.uri):
             raise UnsupportedError(
-                "TensorBoard's files are written to a local folder, and the run folder is none",
+                "TensorBoard's files are written to a local folder, but the run folder is not local",
                 where=f"{where}.uri",
                 fix="write a local path",
             )
         if each.kind == "WandB" and not _has_key(each.uri, environ):
             raise CredentialsError(
-                "there is no key of Weights & Biases here",
+                "there is no key for Weights & Biases",
                 where=where,
                 fix="set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline",
             )
@@ -151,7 +151,7 @@ class Tracking:
                     break
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._give_up(f"it has not taken everything within {seconds:.0f} s")
+            self._give_up(f"it has not accepted everything within {seconds:.0f} s")
 
     def _work(self) -> None:
         try:
@@ -178,7 +178,7 @@ class Tracking:
         if self._once.acquire(blocking=False):
             self._given_up.set()
             self._note(
-                f"warning: {self._name} is told nothing more, and the run goes on: {reason}; its rows are in the run "
+                f"warning: {self._name} gets no more rows, but the run continues: {reason}; its rows are in the run "
                 "folder, and the next start of this run sends them again"
             )
 

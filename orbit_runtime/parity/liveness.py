@@ -252,7 +252,7 @@ def check_unproven(proofs: Sequence[Proof], in_a_row: int) -> None:
         + "; ".join(reasons),
         where="spec.parity.maxUnproven",
         fix="let the servers run Orbit's plug-in, which reads their slots back (docs/guides/sglang.md); or raise it, "
-        "and take the adapter's arrival on trust for longer",
+        "and accept unproven publishes for longer",
     )
 
 
@@ -278,8 +278,8 @@ def _noise(trainer_base: Scored, base: Scored, previous: Reading | None, start: 
 
 def _grown(measured: float, noise: float) -> str:
     return (
-        f"with no adapter the engine's log-probs of the canary are {measured / noise:.1f} times as far from what they "
-        f"should be as noise can have grown to since the publish before ({noise:.2g} nat): its base may have changed"
+        f"with no adapter the engine's log-probs of the canary are {measured / noise:.1f} times as far off as the "
+        f"noise can have grown since the previous publish ({noise:.2g} nat): its base may have changed"
     )
 
 
@@ -288,7 +288,7 @@ def _unexplained_failures(left: float, noise: float) -> list[str]:
         return []
     return [
         f"token by token the adapter's effect on the canary differs from the trainer's by {left:.2f} times what "
-        f"noise of {noise:.2g} nat can make of it: a part of it is missing, or another one"
+        f"noise of {noise:.2g} nat can cause: a part of it is missing or wrong"
     ]
 
 
@@ -302,7 +302,7 @@ def _weigh_effect(expected_T: Sequence[float], found_T: Sequence[float], noise: 
         noise,
         small="the adapter's effect on the canary is too small for this engine's noise of {noise:.2g} nat per token",
         another="the engine shows {effect.scale:.2f} times the adapter's effect on the canary, not 1.00 within "
-        "{effect.margin:.2f}: it is not applied (0), scaled otherwise, or another one",
+        "{effect.margin:.2f}: it is not applied (0), scaled differently, or another adapter's",
     )
 
 
@@ -319,8 +319,8 @@ def _weigh_novelty(reading: Reading, previous: Reading | None, noise: float) -> 
         _differences(reading.engine_T, before.engine_T),
         noise,
         small=f"since {before.name} the adapter's effect moved too little for this engine's noise of {{noise:.2g}} nat",
-        another=f"since {before.name} the engine's canary moved by {{effect.scale:.2f}} times what the trainer's did, "
-        "not by 1.00 within {effect.margin:.2f}: it still samples from an older version (0), or from another one",
+        another=f"since {before.name} the engine's canary moved {{effect.scale:.2f}} times as much as the trainer's, "
+        "not 1.00 within {effect.margin:.2f}: it still samples from an older version (0), or from another one",
     )
 
 
@@ -351,7 +351,7 @@ def _bytes_failures(
         explained = engine.explain_slot(name, published)
         how = f": {explained}" if explained else ""
         failures.append(
-            f"the engine's slot holds {str(slot_digest)[:19]}…, published was {published.digest[:19]}…{how}"
+            f"the engine's slot holds {str(slot_digest)[:19]}…, the published digest is {published.digest[:19]}…{how}"
         )
     if adapted.applied_digest != expected:
         failures.append(f"the engine's layers applied {str(adapted.applied_digest)[:19]}…, expected {expected[:19]}…")
@@ -377,7 +377,7 @@ def _base_failures(moved: float, limit: float) -> list[str]:
     if moved <= limit:
         return []
     return [
-        f"the engine's base is another one than at the previous publish: with no adapter its log-probs of the canary "
+        f"the engine's base differs from that of the previous publish: with no adapter its log-probs of the canary "
         f"moved by {moved:.3g}, limit {limit:.3g}"
     ]
 
@@ -387,7 +387,7 @@ def _cache_failures(name: str, adapted: Scored, cached: float | None, limit: flo
     failures = []
     if cached is not None and not cached <= limit:
         failures.append(
-            f"{shared}behind its cached beginning the canary's log-probs are {cached:.3g} from those computed anew, "
+            f"{shared}after its cached prefix the canary's log-probs are {cached:.3g} from those computed anew, "
             f"limit {limit:.3g}"
         )
     if adapted.cached is not None and adapted.cached.tokens:
@@ -413,7 +413,7 @@ def _novelty_failures(
 
 def _predecessor_failures(engine: Copy, canary_T: Sequence[int], previous: Reading, limit: float) -> list[str]:
     """The version that sampled until now must still be as it was proven: engines drop adapters on their own."""
-    gone = f"{previous.name}, which sampled until now, no longer stands as it was proven"
+    gone = f"{previous.name}, which sampled until now, is no longer as it was proven"
     if engine.reads_back:
         if engine.adapter_digest(previous.name) == previous.digest:
             return []

@@ -95,12 +95,12 @@ class Location:
 
     def sentence(self) -> str:
         """Example: `first at model.layers.2.mlp.up_proj (0.013, limit 2e-05): base tensor … differs: 1 of 32768 …`."""
-        missing = _listed(self.missing, "the engine did not tell")
+        missing = _listed(self.missing, "the engine did not report")
         return "; ".join(filter(None, (self._where(), missing, self._open(), self._choices())))
 
     def verdict(self) -> str:
-        """Example: `they part first at …`, or `not all layers were compared: the engine did not tell …`."""
-        words = "they part " if self.found else "" if self.is_clear else "not all layers were compared: "
+        """Example: `they differ first at …`, or `not all layers were compared: the engine did not report …`."""
+        words = "they differ " if self.found else "" if self.is_clear else "not all layers were compared: "
         return words + self.sentence()
 
     def _where(self) -> str:

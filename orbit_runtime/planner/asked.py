@@ -32,7 +32,7 @@ def asked_machine(run: OrbitRun, gpu: str | None = None) -> Machine | None:
     card = find_gpu(name)
     if card is None:
         raise UsageError(
-            f"`{name}` is no GPU that the planner knows",
+            f"`{name}` is not a GPU that the planner knows",
             where="--gpu" if gpu else "spec.placement.gpuProduct",
             fix=f"name one of {', '.join(each.name for each in CARDS)}",
         )

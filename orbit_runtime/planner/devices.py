@@ -52,7 +52,7 @@ def device_problem(placement: Placement, num_gpus: int) -> str | None:
     asked = placement.trainer_gpus
     if placement.layout != "Split" or asked is None or num_gpus < 2 or asked < num_gpus:
         return None
-    return f"the trainer's {asked} GPUs leave the engine none of the {num_gpus} that are here"
+    return f"the trainer's {asked} GPUs leave the engine none of this machine's {num_gpus}"
 
 
 def gpu_names(gpus: range) -> str:

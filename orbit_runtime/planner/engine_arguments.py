@@ -42,18 +42,22 @@ def _spread(model: ModelFacts, job: Job, size: int) -> Iterator[Contradicting]:
     shape, given = model.architecture, job.engine_arguments
     experts: Any = given.get("ep-size", 1)
     if experts > 1 and not shape.num_experts:
-        yield "ep-size", f"{model.name} has no routed experts to deal out", "remove `ep-size`"
+        yield "ep-size", f"{model.name} has no routed experts to distribute", "remove `ep-size`"
     elif size % experts:
-        yield "ep-size", f"a server's {size} GPUs cannot be cut in {experts}", f"write one of {_divisors(size)}"
+        yield "ep-size", f"a server's {size} GPUs cannot be divided by {experts}", f"write one of {_divisors(size)}"
     elif experts > 1 and shape.num_experts % experts:
         fits = [each for each in _divisors(size) if shape.num_experts % each == 0]
-        yield "ep-size", f"{shape.num_experts} experts cannot be dealt out to {experts} GPUs", f"write one of {fits}"
+        yield (
+            "ep-size",
+            f"{shape.num_experts} experts cannot be distributed over {experts} GPUs",
+            f"write one of {fits}",
+        )
     elif experts > 1 and job.experts != "None":
-        message = "adapters of routed experts are read back where experts are cut, and not where they are dealt out"
+        message = "adapters of routed experts are read back if experts are cut, but not if they are distributed"
         yield "ep-size", message, "write adapter.experts: None, or remove `ep-size`"
     groups: Any = given.get("attn-dp-size", 1)
     if size % groups:
-        yield "attn-dp-size", f"a server's {size} GPUs cannot be cut in {groups}", f"write one of {_divisors(size)}"
+        yield "attn-dp-size", f"a server's {size} GPUs cannot be divided by {groups}", f"write one of {_divisors(size)}"
     if given.get("moe-a2a-backend", "none") != "none" and experts == 1:
         yield "moe-a2a-backend", "without `ep-size` no token travels to an expert", "add `ep-size`"
     if given.get("enable-dp-lm-head") and groups == 1:
@@ -74,11 +78,11 @@ def _speculation(model: ModelFacts, job: Job) -> Iterator[Contradicting]:
     if job.deterministic:
         yield (
             name,
-            "a guess that is kept takes no draw of the request's own seed",
+            "an accepted guess does not use the request's own seed",
             "remove it, or rollout.deterministic",
         )
     if job.adapter == "OFT":
-        yield name, "the pass that checks guesses is not one that Orbit's plug-in turns", "use adapter.type: LoRA"
+        yield name, "Orbit's plug-in does not rotate the pass that checks guesses", "use adapter.type: LoRA"
 
 
 def _divisors(size: int) -> list[int]:

@@ -77,13 +77,13 @@ def objection(model: ModelFacts, job: Job, layout: Layout) -> str | None:
 def _objections(model: ModelFacts, job: Job, layout: Layout) -> Iterator[str]:
     shape, tensor, expert = model.architecture, layout.tensor, layout.expert
     if shape.num_heads % tensor:
-        yield f"{shape.num_heads} attention heads cannot be dealt out to {tensor} ranks"
+        yield f"{shape.num_heads} attention heads cannot be divided among {tensor} ranks"
     if any(weight.target in KEYS for weight in shape.weights) and shape.kv.heads % tensor:
-        yield f"{shape.kv.heads} heads of keys and values cannot be dealt out to {tensor} ranks"
+        yield f"{shape.kv.heads} heads of keys and values cannot be divided among {tensor} ranks"
     if layout.pipeline > shape.num_layers:
-        yield f"{shape.num_layers} layers cannot be dealt out to {layout.pipeline} stages"
+        yield f"{shape.num_layers} layers cannot be divided into {layout.pipeline} stages"
     if shape.num_experts and shape.num_experts % expert:
-        yield f"{shape.num_experts} experts cannot be dealt out to {expert} ranks"
+        yield f"{shape.num_experts} experts cannot be divided among {expert} ranks"
     if shape.num_experts and (expert % tensor or (layout.num_gpus // layout.pipeline) % expert):
         yield (
             f"experts in {expert} parts and matrices in {tensor} do not fit {layout.num_gpus} ranks: the experts' "
@@ -99,14 +99,14 @@ def _cuts(stored: StoredWeight, tensor: int, job: Job) -> Iterator[str]:
     width = weight.shape[1 if by_columns else 0]
     side = "columns" if by_columns else "rows"
     if width % tensor:
-        yield f"the {width} {side} of {weight.module} cannot be cut in {tensor}"
+        yield f"the {width} {side} of {weight.module} cannot be divided by {tensor}"
         return
     block = stored.block[1 if by_columns else 0] if stored.block else 1
     if width // tensor % block:
-        yield f"each of {tensor} ranks would have {width // tensor} {side} of {weight.module}, one scale is for {block}"
+        yield f"each of {tensor} ranks would have {width // tensor} {side} of {weight.module}, a scale covers {block}"
     if by_columns and job.adapter == "OFT" and width // tensor % job.rank:
         yield (
-            f"each of {tensor} ranks would have {width // tensor} inputs of {weight.module}, and OFT's blocks are of "
+            f"each of {tensor} ranks would have {width // tensor} inputs of {weight.module}, but OFT's blocks have "
             f"{job.rank}"
         )
 

@@ -216,7 +216,7 @@ def division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Mach
     gpus = len(job.devices.trainer)
     why = objection(model, job, layout)
     if why is None and machine.gpu is not None and layout.num_gpus != gpus:
-        why = f"the sizes are for {layout.num_gpus} ranks, and the trainer has {gpus} GPUs"
+        why = f"the sizes are for {layout.num_gpus} ranks, but the trainer has {gpus} GPUs"
     if why is None and machine.nodes > 1 and machine.node_gpus % layout.tensor:
         why = f"the parts of a matrix, {layout.tensor}, must stay on one node, which has {machine.node_gpus} GPUs"
     if why is None:
@@ -230,9 +230,7 @@ def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:
     if job.engine != "SGLang" or job.asked_server_gpus is not None or job.servers * size >= gpus:
         return []
     why = find_objection(model, job, gpus // job.servers, gpus)
-    why = (
-        f"{gpus - job.servers * size} of {gpus} GPUs serve nothing: {why or f'{job.servers} servers share them evenly'}"
-    )
+    why = f"{gpus - job.servers * size} of {gpus} GPUs are unused: {why or f'{job.servers} servers share them evenly'}"
     return [why]
 
 
@@ -255,7 +253,7 @@ def _too_big(choice: Choice, model: ModelFacts, machine: Machine) -> list[Proble
 def _short(has: int | None, needs: int, what: str, field: str) -> list[Problem]:
     if has is None or needs <= has:
         return []
-    message = f"the run needs {needs / GIB:.1f} GiB of {what}, {has / GIB:.1f} are there"
+    message = f"the run needs {needs / GIB:.1f} GiB of {what}, {has / GIB:.1f} are available"
     return [Problem(message, f"spec.{field}", f"give it at least {needs / GIB:.0f} GiB")]
 
 
@@ -267,7 +265,7 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
     if setting.micro_batch_tokens < job.micro_batch_tokens:
         notes.append(f"{job.micro_batch_tokens} tokens a micro-batch do not fit: {setting.micro_batch_tokens} do")
     if job.recompute == "Auto" and setting.recompute != "None" and choice.fits:
-        notes.append(f"what a backward pass needs does not fit: training.recompute is {setting.recompute}")
+        notes.append(f"the memory of a backward pass does not fit: training.recompute is {setting.recompute}")
     held = choice.sizes.phases["rollout"].get("KV cache", 0) // max(1, choice.sizes.kv_bytes_per_sequence)
     if job.samples and held < choice.sizes.running:
         notes.append(f"the KV cache holds {held} of {choice.sizes.running} completions at full length; the others wait")
@@ -277,7 +275,7 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
     if job.engine_arguments and job.engine == "SGLang":
         notes.append("rollout.engineArguments are passed to SGLang as they are: not run on hardware")
     if model.unknown:
-        notes.append(f"{len(model.unknown)} tensors are not of this family and count as they are: {model.unknown[0]} …")
+        notes.append(f"{len(model.unknown)} tensors are not of this family, counted as they are: {model.unknown[0]} …")
     return notes
 
 
@@ -291,7 +289,7 @@ def _host_bytes(choice: Choice, machine: Machine) -> int:
     gathered = setting.adapter.total * (known.CHECKPOINT_BYTES + 2)
     # A server that releases its weights keeps a copy of them in main memory.
     backup = served * base_bytes(setting, "engine") if job.sleep == "All" else 0
-    # With several nodes, the first has the servers; each of the others has ranks, one of which gathers.
+    # With several nodes, the first has the servers; each of the others has ranks.
     ranks = max(1, setting.layout.num_gpus)
     processes = ranks + served if machine.nodes == 1 else max(machine.node_gpus, served)
     return processes * known.HOST_RANK_BYTES + gathered + backup

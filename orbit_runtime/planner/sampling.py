@@ -53,7 +53,7 @@ LACKS: dict[Kind, tuple[Lack, ...]] = {
     "SGLang": (_PENALTY, _ENDS),
     "SGLang without plug-in": (*(Lack((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
     "SGLang, deterministic": (*(Lack((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
-    "vLLM": (Lack(("minP", "topP"), "it cuts by minP first, and so leaves more to topP than the trainer counts with"),),
+    "vLLM": (Lack(("minP", "topP"), "it cuts by minP first, so it leaves more to topP than the trainer assumes"),),
 }
 """For SGLang 0.5.23, from its `layers/sampler.py`, `sampling/penaltylib` and `managers/schedule_batch.py`; for
 vLLM 0.32, from its documentation: no vLLM was run with these settings."""
@@ -70,7 +70,7 @@ def check_sampling(sampling: Sampling, kind: Kind, name: str) -> None:
             blamed, *others = lack.fields
             together = f" together with {' and '.join(others)}" if others else ""
             raise UnsupportedError(
-                f"{name} gives no {blamed}{together}: {lack.why}",
+                f"{name} does not support {blamed}{together}: {lack.why}",
                 where=f"spec.rollout.sampling.{blamed}",
                 fix=f"write engine: Torch, or remove {' or '.join(lack.fields)}",
             )
@@ -117,8 +117,8 @@ def check_teacher_sampling(spec: RunSpec) -> None:
     shaping = shaping_fields(sampling_of(spec)) if teacher is not None and teacher.type == "Served" else ()
     if shaping:
         raise UnsupportedError(
-            f"servers tell how likely the model itself finds a token, and with {' and '.join(shaping)} the policy "
-            "samples from another distribution than its own",
+            f"servers report log-probs of the model's own distribution, but with {' and '.join(shaping)} the policy "
+            "samples from another",
             where=f"spec.rollout.sampling.{shaping[0]}",
             fix=f"remove {' and '.join(shaping)}, or take a teacher on the run's own base",
         )

@@ -43,7 +43,7 @@ def find_objection(model: ModelFacts, job: Job, size: int, num_gpus: int) -> str
     if job.engine != "SGLang":
         return None
     if num_gpus and job.servers * size > num_gpus:
-        return f"{job.servers} x {size} GPUs are more than the {num_gpus} that servers can have here"
+        return f"{job.servers} x {size} GPUs are more than the {num_gpus} available to servers"
     if size == 1:
         return None
     return next(_objections(model, job, size, on_cpu=num_gpus == 0), None)
@@ -72,10 +72,10 @@ def check_servers(model: ModelFacts, job: Job, num_gpus: int) -> int:
 def _objections(model: ModelFacts, job: Job, size: int, *, on_cpu: bool) -> Iterator[str]:
     shape = model.architecture
     if shape.num_heads % size:
-        yield f"{shape.num_heads} attention heads cannot be dealt out to {size} GPUs"
+        yield f"{shape.num_heads} attention heads cannot be divided among {size} GPUs"
     heads = shape.kv.heads
     if heads > 1 and heads % size and (size % heads or on_cpu):
-        yield f"{heads} heads of keys and values can be neither dealt out to {size} GPUs nor repeated on them"
+        yield f"{heads} heads of keys and values can be neither divided among {size} GPUs nor repeated on them"
     for stored in model.weights:
         if stored.weight.is_linear and stored.weight.is_split and stored.weight.role not in ("mtp", "vision", "head"):
             yield from _cuts(stored, size, heads, on_cpu=on_cpu, family=shape.family)
@@ -84,8 +84,8 @@ def _objections(model: ModelFacts, job: Job, size: int, *, on_cpu: bool) -> Iter
             width = weight.shape[-1]
             if weight.is_split and weight.target in ROW_PARALLEL and width // size % job.rank:
                 yield (
-                    f"each of {size} GPUs has {width // size} input features of {weight.module}, and blocks of "
-                    f"{job.rank} would lie on two"
+                    f"each of {size} GPUs has {width // size} input features of {weight.module}, so blocks "
+                    f"of {job.rank} would be on two"
                 )
 
 
@@ -96,12 +96,12 @@ def _cuts(stored: StoredWeight, size: int, heads: int, *, on_cpu: bool, family: 
         size = min(size, heads)
     width = columns if is_row_parallel else rows
     if width % size:
-        yield f"the {width} {'columns' if is_row_parallel else 'rows'} of {weight.module} cannot be cut in {size}"
+        yield f"the {width} {'columns' if is_row_parallel else 'rows'} of {weight.module} cannot be divided by {size}"
         return
     is_inner = weight.role in ("dense_mlp", "shared_expert", "routed_expert")
     if on_cpu and is_inner and width // size % CPU_MULTIPLE:
         yield (
-            f"on a CPU SGLang cuts {weight.module} in multiples of {CPU_MULTIPLE}, and each of {size} processes would "
+            f"on a CPU SGLang cuts {weight.module} at multiples of {CPU_MULTIPLE}, but each of {size} processes would "
             f"have {width // size}"
         )
     # On a CPU the base is unpacked; and SGLang cuts the experts of gpt-oss regardless of where blocks end.
@@ -111,5 +111,5 @@ def _cuts(stored: StoredWeight, size: int, heads: int, *, on_cpu: bool, family: 
     if width // size % block:
         yield (
             f"each of {size} GPUs has {width // size} {'columns' if is_row_parallel else 'rows'} of {weight.module}, "
-            f"and one scale is for {block}"
+            f"a scale covers {block}"
         )

@@ -106,22 +106,22 @@ LIMITS: tuple[Limit, ...] = (
         engine=("SGLang",), gpu=("B200", "A100", "RTX4090"),
     ),
     Limit(
-        "refused", "SGLang 0.5.23 holds no LoRA of the experts of gpt-oss, whose gate and up are one tensor",
+        "refused", "SGLang 0.5.23 supports no LoRA on the experts of gpt-oss, whose gate and up are one tensor",
         "write adapter.experts: None, or adapter.type: OFT", "adapter.experts",
         family=("gpt_oss",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",),
     ),
     Limit(
-        "refused", "SGLang 0.5.23 holds a LoRA of routed experts shared on the outer side, or one for each",
+        "refused", "SGLang 0.5.23 supports LoRA of routed experts shared on the outer side, or one for each",
         "write adapter.experts: SharedOuter", "adapter.experts",
         adapter=("LoRA",), experts=("Shared",), engine=("SGLang",),
     ),
     Limit(
-        "refused", "in SGLang tokens are turned before they are sent to their experts, so all experts share an R",
+        "refused", "in SGLang tokens are rotated before they are sent to their experts, so all experts share one R",
         "write adapter.experts: Shared", "adapter.experts",
         adapter=("OFT",), experts=("SharedOuter", "PerExpert"), engine=("SGLang",),
     ),
     Limit(
-        "refused", "SGLang computes routed experts in one kernel on a GPU: no R can stand before their down_proj",
+        "refused", "SGLang computes routed experts in one kernel on a GPU: no R can be applied before their down_proj",
         "leave down_proj out of adapter.targets, or write adapter.experts: None", "adapter.targets",
         adapter=("OFT",), experts=("Shared",), engine=("SGLang",), on_gpu=True, adapts_down=True,
     ),
@@ -149,7 +149,7 @@ LIMITS: tuple[Limit, ...] = (
         "point model.uri at the released checkpoint", "model.uri", format=("INT4", "NVFP4"), family=("deepseek_v4",),
     ),
     Limit(
-        "refused", "adapters of routed experts are not handed to attached servers in this version",
+        "refused", "adapters of routed experts are not sent to attached servers in this version",
         "write adapter.experts: None", "adapter.experts",
         experts=("SharedOuter", "Shared", "PerExpert"), engine=("OpenAI",),
     ),
@@ -164,8 +164,8 @@ LIMITS: tuple[Limit, ...] = (
         trainer=("Megatron",), critic=True,
     ),
     Limit(
-        "missing", "ranks hold no second adapter, and none a whole distribution: their teacher is the base or a served "
-        "model, by sampled tokens",
+        "missing", "ranks hold neither a second adapter nor a whole distribution: their teacher is the base or a "
+        "served model, by sampled tokens",
         "write training.trainer: Torch where one GPU is enough, or algorithm.teacher: {type: Base, over: Sampled}",
         "training.trainer",
         trainer=("Megatron",), teacher=True,

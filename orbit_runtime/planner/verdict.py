@@ -111,11 +111,11 @@ def _idle(made: Plan, num_gpus: int, whole: Devices) -> str | None:
     if not idle:
         return None
     names = ", ".join(map(str, idle))
-    told = f"{len(idle)} of {num_gpus} GPUs stand idle ({names})"
+    told = f"{len(idle)} of {num_gpus} GPUs are idle ({names})"
     if whole.are_apart and any(gpu in whole.trainer for gpu in idle):
         return f"{told}: one is enough for the trainer; write placement.trainerGpus: 1 or training.trainer: Megatron"
     if whole.are_apart:
-        return f"{told}: the engine's servers do not take them (rollout.replicas, tensorParallel)"
+        return f"{told}: the engine's servers do not use them (rollout.replicas, tensorParallel)"
     return (
         f"{told}: one is enough for the trainer; lower placement.gpus, give them to the engine "
         "(rollout.engine: SGLang, replicas, tensorParallel), or write training.trainer: Megatron"

@@ -21,15 +21,15 @@ def whole_problems(spec: RunSpec, precision: str | None = None, num_experts: int
         return
     if spec.algorithm.type != "SFT":
         yield Problem(
-            f"the whole of a model is trained by demonstrations only: with algorithm.type {spec.algorithm.type} an "
-            "engine would have to be given every weight at each publish",
+            f"a whole model is trained only on demonstrations: with algorithm.type {spec.algorithm.type} an engine "
+            "would need every weight at each publish",
             FIELD,
-            f"{ADAPT}; or write algorithm.type: SFT, and begin the run of rewards with the model that it ends with",
+            f"{ADAPT}; or write algorithm.type: SFT, and start the run with rewards from the resulting model",
         )
     precision = precision or spec.model.precision
     if precision not in ("Auto", "BF16"):
         yield Problem(
-            f"{precision} weights are packed and frozen: no optimizer moves them",
+            f"{precision} weights are packed and frozen: they cannot be trained",
             FIELD,
             f"name a BF16 checkpoint in spec.model, or {ADAPT}",
         )
@@ -45,10 +45,10 @@ def whole_problems(spec: RunSpec, precision: str | None = None, num_experts: int
         yield Problem("no base is left beside the model to keep it close to", FIELD, f"remove algorithm.kl, or {ADAPT}")
     for field, value, fix in (
         ("targets", spec.adapter.targets, "remove it"),
-        ("initFrom", spec.adapter.init_from, "name the model to begin with in spec.model.uri"),
+        ("initFrom", spec.adapter.init_from, "name the model to start from in spec.model.uri"),
     ):
         if value is not None:
-            yield Problem(f"adapter.{field} speaks of an adapter, and with `Full` there is none", FIELD, fix)
+            yield Problem(f"adapter.{field} applies to an adapter, but with `Full` there is none", FIELD, fix)
 
 
 def check_whole(spec: RunSpec) -> None:
@@ -61,7 +61,7 @@ def check_adapted(spec: RunSpec) -> None:
     """Raises UnsupportedError (78) if a run's adapters are requested but it trains the model itself."""
     if spec.adapter.type == "Full":
         raise UnsupportedError(
-            "a run that trains the whole of a model has no adapters: what it ends with is a model",
+            "a run that trains a whole model has no adapters: its result is a model",
             where=FIELD,
             fix="name that model, <run folder>/models/policy-v…: `orbit serve --model`, or `spec.model.uri` of a "
             "manifest with an adapter",

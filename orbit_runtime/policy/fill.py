@@ -28,7 +28,7 @@ from orbit_runtime.quant.linear import FrozenLinear
 
 EMBEDDINGS = re.compile(r"\b(embed_in|embed_tokens|word_embeddings|wte|tok_embeddings)\.weight$")
 """Names in transformers' families of the layer that has the output layer's shape but is not the output layer."""
-MISMATCH = "config.json and the weights are of two models: copy or download the model again"
+MISMATCH = "config.json and the weights belong to different models: copy or download the model again"
 
 
 def fill(
@@ -254,7 +254,7 @@ def _no_head(head: nn.Linear, reader: CheckpointReader, wanted: str) -> ModelErr
         return ModelError(
             f"the checkpoint holds no output layer {wanted}, and config.json does not tie it to the embedding",
             where=str(reader.folder),
-            fix="write tie_word_embeddings: true in config.json where the model is tied, or download the model again",
+            fix="write tie_word_embeddings: true in config.json if the model is tied, or download the model again",
         )
     return ModelError(
         f"the checkpoint's output layer is {named[0]}, and Orbit reads one that is called {wanted}",

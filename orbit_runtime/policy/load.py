@@ -186,6 +186,6 @@ def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Mod
         ) from error
     if not model._supports_attention_backend:
         raise UnsupportedError(
-            f"{type(model).__name__} does not let its attention be chosen", where=str(folder / "config.json")
+            f"the attention of {type(model).__name__} cannot be chosen", where=str(folder / "config.json")
         )
     return model

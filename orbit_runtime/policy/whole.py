@@ -100,7 +100,7 @@ def load_whole(
     quant = parse_quantization(raw, where=str(folder / "config.json"), tensors=reader.headers())
     if quant.name != "BF16":
         raise UnsupportedError(
-            f"the checkpoint is {quant.name}: packed weights are frozen, and no optimizer moves them",
+            f"the checkpoint is {quant.name}: packed weights are frozen and cannot be trained",
             where=FIELD,
             fix="name a BF16 checkpoint in spec.model, or train an adapter (adapter.type: LoRA)",
         )
@@ -151,7 +151,7 @@ def _fill(model: nn.Module, reader: CheckpointReader, compute_dtype: torch.dtype
             raise ModelError(
                 f"{name} is {value.dtype} {list(value.shape)}, config.json says {list(empty.shape)}",
                 where=str(reader.folder),
-                fix="config.json and the weights are of two models: copy or download the model again",
+                fix="config.json and the weights belong to different models: copy or download the model again",
             )
         applied[name] = nn.Parameter(value.bfloat16().to(compute_dtype))
         owner.register_parameter(child, applied[name])

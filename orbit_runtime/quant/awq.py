@@ -36,7 +36,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4AsymmetricW
     groups = scales.shape[0]
     if scales.shape[1] != rows or columns % groups or (columns // groups) % CODES_PER_WORD:
         raise ModelError(
-            f"scales {list(scales.shape)} do not suit {rows} rows of {columns} columns", where=names[2], fix=DAMAGED
+            f"scales {list(scales.shape)} do not fit {rows} rows of {columns} columns", where=names[2], fix=DAMAGED
         )
     check_matrix(qzeros, (torch.int32,), (groups, rows // CODES_PER_WORD), names[1])
     check_scale(scales, names[2])

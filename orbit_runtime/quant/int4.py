@@ -55,7 +55,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4Weight:
     groups = scale.shape[1]
     if scale.shape[0] != rows or columns % groups or (columns // groups) % CODES_PER_WORD:
         raise ModelError(
-            f"scales {list(scale.shape)} do not suit {rows} rows of {columns} columns packed by {CODES_PER_WORD}",
+            f"scales {list(scale.shape)} do not fit {rows} rows of {columns} columns packed by {CODES_PER_WORD}",
             where=scale_key,
             fix=DAMAGED,
         )

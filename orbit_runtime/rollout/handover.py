@@ -9,7 +9,6 @@ would only move the bytes twice more. `Broadcast` reaches every server at once, 
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from orbit_runtime.adapters.buffer import shared
+from orbit_runtime.adapters.buffer import opening_of, shared
 from orbit_runtime.adapters.patience import seconds_for, total_bytes
 from orbit_runtime.adapters.ticket import as_tensor, blocks, carried_bytes, write_ticket
 from orbit_runtime.types import AdapterFiles
@@ -81,9 +80,9 @@ class SharedMemory:
         self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
     ) -> Iterator[Handover | None]:
         memory = shared(adapter)
-        path = f"/proc/{os.getpid()}/fd/{memory.descriptor}"
-        places = {name: memory.places[name] for name in adapter.files}
-        write_ticket(folder, adapter, "SharedMemory", {"path": path, "title": os.readlink(path), "places": places})
+        opening, places = opening_of(memory), {name: memory.places[name] for name in adapter.files}
+        source = {"path": opening.path, "title": opening.title, "places": places}
+        write_ticket(folder, adapter, "SharedMemory", source)
         yield Handover(folder, copies)
 
     def close(self) -> None:

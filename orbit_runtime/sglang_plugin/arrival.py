@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.adapters.buffer import read_place
+from orbit_runtime.adapters.buffer import Opening, opened, read_place
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
 from orbit_runtime.adapters.group import Group, join
 from orbit_runtime.adapters.state import parse_tensors
@@ -65,18 +65,12 @@ def _from_memory(ticket: Ticket) -> dict[str, Buffer]:
     """An anonymous file, opened through the trainer's descriptor; mapped, so that all processes share it."""
     path, title, places = (ticket.source[name] for name in ("path", "title", "places"))
     try:
-        # The number may refer to another file by now, even to one on which reading would block.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with opened(Opening(path, title), os.O_RDONLY) as descriptor:
+            return {name: read_place(descriptor, *places[name]) for name in ticket.carried}
     except OSError as error:
-        raise NotArrivedError(f"the memory that held it was given back: {error}") from None
-    try:
-        if os.readlink(f"/proc/self/fd/{descriptor}") != title:
-            raise NotArrivedError("the memory that held it was given back")
-        return {name: read_place(descriptor, *places[name]) for name in ticket.carried}
+        raise NotArrivedError(f"the memory that held it was released: {error}") from None
     except ValueError as error:
         raise ModelError(f"the memory is not as large as the ticket says: {error}") from None
-    finally:
-        os.close(descriptor)
 
 
 def _from_group(ticket: Ticket) -> dict[str, Buffer]:

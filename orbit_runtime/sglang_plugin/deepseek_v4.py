@@ -105,7 +105,7 @@ def _wrap(manager: Any, name: str, base: Any) -> None:
     from sglang.srt.layers.utils import get_layer_id
 
     if base is None:
-        raise ValueError(f"the model has no {name}: unset SGLANG_OPT_FUSE_WQA_WKV, which takes it apart")
+        raise ValueError(f"the model has no {name}: unset SGLANG_OPT_FUSE_WQA_WKV, which splits it")
     wrapper = manager.set_lora_module(name, base)
     leaf = name.rpartition(".")[2]
     if leaf == "wqkv_a":

@@ -77,7 +77,15 @@ def _facts(runner: Any) -> dict[str, Any]:
     """Facts of all ranks. Every rank calls it; only rank 0's result is used."""
     adapters, failure = _take(runner, None, (), copied=False)
     every = ranks.gather(_own(adapters, failure, is_alone=ranks.count() == 1))
-    return {} if every is None else _describe(adapters, every)
+    return {} if every is None else _describe(adapters, [every[0], *map(_received, every[1:])])
+
+
+def _received(own: dict[str, Any]) -> dict[str, Any]:
+    """Another rank's report with the values that it lent."""
+    try:
+        return own | {"reports": readback.receive_reports(own["reports"])}
+    except Exception as error:
+        return own | {"reports": {}, "error": own["error"] or _told(error)}
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,9 @@ class Copied:
     def own(self) -> dict[str, Any]:
         self.is_ready()
         return _own(self.adapters, self.failure, is_alone=ranks.count() == 1)
+
+    def received(self, own: dict[str, Any]) -> dict[str, Any]:
+        return _received(own)
 
     def facts(self, every: list[Any]) -> dict[str, Any]:
         return _describe(self.adapters, every)
@@ -130,7 +141,7 @@ def _own(adapters: list[readback.HeldAdapter], failure: str | None, *, is_alone:
     try:
         # SGLang logs a hook that it cannot install, and continues without it.
         own["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
-        own["reports"] = readback.report_adapters(adapters, is_alone=is_alone)
+        own["reports"] = readback.report_adapters(adapters, is_alone=is_alone, is_sent=ranks.own_rank() > 0)
     except Exception as error:
         own["error"] = own["error"] or _told(error)
     return own

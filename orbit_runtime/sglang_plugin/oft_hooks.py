@@ -57,7 +57,7 @@ def _adder(block_size: int) -> Callable[..., None]:
         for modules in manager.lora_modules:
             for name, module in modules.items():
                 if type(module).forward.__qualname__.partition(".")[0] not in LAYERS:
-                    raise ValueError(f"the plug-in turns no input of {name}, a {type(module).__name__}")
+                    raise ValueError(f"the plug-in rotates no input of {name}, a {type(module).__name__}")
                 base = module.base_layer
                 local = getattr(base, "input_size_per_partition", base.input_size)
                 place = get_group_rank_size(base.tp_group)[0] if local != base.input_size else 0
@@ -81,7 +81,7 @@ def _add_experts(rotations: Rotations, manager: Any) -> None:
             )
         if "down_proj" in manager.target_modules:
             if manager.device.type != "cpu":
-                raise ValueError(f"{name} is one kernel: the input of down_proj cannot be turned inside of it")
+                raise ValueError(f"{name} is one kernel: the input of down_proj cannot be rotated inside it")
             local = layer.intermediate_size_per_partition
             layer.down_rotation = rotations.add_layer(
                 f"{name}.down_proj", local * layer.moe_tp_size, local_features=local, rank=layer.moe_tp_rank,

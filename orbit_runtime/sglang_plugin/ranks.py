@@ -8,9 +8,14 @@ Belongs here: combining the ranks' results, on the host. Does not belong here: w
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+_machines: set[str] = set()
+"""Machines of all ranks, as the newest load told."""
 
 
 def count() -> int:
@@ -26,9 +31,15 @@ def gather(own: Any) -> list[Any] | None:
     group = _group()
     if group.world_size == 1:
         return [own]
-    found = [None] * group.world_size if group.rank_in_group == 0 else None
-    dist.gather_object(own, found, dst=group.ranks[0], group=group.cpu_group)
-    return found
+    is_first = group.rank_in_group == 0
+    found = [None] * group.world_size if is_first else None
+    dist.gather_object(None if is_first else own, found, dst=group.ranks[0], group=group.cpu_group)
+    return None if found is None else [own, *found[1:]]
+
+
+def are_on_one_machine() -> bool:
+    """Whether all ranks may map each other's memory. False before the first load."""
+    return len(_machines) == 1
 
 
 def agree_on_load(result: Any, manager: Any, reference: Any, *_: Any, **__: Any) -> Any:
@@ -40,17 +51,27 @@ def agree_on_load(result: Any, manager: Any, reference: Any, *_: Any, **__: Any)
     group = _group()
     if group.world_size == 1:
         return result
-    every: list[Any] = [None] * group.world_size
-    dist.all_gather_object(every, None if result.success else str(result.error_message), group=group.cpu_group)
+    told: list[Any] = [None] * group.world_size
+    own = (None if result.success else str(result.error_message), _machine())
+    dist.all_gather_object(told, own, group=group.cpu_group)
+    _machines.clear()
+    _machines.update(machine for _, machine in told)
+    every = [error for error, _ in told]
     failed = {rank: error for rank, error in enumerate(every) if error is not None}
     if not failed:
         return result
     if result.success:
         manager._unload_lora_adapter(reference)
-    told = [f"rank {rank}: {error}" for rank, error in failed.items()]
+    sentences = [f"rank {rank}: {error}" for rank, error in failed.items()]
     if len(set(every)) == 1:
-        told = [every[0]]
-    return manager.create_lora_update_result(success=False, error_message="; ".join(told))
+        sentences = [every[0]]
+    return manager.create_lora_update_result(success=False, error_message="; ".join(sentences))
+
+
+def _machine() -> str:
+    """Processes with the same one find each other's memory below /proc."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return f"{boot.read_text().strip()} {os.readlink(namespace)}" if boot.exists() else f"{os.getpid()}"
 
 
 def _group() -> Any:

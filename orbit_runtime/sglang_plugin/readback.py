@@ -12,7 +12,7 @@ scaling, that must be the published B. OFT's R is kept in buffers of our own, wh
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,17 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.buffer import Opening
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE, digest_applied
 from orbit_runtime.adapters.names import STACKED_NAMES
-from orbit_runtime.adapters.state import config_file, held_digest, published_tensors, shapes_of
+from orbit_runtime.adapters.state import config_file, held_digest, published_tensors
 from orbit_runtime.digests import Pieces
 from orbit_runtime.sglang_plugin.experts import expert_buffers
-from orbit_runtime.sglang_plugin.ranks import count, own_rank
+from orbit_runtime.sglang_plugin.lending import borrow, lend
+from orbit_runtime.sglang_plugin.ranks import are_on_one_machine, count, own_rank
 from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
-from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
+from orbit_runtime.sglang_plugin.shards import Joined, Piece, join, pack, with_pieces
 from orbit_runtime.sglang_plugin.weights import Held
 
 VERSION = 4
@@ -84,6 +86,8 @@ class RankReport:
     mark: str
     pieces: Mapping[int, Sequence[Piece]]
     """Pieces by slot."""
+    opening: Opening | None = None
+    """Where the values of these pieces lie, if they are lent."""
 
 
 _passed: dict[str, Passed] = {}
@@ -132,20 +136,35 @@ def take_adapters(
     return adapters
 
 
-def report_adapters(adapters: Iterable[HeldAdapter], *, is_alone: bool) -> dict[str, RankReport]:
+def report_adapters(adapters: Iterable[HeldAdapter], *, is_alone: bool, is_sent: bool = True) -> dict[str, RankReport]:
     """Reports by adapter name.
 
     Args:
-        is_alone: there is no other rank, so nothing is sent.
+        is_alone: there is no other rank.
+        is_sent: to another rank; rank 0 keeps its own.
     """
     reports = {}
     for each in adapters:
         pieces = {slot: list(_pieces(each, slabs, is_alone=is_alone)) for slot, slabs in each.slabs.items()}
-        if not is_alone:
-            whole = (each.folder / EXPLAIN_FILE).exists()
-            pieces = {slot: pack(held, whole=whole) for slot, held in pieces.items()}
-        reports[each.name] = RankReport(each.slot, each.passed, each.scaling, each.mark, pieces)
+        opening = None
+        if is_sent and not is_alone:
+            whole, lends = (each.folder / EXPLAIN_FILE).exists(), are_on_one_machine()
+            pieces = {slot: pack(held, whole=whole, copied=not lends) for slot, held in pieces.items()}
+            if lends:
+                pieces, opening = lend(pieces)
+        reports[each.name] = RankReport(each.slot, each.passed, each.scaling, each.mark, pieces, opening)
     return reports
+
+
+def receive_reports(reports: Mapping[str, RankReport]) -> dict[str, RankReport]:
+    """Another rank's reports with their values; call it at once.
+
+    Raises:
+        OSError: the memory that holds them is gone.
+    """
+    return {
+        name: replace(each, pieces=borrow(each.pieces, each.opening), opening=None) for name, each in reports.items()
+    }
 
 
 def describe(adapters: Iterable[HeldAdapter], ranks: Sequence[Mapping[str, RankReport]]) -> dict[str, dict[str, Any]]:
@@ -166,8 +185,8 @@ def describe(adapters: Iterable[HeldAdapter], ranks: Sequence[Mapping[str, RankR
         is_same = all(rank is None or rank.passed == rank.slot for rank in reports)
         applied = standing if is_same else _joined(reports, [rank and rank.passed for rank in reports])
         # Normally one pass over the buffers serves both digests.
-        pieces = tensorfile.tensor_pieces(standing)
-        used = pieces if applied is standing else tensorfile.tensor_pieces(applied)
+        pieces = _hashed(standing)
+        used = pieces if applied is standing else _hashed(applied)
         explained = each.slot is not None and (each.folder / EXPLAIN_FILE).exists()
         described[each.name] = {
             "path": str(each.folder),
@@ -214,7 +233,11 @@ def _difference(folder: Path, held: Mapping[str, bytes], reports: Sequence[RankR
     return "; ".join(differences) or explain_difference(published, held)
 
 
-def _joined(reports: Sequence[RankReport | None], slots: Sequence[int | None]) -> Mapping[str, Tensor]:
+def _hashed(tensors: Mapping[str, Joined]) -> dict[str, Pieces]:
+    return tensorfile.tensor_pieces((name, each.whole()) for name, each in tensors.items())
+
+
+def _joined(reports: Sequence[RankReport | None], slots: Sequence[int | None]) -> Mapping[str, Joined]:
     """The contents of these slots, one per rank, joined over all ranks; None for a rank where it is in no slot."""
     pieces = [
         () if each is None or slot is None else each.pieces.get(slot, ())
@@ -224,7 +247,7 @@ def _joined(reports: Sequence[RankReport | None], slots: Sequence[int | None]) -
 
 
 def _slot_digest(
-    adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Tensor], pieces: Mapping[str, Pieces]
+    adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Joined], pieces: Mapping[str, Pieces]
 ) -> str:
     """Digest of what the slots of all ranks hold: the published digest if that is what was published.
 
@@ -234,7 +257,7 @@ def _slot_digest(
     frame = "{}" + suffix if published is not None else f"{PEFT_PREFIX}{{}}.weight{suffix}"
     return held_digest(
         _settings(adapter),
-        {frame.format(name): tuple(tensor.shape) for name, tensor in held.items()},
+        {frame.format(name): each.shape for name, each in held.items()},
         {frame.format(name): each for name, each in pieces.items()},
         parameters=None if published is None else published.parameters,
     )
@@ -250,24 +273,26 @@ def _settings(adapter: HeldAdapter) -> bytes:
 
 
 def _slot_files(
-    adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Tensor]
+    adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Joined]
 ) -> dict[str, bytes]:
     """The published files, rebuilt in order to describe how they differ."""
     published, settings, suffix = _published(adapter.adapter), _settings(adapter), _suffix(reports)
     if published is not None:
         return {
             MODEL_FILE: tensorfile.dump(published.parameters, torch.float32),
-            ROTATIONS_FILE: tensorfile.dump_narrowed({f"{name}{suffix}": R for name, R in held.items()}),
+            ROTATIONS_FILE: tensorfile.dump_narrowed({f"{name}{suffix}": R.whole() for name, R in held.items()}),
             CONFIG_FILE: settings,
         }
-    tensors = {f"{PEFT_PREFIX}{name}.weight{suffix}": part for name, part in held.items()}
+    tensors = {f"{PEFT_PREFIX}{name}.weight{suffix}": part.whole() for name, part in held.items()}
     return {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: settings}
 
 
 def _applied_digest(
-    reports: Sequence[RankReport | None], tensors: Mapping[str, Tensor], pieces: Mapping[str, Pieces]
+    reports: Sequence[RankReport | None], tensors: Mapping[str, Joined], pieces: Mapping[str, Pieces]
 ) -> str:
-    return digest_applied(shapes_of(tensors), pieces, {each.scaling for each in reports if each})
+    return digest_applied(
+        {name: each.shape for name, each in tensors.items()}, pieces, {each.scaling for each in reports if each}
+    )
 
 
 def _mark(manager: Any, adapter: Any, slot: int) -> str:

@@ -10,7 +10,9 @@ Belongs here: pieces, joining them, naming the ranks that differ. Does not belon
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,8 +27,8 @@ class Piece:
 
     name: str
     """`<module>.<kind>`, as in files without prefix and ending."""
-    data: Tensor | str
-    """Values in any dtype, or their digest."""
+    data: Tensor | Lent | str
+    """Values in any dtype, where another process's values lie, or their digest."""
     axis: int | None = None
     """Axis along which the tensor is divided over ranks, in equal parts; None if it is whole here."""
     part: int = 0
@@ -34,21 +36,51 @@ class Piece:
     is_copy: bool = False
     """Whether a lower rank holds this part too."""
 
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A tensor in memory that another process of this machine maps (`lending`)."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Joined:
+    """A tensor whose parts several ranks hold; it exists as one only while it is used."""
+
+    parts: tuple[Tensor, ...]
+    axis: int | None
+
     @property
-    def digest(self) -> str:
-        return self.data if isinstance(self.data, str) else tensor_digest(self.data)
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0].shape
+        if self.axis is None:
+            return tuple(first)
+        return (*first[: self.axis], sum(each.shape[self.axis] for each in self.parts), *first[self.axis + 1 :])
+
+    def whole(self) -> Tensor:
+        if self.axis is None or len(self.parts) == 1:
+            return self.parts[0]
+        # This rank's part may lie on its device; the others' came through main memory.
+        return torch.cat([each.cpu() for each in self.parts], self.axis)
 
 
-def pack(pieces: Iterable[Piece], *, whole: bool) -> list[Piece]:
-    """Prepares pieces for sending: in host memory, in storage of their own.
+def pack(pieces: Iterable[Piece], *, whole: bool, copied: bool = True) -> list[Piece]:
+    """Prepares pieces for sending.
 
     Args:
         whole: keeps the values of copies too, so that they can be compared.
+        copied: puts values into host memory, in storage of their own.
     """
-    return [replace(each, data=each.digest if each.is_copy and not whole else _own(each.data)) for each in pieces]
+    given = list(pieces)
+    digests = iter(_digests([each.data for each in given if each.is_copy and not whole]))
+    keep = _own if copied else _same
+    return [replace(each, data=next(digests) if each.is_copy and not whole else keep(each.data)) for each in given]
 
 
-def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
+def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Joined]:
     """Tensors by name. A part that two ranks hold differently, or one lacks, changes the name, which then matches
     nothing published.
 
@@ -59,7 +91,9 @@ def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
     for piece in (each for pieces in ranks for each in pieces):
         if not piece.is_copy and isinstance(piece.data, Tensor):
             held.setdefault(piece.name, {})[piece.part] = piece.data
-    digests: dict[tuple[str, int], str] = {}
+    # What several ranks hold, which is compared by digest.
+    shared = {(each.name, each.part) for pieces in ranks for each in pieces if each.is_copy}
+    digests = dict(zip(shared, _digests([held.get(name, {}).get(part, "") for name, part in shared]), strict=True))
     wrong = {name: set(range(len(ranks))) for name in held}
     axes = {}
     for rank, pieces in enumerate(ranks):
@@ -68,15 +102,12 @@ def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
             first, key = held.get(piece.name, {}).get(piece.part), (piece.name, piece.part)
             if first is None:
                 continue
-            if first is not piece.data and key not in digests:
-                digests[key] = tensor_digest(first)
-            if first is piece.data or digests[key] == piece.digest:
+            if first is piece.data or (digests.get(key) or _digest(first)) == _digest(piece.data):
                 wrong[piece.name].discard(rank)
     joined = {}
     for name, parts in held.items():
         mark = "".join(f".rank={rank}" for rank in sorted(wrong[name]))
-        axis, ordered = axes[name], [parts[part] for part in sorted(parts)]
-        joined[name + mark] = ordered[0] if axis is None or len(ordered) == 1 else torch.cat(ordered, axis)
+        joined[name + mark] = Joined(tuple(parts[part] for part in sorted(parts)), axes[name])
     return joined
 
 
@@ -92,7 +123,7 @@ def with_pieces(
         counts[piece.name] = max(counts.get(piece.name, 1), piece.part + 1)
     found, changed = {}, len(ranks[rank]) != len(published)
     for piece in ranks[rank]:
-        if piece.name not in published or isinstance(piece.data, str):
+        if piece.name not in published or not isinstance(piece.data, Tensor):
             changed = changed or piece.name not in published
             continue
         whole = published[piece.name].to(piece.data.dtype).clone()
@@ -107,6 +138,20 @@ def with_pieces(
     return found if changed else None
 
 
-def _own(data: Tensor | str) -> Tensor | str:
+def _digest(data: Tensor | Lent | str) -> str:
+    return tensor_digest(data) if isinstance(data, Tensor) else str(data)
+
+
+def _digests(given: Sequence[Tensor | Lent | str]) -> list[str]:
+    """Hashing lets other threads run meanwhile."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(_digest, given))
+
+
+def _same(data: Tensor | Lent | str) -> Tensor | Lent | str:
+    return data
+
+
+def _own(data: Tensor | Lent | str) -> Tensor | Lent | str:
     # A pickled view would include its whole buffer.
-    return data if isinstance(data, str) else data.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return data.detach().cpu().clone(memory_format=torch.contiguous_format) if isinstance(data, Tensor) else data

@@ -138,7 +138,11 @@ class TellsFacts(Protocol):
     """The data copied on one rank."""
 
     def own(self) -> dict[str, Any]:
-        """This rank's report, in host memory."""
+        """This rank's report; values that another rank needs are lent (`lending`)."""
+        ...
+
+    def received(self, own: dict[str, Any]) -> dict[str, Any]:
+        """On rank 0: another rank's report with the values that it lent."""
         ...
 
     def facts(self, every: list[Any]) -> dict[str, Any]:
@@ -163,7 +167,8 @@ def _end(folder: Path, name: str, taken: TellsFacts, seconds: float) -> None:
     if rank:
         _write(folder / TOLD.format(name=name, rank=rank), pickle.dumps(own))
         return
-    others = [_receive(folder / TOLD.format(name=name, rank=rank), seconds) for rank in range(1, ranks.count())]
+    files = [folder / TOLD.format(name=name, rank=rank) for rank in range(1, ranks.count())]
+    others = [taken.received(_receive(file, seconds)) for file in files]
     _write(folder / FACTS.format(name=name), json.dumps({"facts": taken.facts([own, *others])}).encode())
 
 
@@ -178,7 +183,7 @@ def _receive(file: Path, seconds: float) -> Any:
             continue
         file.unlink()
         return told
-    return {"unhooked": [], "reports": {}, "error": f"told nothing of the pass within {seconds:.0f} s"}
+    return {"unhooked": [], "reports": {}, "error": f"reported nothing of the pass within {seconds:.0f} s"}
 
 
 _answered: set[str] = set()

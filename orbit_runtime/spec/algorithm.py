@@ -259,7 +259,7 @@ class Algorithm(Block):
             yield Contradiction(
                 ("critic",),
                 (("type",), ("advantage", "baseline"), ("advantage", "entrypoint")),
-                "no critic is asked, so this block does nothing",
+                "no critic is used, so this block does nothing",
                 "remove `critic`, or write `type: PPO` or `advantage: {baseline: Critic, normalize: Batch}`",
             )
         if objective.baseline in ("None", "Critic") and objective.normalize == "Group":
@@ -329,7 +329,7 @@ class Algorithm(Block):
             yield Contradiction(
                 ("teacher",),
                 (("type",),),
-                "`type: SFT` learns from demonstrations, and asks no teacher",
+                "`type: SFT` learns from demonstrations and uses no teacher",
                 "remove `teacher`, or write `type: Distillation`",
             )
         if self.type == "Distillation" and self.teacher is None:

@@ -114,7 +114,7 @@ def check_unique(name: str, items: Sequence[object]) -> Iterator[Contradiction]:
     """An item that stands in a list twice; one that stands there more often is named once."""
     for index, item in enumerate(items):
         if items[:index].count(item) == 1:
-            yield Contradiction((name, index), (), f"`{item}` stands here twice", "name each once")
+            yield Contradiction((name, index), (), f"`{item}` appears here twice", "name each once")
 
 
 class Block(BaseModel):

@@ -222,7 +222,7 @@ class _Reader:
                 self._report(event, here, "merge keys are YAML 1.1 and not 1.2", "write the fields out")
             elif raw in value:
                 first = self._document.lines[here]
-                self._report(event, here, f"`{raw}` stands here twice, first on line {first}", "keep one of the two")
+                self._report(event, here, f"`{raw}` appears here twice, first on line {first}", "keep one of the two")
             elif not isinstance(key, str) and here not in self._document.broken:
                 self._report(event, here, f"`{raw}` is not a field name", f'write it in quotes if it is one: `"{raw}"`')
             else:
@@ -292,7 +292,7 @@ def _syntax_error(error: Exception, text: str, name: str) -> ManifestError:
     source = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
     if "\t" in source[: mark.column + 1] or problem.startswith("found character '\\t'"):
         return ManifestError(
-            "a tab stands where YAML wants spaces", where=f"{name}:{line}:{column}", fix="indent with spaces"
+            "there is a tab where YAML requires spaces", where=f"{name}:{line}:{column}", fix="indent with spaces"
         )
     context = getattr(error, "context", None)
     return ManifestError(

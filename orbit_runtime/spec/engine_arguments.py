@@ -84,7 +84,7 @@ ALLOWED: Mapping[str, Argument] = {
 }  # fmt: skip
 """By SGLang's own name, without the dashes."""
 
-_MODEL, _LOG = "the model is the manifest's", "what a server writes is kept by Orbit"
+_MODEL, _LOG = "the model is the manifest's", "Orbit keeps what a server writes"
 _MEMORY = "the planner computes it"
 OURS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
@@ -100,13 +100,13 @@ OURS: Mapping[str, tuple[str, str]] = {
         ("tp-size", "tensor-parallel-size", "tp"), ("it has a field of its own", "use `rollout.tensorParallel`")
     ),
     **dict.fromkeys(
-        ("dp-size", "data-parallel-size", "dp"), ("copies of a server are servers", "use `rollout.replicas`")
+        ("dp-size", "data-parallel-size", "dp"), ("replicas are servers of their own", "use `rollout.replicas`")
     ),
-    "enable-dp-attention": ("SGLang 0.5.23 says it otherwise", "write `attn-dp-size`"),
+    "enable-dp-attention": ("SGLang 0.5.23 has another name for it", "write `attn-dp-size`"),
     **dict.fromkeys(("nnodes", "node-rank", "dist-init-addr"), ("a server stays on one machine", "leave it out")),
     **dict.fromkeys(
         ("base-gpu-id", "gpu-id-step", "device"),
-        ("GPUs are dealt out by the plan", "use `placement.trainerGpus`, `rollout.replicas`, `rollout.tensorParallel`"),
+        ("the plan assigns GPUs", "use `placement.trainerGpus`, `rollout.replicas`, `rollout.tensorParallel`"),
     ),
     **dict.fromkeys(
         ("mem-fraction-static", "max-total-tokens"),
@@ -163,7 +163,7 @@ def argument_problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, 
         else:
             near = get_close_matches(plain, ALLOWED, 1)
             fix = f"write `{near[0]}`" if near else f"the arguments that Orbit passes on: {', '.join(sorted(ALLOWED))}"
-            yield name, f"`{name}` is no argument that Orbit passes on to SGLang", fix
+            yield name, f"`{name}` is not an argument that Orbit passes on to SGLang", fix
 
 
 def argument_flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -142,16 +142,16 @@ class Environment(Block):
                 )
         yield from self._kind_contradictions()
         if self.gives_reward and "environment" in names:
-            message = f"`environment`, rewards[{names.index('environment')}], is what the environment itself gives"
+            message = f"`environment`, rewards[{names.index('environment')}], is the reward of the environment itself"
             yield Contradiction(("rewards",), (("type",),), message, "give the reward another name")
 
     def _kind_contradictions(self) -> Iterator[Contradiction]:
         is_package = self.type not in PLAIN_TYPES
         if self.entrypoint is not None and self.type != "MultiTurn":
-            message = f"`type: {self.type}` has no environment of yours"
+            message = f"`type: {self.type}` uses no environment of your own"
             yield Contradiction(("entrypoint",), (("type",),), message, "remove it, or write `type: MultiTurn`")
         if self.tools and (self.type != "MultiTurn" or self.entrypoint is not None):
-            message = "only `type: MultiTurn` without `entrypoint` makes calls of tools"
+            message = "only `type: MultiTurn` without `entrypoint` calls tools"
             fix = "remove them, or write `type: MultiTurn` without `entrypoint`"
             yield Contradiction(("tools",), (("type",), ("entrypoint",)), message, fix)
         if self.type == "MultiTurn" and self.entrypoint is None and not self.tools:
@@ -161,8 +161,8 @@ class Environment(Block):
             message, fix = f"`type: {self.type}` needs the name of an environment", "add `name`"
             yield Contradiction(("type",), (("name",),), message, fix)
         if self.name is not None and not is_package:
-            message = f"`type: {self.type}` has no environment of a package"
+            message = f"`type: {self.type}` uses no environment of a package"
             yield Contradiction(("name",), (("type",),), message, "remove it, or write `type: Gymnasium`")
         if self.arguments and not self.gives_reward:
-            message = "there is no environment that could take them"
+            message = "there is no environment that could use them"
             yield Contradiction(("arguments",), (("type",),), message, "remove them, or add `entrypoint` or `name`")

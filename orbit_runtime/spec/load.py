@@ -120,7 +120,11 @@ def _expand_uris(value: Any, environ: Mapping[str, str]) -> Iterator[tuple[Field
                 yield path, f"the environment variable `{match[1]}` is not set", fix
         block["uri"] = _VARIABLE.sub(lambda match: environ.get(match[1]) or match[3] or "", text)
         if "${" in block["uri"]:
-            yield path, f"`{block['uri']}` holds a `${{` that is no variable", "write `${NAME}` or `${NAME:-default}`"
+            yield (
+                path,
+                f"`{block['uri']}` holds a `${{` that names no variable",
+                "write `${NAME}` or `${NAME:-default}`",
+            )
 
 
 def _uris(value: Any, path: FieldPath = ()) -> Iterator[tuple[dict[str, Any], FieldPath]]:

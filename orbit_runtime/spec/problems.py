@@ -166,7 +166,7 @@ def _say_what_to_write(path: Path, schema: Schema) -> str:
 
 
 def _kind_of(value: Any) -> str:
-    names = {bool: "a truth value", int: "a whole number", float: "a number", str: "text", list: "a list"}
+    names = {bool: "a boolean", int: "a whole number", float: "a number", str: "text", list: "a list"}
     return names.get(type(value), "a block")
 
 

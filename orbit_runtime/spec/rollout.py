@@ -94,7 +94,7 @@ class Header(Block):
             message = "a header has either a text or a variable that holds it"
             yield Contradiction(("name",), (("value",), ("valueEnv",)), message, fix)
         elif self.value is not None and self.name.lower() == "authorization":
-            message = "the key would stand in the manifest and in run.json"
+            message = "the key would be visible in the manifest and in run.json"
             yield Contradiction(("value",), (("name",),), message, "name the variable that holds it in `valueEnv`")
 
 
@@ -121,7 +121,7 @@ class Server(Block):
             message = "`Authorization` is set by `apiKeyEnv` already"
             yield Contradiction(("apiKeyEnv",), (("headers",),), message, "remove one of the two")
         if len(set(names)) < len(names):
-            yield Contradiction(("headers",), (), "a header stands here twice", "name each once")
+            yield Contradiction(("headers",), (), "a header appears here twice", "name each once")
 
 
 def check_named_once(endpoints: Sequence[Server]) -> Iterator[Contradiction]:
@@ -129,7 +129,7 @@ def check_named_once(endpoints: Sequence[Server]) -> Iterator[Contradiction]:
     urls = [endpoint.url for endpoint in endpoints]
     for index, url in enumerate(urls):
         if urls[:index].count(url) == 1:
-            yield Contradiction(("endpoints", index), (), f"`{url}` stands here twice", "name each once")
+            yield Contradiction(("endpoints", index), (), f"`{url}` appears here twice", "name each once")
 
 
 class Endpoint(Server):
@@ -201,28 +201,28 @@ class Rollout(Block):
             message = f"{self.replicas} servers are not started with `engine: {self.engine}`"
             yield Contradiction(("replicas",), (("engine",),), message, "remove `replicas`, or write `engine: SGLang`")
         if (self.tensor_parallel or 1) > 1 and self.engine != "SGLang":
-            message = f"with `engine: {self.engine}` there is no server of ours that could be cut over GPUs"
+            message = f"with `engine: {self.engine}` Orbit starts no server that could be divided among GPUs"
             fix = "remove `tensorParallel`, or write `engine: SGLang`"
             yield Contradiction(("tensorParallel",), (("engine",),), message, fix)
         if self.adapter_transport not in ("Auto", "File") and self.engine != "SGLang":
-            message = f"with `engine: {self.engine}` Orbit starts no server that could take adapters so"
+            message = f"with `engine: {self.engine}` Orbit starts no server that could take adapters that way"
             fix = "remove `adapterTransport`, or write `engine: SGLang`"
             yield Contradiction(("adapterTransport",), (("engine",),), message, fix)
         if self.sleep != "None" and self.engine != "SGLang":
-            message = f"with `engine: {self.engine}` there is no server of ours that could sleep"
+            message = f"with `engine: {self.engine}` Orbit starts no server that could sleep"
             yield Contradiction(("sleep",), (("engine",),), message, "remove `sleep`, or write `engine: SGLang`")
         if self.sleep != "None" and self.max_staleness:
             message = "an engine that sleeps while the trainer works samples nothing meanwhile"
             yield Contradiction(("maxStaleness",), (("sleep",),), message, "remove one of the two")
         if self.engine_version != "Pinned" and self.engine == "Torch":
-            message = "`engine: Torch` asks no SGLang"
+            message = "`engine: Torch` does not use SGLang"
             yield Contradiction(("engineVersion",), (("engine",),), message, "remove `engineVersion`")
         if self.deterministic and self.engine == "OpenAI":
-            message = "whether attached servers sample deterministically, their flags decide, which Orbit does not set"
+            message = "the flags of attached servers decide whether they are deterministic; Orbit does not set them"
             fix = "remove `deterministic`, or write `engine: SGLang`"
             yield Contradiction(("deterministic",), (("engine",),), message, fix)
         if self.router_replay != "None" and self.engine == "OpenAI":
-            message = "whether attached servers tell their experts, their flags decide, which Orbit does not set"
+            message = "the flags of attached servers decide whether they report experts; Orbit does not set them"
             fix = "remove `routerReplay`, or write `engine: SGLang`"
             yield Contradiction(("routerReplay",), (("engine",),), message, fix)
         if self.engine == "OpenAI" and not self.endpoints:
@@ -230,7 +230,7 @@ class Rollout(Block):
             yield Contradiction(("engine",), (("endpoints",),), "`engine: OpenAI` starts no server", fix)
         for name, given in (("endpoints", bool(self.endpoints)), ("adapterFolder", self.adapter_folder is not None)):
             if given and self.engine != "OpenAI":
-                message = f"`engine: {self.engine}` asks no endpoints"
+                message = f"`engine: {self.engine}` uses no endpoints"
                 yield Contradiction((name,), (("engine",),), message, f"remove `{name}`, or write `engine: OpenAI`")
         if self.engine_arguments and self.engine != "SGLang":
             message = f"with `engine: {self.engine}` Orbit starts no server that could take them"

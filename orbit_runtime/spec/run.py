@@ -164,7 +164,7 @@ class RunSpec(Block):
             yield Contradiction(
                 ("placement", "layout"),
                 (("algorithm", "type"), ("rollout", "engine")),
-                "with `spec.algorithm.type: SFT` no engine runs, so that its half of the GPUs would stand idle",
+                "with `spec.algorithm.type: SFT` no engine runs, so its half of the GPUs would be idle",
                 "write `layout: Colocated`",
             )
         if self.placement.layout == "Split" and self.rollout.adapter_transport == "SharedMemory":
@@ -180,17 +180,17 @@ class RunSpec(Block):
     def _check_nodes(self) -> Iterator[Contradiction]:
         """Several nodes are for ranks, which a queue does not know of."""
         if self.training.trainer == "Torch":
-            message = "`spec.training.trainer: Torch` is one process, and the other nodes would stand idle"
+            message = "`spec.training.trainer: Torch` is one process, and the other nodes would be idle"
             fix = "write `trainer: Megatron` or `Auto`, or `nodes: 1`"
             yield Contradiction(("placement", "nodes"), (("training", "trainer"),), message, fix)
         if self.adapter.type == "Full":
             message = "a model that is trained whole (`spec.adapter.type: Full`) is not divided among ranks"
             yield Contradiction(("placement", "nodes"), (("adapter", "type"),), message, "write `nodes: 1`")
         if self.algorithm.type == "SFT":
-            message = "with `spec.algorithm.type: SFT` no engine runs, so that the first node would stand idle"
+            message = "with `spec.algorithm.type: SFT` no engine runs, so the first node would be idle"
             yield Contradiction(("placement", "nodes"), (("algorithm", "type"),), message, "write `nodes: 1`")
         if self.lifecycle.queue_name is not None:
-            message = "the queue would admit the run's pod and the ranks' nodes apart from each other"
+            message = "the queue would admit the run's pod and the ranks' nodes separately"
             fix = "remove `queueName`, or write `nodes: 1` in `spec.placement`"
             yield Contradiction(("lifecycle", "queueName"), (("placement", "nodes"),), message, fix)
 

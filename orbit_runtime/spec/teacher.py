@@ -109,7 +109,7 @@ class Teacher(Block):
             yield Contradiction(
                 ("beta",),
                 (("over",),),
-                "one sampled token says nothing of the mixture of two distributions",
+                "one sampled token says nothing about the mixture of two distributions",
                 "write `beta: 0` or `beta: 1`, or `over: Full`",
             )
 
@@ -124,6 +124,6 @@ class Teacher(Block):
             yield Contradiction(
                 ("over",),
                 (("type",),),
-                "a server tells how likely it finds each sampled token, and no whole distribution",
+                "a server reports the log-prob of each sampled token, not a whole distribution",
                 "write `over: Sampled`",
             )

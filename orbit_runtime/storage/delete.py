@@ -26,7 +26,7 @@ def delete_run(store: Store) -> int:
     marks = [key for key in keys if key.startswith(MARKS)]
     if keys and not marks:
         raise OutputError(
-            "this is no run folder: it has neither run.json nor executions/",
+            "this is not a run folder: it has neither run.json nor executions/",
             where=store.uri,
             fix="nothing was deleted; check spec.storage.uri",
         )
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     try:
         if len(arguments) != 1:
-            raise UsageError("exactly one URI is wanted", fix="python -m orbit_runtime.storage.delete URI")
+            raise UsageError("exactly one URI is expected", fix="python -m orbit_runtime.storage.delete URI")
         count = delete_run(open_store(arguments[0]))
     except OrbitError as error:
         print(f"error: {error}", file=sys.stderr)

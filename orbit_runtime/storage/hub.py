@@ -242,11 +242,11 @@ class Hub:
             last = end.last_attempt
             cut = last.exception()
             raise StorageError(
-                f"{self._host} could not be asked: {last.attempt_number} tries in "
+                f"{self._host} could not be reached: {last.attempt_number} tries in "
                 f"{patience.monotonic() - started:.0f} s, the last one: {cut}",
                 where=self.uri,
                 fix="check the network, HTTPS_PROXY and HF_ENDPOINT (a mirror's address), then start again; with "
-                "everything in the download cache, HF_HUB_OFFLINE=1 asks nobody",
+                "everything in the download cache, HF_HUB_OFFLINE=1 needs no network",
             ) from None
 
     def _headers(self) -> dict[str, str]:
@@ -255,7 +255,7 @@ class Hub:
     def _check_online(self, what: str) -> None:
         if self._access.offline:
             raise self._missing(
-                f"{what} is not in the download cache, and HF_HUB_OFFLINE forbids to ask the hub",
+                f"{what} is not in the download cache, and HF_HUB_OFFLINE forbids contacting the hub",
                 fix="unset HF_HUB_OFFLINE, or point ORBIT_CACHE at a cache that holds it",
             )
 
@@ -319,7 +319,7 @@ def _as_interruption() -> Iterator[None]:
         silent = (httpx.ConnectError, httpx.TimeoutException, httpx.ProxyError)
         raise InterruptedTransfer(_reason(error), reached=not isinstance(error, silent)) from None
     except httpx.InvalidURL:
-        raise InterruptedTransfer("the hub's address is no URL; check HF_ENDPOINT") from None
+        raise InterruptedTransfer("the hub's address is not a URL; check HF_ENDPOINT") from None
 
 
 def _reason(error: Exception) -> str:

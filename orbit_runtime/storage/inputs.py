@@ -80,7 +80,7 @@ def fetch_input(
         return Fetched(path, uri, digest=code_digest(path, where) if kind == "code" else None)
     if scheme in _ON_A_CLUSTER:
         raise _ERRORS[kind](
-            f"{scheme}:// is mounted by the operator, and this run was started by hand",
+            f"{scheme}:// is mounted by the operator, but this run was started by hand",
             where=where,
             fix="write the path at which it is mounted here",
         )
@@ -137,7 +137,7 @@ class _Wanted:
 
     def broken(self, message: str, name: str) -> OrbitError:
         fix = "start again; if it stays so, its source is corrupt"
-        return _ERRORS[self.kind](f"{self.uri}: {name} came broken, twice: {message}", where=self.where, fix=fix)
+        return _ERRORS[self.kind](f"{self.uri}: {name} arrived damaged, twice: {message}", where=self.where, fix=fix)
 
     def from_hub(self, environ: Mapping[str, str], revision: str | None) -> Fetched:
         from orbit_runtime.storage.hub import Hub, parse_address, read_access

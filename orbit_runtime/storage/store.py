@@ -316,7 +316,7 @@ class Store:
                     "the bucket does not exist", where=where, fix="create the bucket, or correct its name in the URI"
                 )
             case "bad-bucket":
-                return OutputError("no bucket can have this name", where=where, fix="correct the bucket in the URI")
+                return OutputError("this is not a valid bucket name", where=where, fix="correct the bucket in the URI")
             case "refused":
                 return CredentialsError(
                     f"{doing} was refused ({fault.reason})",
@@ -359,7 +359,7 @@ class Store:
                 return OutputError(
                     f"{doing} failed: {fault.reason.lower()}",
                     where=where,
-                    fix="choose another folder: a file and a folder want the same name here",
+                    fix="choose another folder: a file and a folder would have the same name here",
                 )
             case "transient":
                 return StorageError(

@@ -5,7 +5,9 @@ limits, which only another process can enforce (`environment_pool`).
 
 In and out: 4-byte length, JSON. `{"tool": name, "arguments": {...}}` is answered by `{"text", "is_error"}`;
 `{"reset": {"prompt", "fields", "seed"}}`, `{"step": text}` and `{"finish": true}` by
-`{"messages", "reward", "done", "parts"}` or `{"crash": reason}`; `{"close": true}` by `{}`.
+`{"messages", "reward", "done", "parts"}` or `{"crash": reason}`; `{"close": true}` by `{}`. After `{"play": {"prompt",
+"fields", "seed"}}` both sides write whenever they have something to say: the environment any number of `{"ask": ...}`
+and one `{"chosen": [...]}` or `{"crash": reason}` at its end, the run `{"answers": [...]}` (`branches`).
 """
 
 from __future__ import annotations
@@ -13,20 +15,25 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
-import numbers
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.workers.branches import Policy, told_choice
 from orbit_runtime.workers.entrypoints import describe
-from orbit_runtime.workers.environment_protocol import MAX_MESSAGE, EnvironmentLimits, Step
+from orbit_runtime.workers.environment_protocol import (
+    MAX_MESSAGE,
+    EnvironmentLimits,
+    Step,
+    checked_messages,
+    checked_number,
+)
 from orbit_runtime.workers.reward_worker import end_with_parent
 from orbit_runtime.workers.seccomp import forbid_processes
 
@@ -40,6 +47,8 @@ class Loaded:
     environment: Callable[..., Any] | None
     arguments: Mapping[str, Any]
     tools: Mapping[str, Callable[..., Any]]
+    cohorts: tuple[str, ...] | None = None
+    """With `play`: the name of each of an episode's rollouts."""
 
 
 def serve(connection: socket.socket, loaded: Loaded, limits: EnvironmentLimits, parent_pid: int) -> None:
@@ -65,13 +74,12 @@ def limit_memory(allowed: int) -> None:
 
 async def _serve(connection: socket.socket, loaded: Loaded) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_READ)
+    told: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+    reading = asyncio.create_task(_read(reader, told))
     episode = None
-    while True:
-        try:
-            size = int.from_bytes(await reader.readexactly(4), "big")
-            message = json.loads(await reader.readexactly(size))
-        except asyncio.IncompleteReadError:
-            return
+    while (message := await told.get()) is not None:
+        if "answers" in message:
+            continue  # of an episode that has ended meanwhile
         if "tool" in message:
             answer = await _call_tool(loaded.tools, message["tool"], message["arguments"])
         elif "close" in message:
@@ -79,16 +87,60 @@ async def _serve(connection: socket.socket, loaded: Loaded) -> None:
             episode, answer = None, {}
         else:
             try:
-                if "reset" in message:
+                if "reset" in message or "play" in message:
                     assert loaded.environment is not None
                     episode = loaded.environment(**loaded.arguments)
-                answer = await _play(episode, message)
+                if "play" in message:
+                    answer = await _play_branches(episode, message["play"], loaded, told, writer, reading)
+                else:
+                    answer = await _play(episode, message)
             except MemoryError:
                 answer = {"crash": "MemoryError: spec.environment.limits.memory was reached"}
             except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are crashes, too
                 answer = {"crash": describe(error)}
         writer.write(_frame(answer))
         await writer.drain()
+
+
+async def _read(reader: asyncio.StreamReader, told: asyncio.Queue[dict[str, Any] | None]) -> None:
+    """Puts each message into the queue, and None at the end."""
+    try:
+        while True:
+            size = int.from_bytes(await reader.readexactly(4), "big")
+            told.put_nowait(json.loads(await reader.readexactly(size)))
+    except asyncio.IncompleteReadError:
+        told.put_nowait(None)
+
+
+async def _play_branches(
+    episode: Any,
+    given: Mapping[str, Any],
+    loaded: Loaded,
+    told: asyncio.Queue[dict[str, Any] | None],
+    writer: asyncio.StreamWriter,
+    reading: asyncio.Task[None],
+) -> dict[str, Any]:
+    """Runs `play` to its end, while answers come in; ends what it leaves running."""
+    assert loaded.cohorts is not None
+    policy = Policy(lambda message: writer.write(_frame(message)))
+    playing = asyncio.create_task(episode.play(policy, given["prompt"], given["fields"], given["seed"]))
+    hearing = asyncio.create_task(told.get())
+    try:
+        while not playing.done():
+            await asyncio.wait((playing, hearing), return_when=asyncio.FIRST_COMPLETED)
+            if hearing.done():
+                message = hearing.result()
+                if message is None:
+                    told.put_nowait(None)
+                    raise ConnectionError("the run has ended")
+                policy.hear(message["answers"])
+                hearing = asyncio.create_task(told.get())
+        return {"chosen": told_choice(playing.result(), loaded.cohorts)}
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task(), reading}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 def _frame(answer: Mapping[str, Any]) -> bytes:
@@ -143,10 +195,10 @@ async def _play(episode: Any, message: Mapping[str, Any]) -> dict[str, Any]:
         value = await _maybe_await(finish()) if finish is not None else None
         step = value if isinstance(value, Step) else Step(reward=0.0 if value is None else value, done=True)
     return {
-        "messages": _messages(step.messages, where),
-        "reward": _number(step.reward, f"reward of {where}"),
+        "messages": checked_messages(step.messages, where),
+        "reward": checked_number(step.reward, f"reward of {where}"),
         "done": bool(step.done),
-        "parts": {str(name): _number(value, f"part {name!r} of {where}") for name, value in step.parts.items()},
+        "parts": {str(name): checked_number(value, f"part {name!r} of {where}") for name, value in step.parts.items()},
         "tools": [dict(tool) for tool in getattr(episode, "tools", ())] if where == "reset" else [],
     }
 
@@ -162,21 +214,3 @@ async def _close(episode: Any) -> None:
 
 async def _maybe_await(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
-
-
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, Sequence):
-        raise TypeError(f"{where} gave {type(value).__name__} for messages, which are text or a list")
-    for message in value:
-        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not is_message or not isinstance(message.get("content"), str | list):
-            raise TypeError(f"{where} gave {repr(message)[:80]}, which is no message with 'role' and 'content'")
-    return [dict(message) for message in value]
-
-
-def _number(value: Any, what: str) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise TypeError(f"the {what} is {repr(value)[:80]}, and no finite number")
-    return float(value)

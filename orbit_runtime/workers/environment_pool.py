@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -57,14 +57,21 @@ class Cell:
     async def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Raises TimeoutError, or ConnectionError if the process ended."""
         async with asyncio.timeout(seconds):
-            body = json.dumps(message).encode()
-            self._writer.write(len(body).to_bytes(4, "big") + body)
-            await self._writer.drain()
-            try:
-                size = int.from_bytes(await self._reader.readexactly(4), "big")
-                return dict(json.loads(await self._reader.readexactly(size)))
-            except (asyncio.IncompleteReadError, ValueError) as error:
-                raise ConnectionError("it ended") from error
+            await self.send(message)
+            return await self.receive()
+
+    async def send(self, message: Mapping[str, Any]) -> None:
+        body = json.dumps(message).encode()
+        self._writer.write(len(body).to_bytes(4, "big") + body)
+        await self._writer.drain()
+
+    async def receive(self) -> dict[str, Any]:
+        """Raises ConnectionError if the process ended."""
+        try:
+            size = int.from_bytes(await self._reader.readexactly(4), "big")
+            return dict(json.loads(await self._reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, ValueError) as error:
+            raise ConnectionError("it ended") from error
 
     def close(self) -> None:
         self._writer.close()
@@ -94,8 +101,11 @@ class EnvironmentPool:
         self._thread = threading.Thread(target=self._loop.run_forever, name="environment-pool", daemon=True)
         self._thread.start()
         try:
-            self.tools: tuple[dict[str, Any], ...] = tuple(self._submit(self._start()).result())
+            started = self._submit(self._start()).result()
+            self.tools: tuple[dict[str, Any], ...] = tuple(started["tools"])
             """JSON schema of each tool."""
+            self.cohorts: tuple[str, ...] | None = started["cohorts"] and tuple(started["cohorts"])
+            """Of an environment that asks the policy itself, the name of each rollout of an episode; else None."""
         except BaseException:
             self.close()
             raise
@@ -135,7 +145,7 @@ class EnvironmentPool:
 
     # Everything below runs in the pool's loop.
 
-    async def _start(self) -> list[dict[str, Any]]:
+    async def _start(self) -> dict[str, Any]:
         self._places = asyncio.Semaphore(self._limits.processes)
         self._turn = asyncio.Lock()
         """The template handles one command at a time."""
@@ -187,7 +197,7 @@ class EnvironmentPool:
                 where=f"spec.environment.{'tools' if is_tool else 'entrypoint'}",
                 fix=f"name an importable 'module:{'function' if is_tool else 'Class'}'",
             )
-        return list(answer["tools"])
+        return answer
 
     async def _read_control(self) -> None:
         while data := await self._loop.sock_recv(self._control, 1 << 16):
@@ -283,17 +293,27 @@ class EnvironmentPool:
         """Raises EnvironmentFailed. The copy is then ended, as it is if the caller is cancelled."""
         allowed = self._limits.step_seconds if seconds is None else min(seconds, self._limits.step_seconds)
         try:
-            return await cell.ask(message, allowed)
+            return await self._held(cell, cell.ask(message, allowed))
         except TimeoutError:
-            stack = await asyncio.to_thread(cell.stacks.ask, cell.pid) if cell in self._cells else ""
-            await self._retire(cell)
-            reason = f"no answer within {allowed:g} s; its process was killed"
-            raise EnvironmentFailed("timeout", reason, stack) from None
+            raise await self._late(cell, allowed) from None
+
+    async def _held[T](self, cell: Cell, work: Coroutine[Any, Any, T]) -> T:
+        """Exchanges with a copy, which is ended if it ended by itself, was late, or the caller is cancelled."""
+        try:
+            return await work
+        except TimeoutError:
+            raise
         except ConnectionError:
             raise EnvironmentFailed("crash", await self._retire(cell)) from None
         except BaseException:
             await self._retire(cell)
             raise
+
+    async def _late(self, cell: Cell, seconds: float) -> EnvironmentFailed:
+        """Ends a copy that did not answer in time; returns the failure, with its stack."""
+        stack = await asyncio.to_thread(cell.stacks.ask, cell.pid) if cell in self._cells else ""
+        await self._retire(cell)
+        return EnvironmentFailed("timeout", f"no answer within {seconds:g} s; its process was killed", stack)
 
     async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         cell = await self._take()
@@ -339,8 +359,7 @@ class EpisodeProcess:
 
     async def reset(self, prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Returns the first messages; waits for a free copy. Raises EnvironmentFailed, like all methods here."""
-        given = {"prompt": [dict(message) for message in prompt], "fields": dict(fields), "seed": seed}
-        return await self._run({"reset": given})
+        return await self._run({"reset": _given(prompt, fields, seed)})
 
     async def step(self, completion: str) -> dict[str, Any]:
         return await self._run({"step": completion})
@@ -348,6 +367,31 @@ class EpisodeProcess:
     async def finish(self) -> dict[str, Any]:
         """Returns the final reward of an episode that was ended from outside."""
         return await self._run({"finish": True})
+
+    # With an environment that asks the policy itself, in place of the three above.
+
+    async def play(self, prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], seed: int) -> None:
+        """Starts it; waits for a free copy. See `branches` for what is sent and received from then on."""
+        await self.send({"play": _given(prompt, fields, seed)})
+
+    async def send(self, message: Mapping[str, Any]) -> None:
+        await asyncio.wrap_future(self._pool._submit(self._exchange(lambda cell: cell.send(message))))
+
+    async def receive(self) -> dict[str, Any]:
+        """Its next message, however long that takes."""
+        return dict(await asyncio.wrap_future(self._pool._submit(self._receive())))
+
+    async def end_late(self) -> EnvironmentFailed:
+        """Ends a copy that gave no message for `step_seconds`; returns the failure, to be raised."""
+        cell, self._cell = self._cell, None
+        assert cell is not None
+        failure: EnvironmentFailed = await asyncio.wrap_future(self._pool._submit(self._pool._late(cell, self.seconds)))
+        return failure
+
+    @property
+    def seconds(self) -> float:
+        """Limit of one response."""
+        return self._pool._limits.step_seconds
 
     async def close(self) -> None:
         """Gives the copy back; a copy that does not respond is ended."""
@@ -358,6 +402,15 @@ class EpisodeProcess:
     async def _run(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(await asyncio.wrap_future(self._pool._submit(self._ask(message))))
 
+    async def _exchange[T](self, work: Callable[[Cell], Coroutine[Any, Any, T]]) -> T:
+        if self._cell is None:
+            self._cell = await self._pool._take()
+        try:
+            return await self._pool._held(self._cell, work(self._cell))
+        except BaseException:
+            self._cell = None
+            raise
+
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if self._cell is None:
             self._cell = await self._pool._take()
@@ -366,9 +419,17 @@ class EpisodeProcess:
         except BaseException:
             self._cell = None
             raise
+        return await self._checked(answer)
+
+    async def _receive(self) -> dict[str, Any]:
+        return await self._checked(await self._exchange(lambda cell: cell.receive()))
+
+    async def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Raises EnvironmentFailed for an environment that raised: nothing is known of its copy, which is ended."""
         if "crash" in answer:
             cell, self._cell = self._cell, None
-            await self._pool._retire(cell)
+            if cell is not None:
+                await self._pool._retire(cell)
             raise EnvironmentFailed("crash", str(answer["crash"]))
         return answer
 
@@ -376,3 +437,7 @@ class EpisodeProcess:
         with contextlib.suppress(EnvironmentFailed):
             await self._pool._ask(cell, {"close": True})
             await self._pool._end_use(cell)
+
+
+def _given(prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    return {"prompt": [dict(message) for message in prompt], "fields": dict(fields), "seed": seed}

@@ -6,6 +6,8 @@ Belongs here: records and messages. Does not belong here: processes (`environmen
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -80,3 +82,23 @@ class EnvironmentFailed(Exception):
         self.stack = stack
         self.outcome: Literal["timeout", "crash"] = outcome
         self.reason = reason
+
+
+def checked_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Chat messages of what an environment gave; text becomes one user message. Raises TypeError for anything else."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, Sequence):
+        raise TypeError(f"{where} gave {type(value).__name__} for messages, which are text or a list")
+    for message in value:
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str | list):
+            raise TypeError(f"{where} gave {repr(message)[:80]}, which is no message with 'role' and 'content'")
+    return [dict(message) for message in value]
+
+
+def checked_number(value: Any, what: str) -> float:
+    """Raises TypeError for what is no finite number."""
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise TypeError(f"the {what} is {repr(value)[:80]}, and no finite number")
+    return float(value)

@@ -6,8 +6,8 @@ Belongs here: importing once, forking, and ending what was forked. Does not belo
 In:  first 4-byte length and JSON `{"path", "environment", "arguments", "tools", "limits"}`, then commands of five
      bytes: `F` and four zeros, with a socket for the new process and a file for its stacks; `E` and the number of one
      to end.
-Out: JSON lines. First `{"tools": [...]}` or `{"error": ..., "target": ...}`, then `{"forked": pid}` and
-     `{"ended": status}`, one for each command.
+Out: JSON lines. First `{"tools": [...], "cohorts": [...] or null}` or `{"error": ..., "target": ...}`, then
+     `{"forked": pid}` and `{"ended": status}`, one for each command.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import inspect
 import json
 import os
 import signal
@@ -32,6 +33,8 @@ from orbit_runtime.workers.stacks import tell_stacks
 from orbit_runtime.workers.tool_schema import tool_schema
 
 COMMAND = 5
+MAX_ROLLOUTS = 1024
+"""Rollouts of one episode."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -56,7 +59,8 @@ def main(control_fd: int, parent_pid: int) -> int:
         _say(control, {"error": str(error), "target": error.args[-1]})
         return 1
     limits = EnvironmentLimits(**head["limits"])
-    _say(control, {"tools": [tool_schema(name, function) for name, function in loaded.tools.items()]})
+    schemas = [tool_schema(name, function) for name, function in loaded.tools.items()]
+    _say(control, {"tools": schemas, "cohorts": loaded.cohorts})
     gc.freeze()  # collections in the copies leave shared pages alone
     cells: set[int] = set()
     while True:
@@ -86,6 +90,7 @@ def _load(head: Any) -> Loaded:
             raise TargetError(f"{target!r} is not a class")
         if hasattr(environment, "prepare"):
             _prepare(environment, head["arguments"])
+        cohorts = _cohorts(environment)
         tools = {}
         for target in head["tools"]:
             function = load_object(target)
@@ -94,7 +99,25 @@ def _load(head: Any) -> Loaded:
             tools[target.partition(":")[2].rpartition(".")[2]] = function
     except TargetError as error:
         raise TargetError(str(error), target) from error
-    return Loaded(environment, head["arguments"], tools)
+    return Loaded(environment, head["arguments"], tools, cohorts)
+
+
+def _cohorts(environment: Any) -> tuple[str, ...] | None:
+    """The name of each rollout of an episode, of an environment that asks the policy itself; None for any other."""
+    if not hasattr(environment, "play"):
+        return None
+    if not inspect.iscoroutinefunction(environment.play):
+        raise TargetError(f"{environment.__name__}.play is not `async`: it could ask nothing")
+    rollouts: Any = getattr(environment, "rollouts", 1)
+    if isinstance(rollouts, int) and not isinstance(rollouts, bool) and 1 <= rollouts <= MAX_ROLLOUTS:
+        return ("",) * rollouts
+    is_list = isinstance(rollouts, list | tuple) and all(isinstance(each, str) for each in rollouts)
+    if not is_list or not 1 <= len(rollouts) <= MAX_ROLLOUTS:
+        raise TargetError(
+            f"{environment.__name__}.rollouts is {repr(rollouts)[:80]}: it is the number of rollouts of an episode, up "
+            f"to {MAX_ROLLOUTS}, or a list with a name for each"
+        )
+    return tuple(rollouts)
 
 
 def _prepare(environment: Any, arguments: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -93,6 +94,20 @@ def test_the_speed_table_of_the_readme_is_the_committed_results() -> None:
         (row,) = [each for each in results[result]["comparisons"] if (each["name"], each["b"]) == (name, other)]
         expected.append((f"{row['ratio']:.2f}{TIMES}", f"{row['target']:g}{TIMES}"))
     assert speed_table((ROOT / "README.md").read_text(encoding="utf-8")) == expected
+
+
+def test_the_curves_of_the_algorithms_guide_are_the_committed_results() -> None:
+    figures = load_results()["objectives"]["figures"]
+    guide = (ROOT / "docs" / "guides" / "algorithms.md").read_text(encoding="utf-8")
+    table = guide.partition("6th, each seed |\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    assert len(rows) == len(figures) / 3
+    for name, *cells in rows:
+        seeds = [figures[f"{name} seed {seed}"] for seed in range(3)]
+        assert [f"{fmean(part):.3f}" for part in zip(*seeds, strict=True)] == cells[:-1]
+        ends = sorted(curve[-1] for curve in seeds)
+        assert cells[-1] == f"{ends[0]:.3f} to {ends[-1]:.3f}"
+        assert all(curve[-1] > curve[0] + 0.2 for curve in seeds), f"{name} did not learn"
 
 
 def test_the_readme_says_that_its_speed_is_old_as_long_as_it_is() -> None:

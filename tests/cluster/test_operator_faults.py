@@ -247,7 +247,7 @@ def test_a_cleanup_that_fails_lets_the_run_go_and_says_what_stays(team: Team) ->
     assert time.monotonic() - began < 60
     said = [event for event in team.server.items(team.path("events")) if event["reason"] == "ArtifactCleanupFailed"]
     assert [(each["type"], each["message"]) for each in said] == [
-        ("Warning", "what was not deleted stays in s3://runs/kept, and nobody tries again: "
+        ("Warning", "what was not deleted stays in s3://runs/kept, and there are no more tries: "
                     "error: 403 Forbidden where: s3://runs/kept")
     ]  # fmt: skip
 

@@ -197,10 +197,10 @@ def test_a_fault_of_one_replica_is_named_by_the_next_proof(
         _other_base(base, tmp_path / "base", engine)
     says = {
         "stale": "replica 1: the engine's slot holds .*has other values",
-        "changed since": f"replica 1: {old}, which sampled until now, no longer stands as .*lora_B.* is 2 times",
+        "changed since": f"replica 1: {old}, which sampled until now, is no longer as .*lora_B.* is 2 times",
         "shared cache": "replica 1: versions share cached keys and values",
         "evicted": f"replica 1: {old}, which sampled until now, .*evicted",
-        "other base": "replica 1: the engine's base is another one than at the previous publish",
+        "other base": "replica 1: the engine's base differs from that of the previous publish",
     }[fault]
     try:
         with pytest.raises(GateError, match=says) as caught:

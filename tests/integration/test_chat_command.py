@@ -100,8 +100,8 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(url: str, capsys: pyte
         ({"compare": True, "model": "policy,policy"}, UsageError, "named twice"),
         ({"source": "runs/a"}, UsageError, "its own models"),
         ({"base_url": "http://127.0.0.1:9/v1"}, EngineDiedError, "did not answer"),
-        ({"base_url": None}, UsageError, "somebody's API"),
-        ({"base_url": None, "api_key_env": None, "step": 1}, UsageError, "one of a run"),
+        ({"base_url": None}, UsageError, "only with an API"),
+        ({"base_url": None, "api_key_env": None, "step": 1}, UsageError, "belongs to a run"),
     ],
 )
 def test_what_cannot_be_asked_is_one_error(url: str, changed: dict[str, object], kind: type, words: str) -> None:

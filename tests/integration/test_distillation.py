@@ -376,7 +376,7 @@ def test_a_teacher_of_another_base_is_named(folder: Path, tmp_path: Path) -> Non
     files = dict(trained_files(folder).files)
     policy = load_policy(folder, replace(ADAPTERS["LoRA"], targets=("q_proj",)))
     config = json.loads(bytes(files["adapter_config.json"]))
-    with pytest.raises(ModelError, match=r"which this run's adapter does not.*have no place") as caught:
+    with pytest.raises(ModelError, match=r"which this run's adapter does not.*cannot be used") as caught:
         load_foreign(policy.injected.layers, TEACHER_SLOT, config, files, "there")
     assert "spec.adapter.targets" in str(caught.value.fix)
     assert all(TEACHER_SLOT not in layer.slots for layer in policy.injected.layers.values())

@@ -172,7 +172,7 @@ def test_ranks_learn_from_the_base_by_sampled_tokens_only() -> None:
     for fields in ({"type": "Base"}, {"type": "Average", "over": "Sampled"}):
         other = copy.deepcopy(asked)
         other["spec"]["algorithm"]["teacher"] = fields
-        with pytest.raises(UnsupportedError, match="no second adapter"):
+        with pytest.raises(UnsupportedError, match="neither a second adapter"):
             decide_division(resolve(OrbitRun.model_validate(other), machine_facts()), folder)
     found = find_support(Combination("INT4", "qwen3", "LoRA", "None", "SGLang", "Megatron", 8, teacher=True))
     assert (found.state, found.where) == ("missing", "training.trainer")

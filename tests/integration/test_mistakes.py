@@ -451,7 +451,7 @@ def test_a_dry_run_shows_servers_and_refuses_those_that_cannot_be_cut(shell: She
     shell.spec["rollout"]["tensorParallel"] = 3
     for arguments in (("--dry-run",), ()):
         assert shell.run(*arguments) == 78
-        assert "spec.rollout.tensorParallel: 4 attention heads cannot be dealt out to 3" in shell.shown
+        assert "spec.rollout.tensorParallel: 4 attention heads cannot be divided among 3" in shell.shown
         assert "write tensorParallel: 1 or 2" in shell.shown
     assert not shell.out.exists()
 
@@ -462,9 +462,9 @@ def test_a_dry_run_shows_ranks_and_refuses_sizes_that_do_not_divide_the_model(sh
     for said in ("trainer-rank x 4", "TP2 EP2 PP1 CP1 DP2", "rank-guard x 1", "sglang-server x 1", "WORLD_SIZE=4"):
         assert said in shell.shown
     for sizes, says in (
-        ({"tensor": 4}, "2 heads of keys and values cannot be dealt out to 4 ranks"),
-        ({"tensor": 3}, "4 attention heads cannot be dealt out to 3 ranks"),
-        ({"pipeline": 9}, "layers cannot be dealt out to 9 stages"),
+        ({"tensor": 4}, "2 heads of keys and values cannot be divided among 4 ranks"),
+        ({"tensor": 3}, "4 attention heads cannot be divided among 3 ranks"),
+        ({"pipeline": 9}, "layers cannot be divided into 9 stages"),
     ):
         shell.spec["training"]["parallel"] = sizes
         for arguments in (("--dry-run",), ()):

@@ -145,7 +145,7 @@ def some_loss(inputs: Any, settings: Any) -> Any:
 
 
 MISUSE: list[tuple[dict[str, Any], type[OrbitError], str]] = [
-    ({"manifest": 3}, UsageError, "int is no manifest"),
+    ({"manifest": 3}, UsageError, "int is not a manifest"),
     ({"manifest": "nowhere.yaml"}, ManifestError, "there is no such file"),
     ({"overrides": {"spec.training.steps": -1}}, ManifestError, "steps"),
     ({"overrides": {"spec.training.steps": object()}}, UsageError, "cannot be part of a manifest"),
@@ -154,7 +154,7 @@ MISUSE: list[tuple[dict[str, Any], type[OrbitError], str]] = [
     ({"rewards": {"not a name": starts_with_one}}, ManifestError, "not a name"),
     ({"rewards": {"one": asyncio.sleep}}, ManifestError, "async"),
     ({"prompts": []}, DataError, "there are no prompts"),
-    ({"prompts": ["12+34="]}, DataError, r"prompts\[0\]: str is no row"),
+    ({"prompts": ["12+34="]}, DataError, r"prompts\[0\]: str is not a row"),
     ({"prompts": [{"prompt": {1, 2}}]}, DataError, r"prompts\[0\]: not plain values"),
     ({"prompts": [{"question": "12+34="}]}, DataError, "prompt"),
     ({"overrides": {"spec.algorithm": {"type": "SFT"}}, "loss": some_loss}, UsageError, "demonstrations"),

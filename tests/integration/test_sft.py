@@ -276,7 +276,7 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path: Path, learned: Path) -
         (folder / name).write_bytes((learned / "adapters" / f"policy-v{newest}" / name).read_bytes())
     manifest = small_manifest(steps=1)
     manifest["spec"]["model"] = {"uri": "builtin://tiny-qwen3", "precision": "BF16"}
-    with pytest.raises(ModelError, match="28 tensors have no place"):
+    with pytest.raises(ModelError, match="28 tensors cannot be used"):
         trained(with_initial(manifest, folder), tmp_path / "run")
 
 

@@ -88,7 +88,7 @@ def test_addresses_that_are_none_or_of_something_else(sides: dict[str, Side]) ->
     cases = {
         sides["inference"].url: "is the inference",
         other.url: "is no process of a run",
-        "not an address": "is no address",
+        "not an address": "is not an address",
     }
     for url, said in cases.items():
         with pytest.raises(UsageError, match=said) as caught:
@@ -331,10 +331,10 @@ def test_a_process_that_is_stopped_while_it_is_built_ends_with_75_and_never_list
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["trainer", "--listen", "nowhere"], 64, "is no address"),
-        (["trainer", "--listen", "0.0.0.0:0"], 64, "everybody who reaches 0.0.0.0 could ask"),
+        (["trainer", "--listen", "nowhere"], 64, "is not an address"),
+        (["trainer", "--listen", "0.0.0.0:0"], 64, "anyone who can reach 0.0.0.0 could send requests"),
         (["inference", "--token-file", "missing"], 64, "the token cannot be read"),
-        (["orchestrator", "--patience", "0"], 64, "is no time to wait"),
+        (["orchestrator", "--patience", "0"], 64, "is not a valid time to wait"),
     ],
 )
 def test_impossible_options(

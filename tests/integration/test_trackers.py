@@ -190,7 +190,7 @@ def test_a_tracker_that_raises_is_given_up_with_one_word(error: BaseException) -
         tracking.row(build_row(step=step, loss=1.0))
     tracking.close()
     assert len(said) == 1
-    assert "MLflow is told nothing more, and the run goes on" in said[0]
+    assert "MLflow gets no more rows, but the run continues" in said[0]
 
 
 def test_a_tracker_that_hangs_holds_a_run_no_longer_than_it_is_given() -> None:

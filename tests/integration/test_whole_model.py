@@ -186,7 +186,7 @@ def test_rewards_evaluation_and_serving_begin_with_the_model_that_it_ended_with(
     [
         (
             {"algorithm": {"type": "GRPO"}, "environment": {"rewards": [{"name": "a", "type": "ExactMatch"}]}},
-            "by demonst",
+            "only on demonst",
         ),
         ({"model": {"uri": "builtin://tiny-adder", "precision": "INT4"}}, "INT4 weights are packed and frozen"),
         (
@@ -194,8 +194,8 @@ def test_rewards_evaluation_and_serving_begin_with_the_model_that_it_ended_with(
             "the checkpoint is INT4: packed weights are frozen",
         ),
         ({"training": {"steps": 1, "trainer": "Megatron"}}, "they hold no masters"),
-        ({"adapter": {"type": "Full", "targets": ["q_proj"]}}, "adapter.targets speaks of an adapter"),
-        ({"adapter": {"type": "Full", "initFrom": "runs/other"}}, "adapter.initFrom speaks of an adapter"),
+        ({"adapter": {"type": "Full", "targets": ["q_proj"]}}, "adapter.targets applies to an adapter"),
+        ({"adapter": {"type": "Full", "initFrom": "runs/other"}}, "adapter.initFrom applies to an adapter"),
         ({"algorithm": {"type": "SFT", "kl": {"coefficient": 0.1}}}, "no base is left"),
     ],
 )

@@ -64,7 +64,9 @@ class Side:
         server.force_exit = True
         self._server.close(0.0)
         for connection in [*server.server_state.connections]:
-            connection.transport.abort()
+            # In the server's own thread: uvloop's transports are for no other, and crash the process now and then.
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                connection.loop.call_soon_threadsafe(connection.transport.abort)
         self._server._thread.join(5)
         self._closing.close()
 

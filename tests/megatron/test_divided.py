@@ -41,6 +41,6 @@ def test_in_bf16_ranks_are_no_further_from_one_process_than_rounding_is(ranks: t
 def test_more_stages_than_layers_are_refused_by_their_field() -> None:
     assert [len(stage_layers(61, stage, 4)) for stage in range(4)] == [16, 15, 15, 15]
     assert [stage_layers(5, stage, 2) for stage in range(2)] == [range(3), range(3, 5)]
-    with pytest.raises(UnsupportedError, match="2 layers cannot be dealt out to 3 stages") as caught:
+    with pytest.raises(UnsupportedError, match="2 layers cannot be divided into 3 stages") as caught:
         stage_layers(2, 0, 3)
     assert caught.value.where == "spec.training.parallel.pipeline"

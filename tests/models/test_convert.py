@@ -298,11 +298,11 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["builtin://tiny-adder", "--precision", "INT3"], 64, "no precision"),
+        (["builtin://tiny-adder", "--precision", "INT3"], 64, "not a precision"),
         (["builtin://tiny-adder", "--precision", "MXFP4", "--group-size", "64"], 64, "no group size"),
         (["builtin://tiny-adder", "--precision", "INT4", "--group-size", "12"], 64, "cannot be packed"),
-        (["builtin://tiny-adder", "--precision", "FP8", "--layout", "FP8BlockV4"], 64, "no way to write FP8"),
-        (["builtin://tiny-adder", "--precision", "INT4", "--ignore", "re:("], 64, "no expression"),
+        (["builtin://tiny-adder", "--precision", "FP8", "--layout", "FP8BlockV4"], 64, "not a layout of FP8"),
+        (["builtin://tiny-adder", "--precision", "INT4", "--ignore", "re:("], 64, "not a regular expression"),
         (["builtin://tiny-adder", "--precision", "INT4", "--ignore", "re:.*"], 78, "no module is left"),
         (["no/such/folder", "--precision", "INT4"], 66, "does not exist"),
         (["s3://bucket/model", "--precision", "INT4"], 66, "not on this machine"),

@@ -27,6 +27,7 @@ FACTS = {"card": "cpu", "commit": "c" * 40, "dirty": False, "tiny": True}
 NEED_TRITON = ("kernel-equality", "kernel-speed-int4")
 ONCE = [name for name in STAGES if name not in {f"kernel-speed-{layout.lower()}" for layout in LAYOUTS[1:]}]
 """Without the layouts beyond the first, which run the same code."""
+SAMPLE = ("device-tests", "kernel-equality", "rl-step-oft")
 
 
 def proof(*options: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +37,9 @@ def proof(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", ONCE)
+@pytest.mark.parametrize(
+    "stage", [each if each in SAMPLE else pytest.param(each, marks=pytest.mark.long) for each in ONCE]
+)
 def test_a_stage_runs_without_a_device(stage: str, tmp_path: Path) -> None:
     if stage in NEED_TRITON and find_spec("triton") is None:
         pytest.skip("Triton is not installed")

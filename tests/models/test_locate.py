@@ -86,7 +86,7 @@ def test_a_point_that_the_engine_did_not_tell_is_named_and_is_no_agreement(
     found = locate(ours, again, replace(ours, points=without(ours.points, name)), dtype=torch.float32, group=32)
     assert (found.point, found.causes, found.missing) == (None, (), (name,))
     assert not found.is_clear
-    assert found.verdict() == f"not all layers were compared: the engine did not tell {name}"
+    assert found.verdict() == f"not all layers were compared: the engine did not report {name}"
 
 
 def test_an_engine_that_told_no_point_at_all_is_no_agreement(trainer: Policy) -> None:

@@ -201,7 +201,7 @@ def test_an_adapter_that_does_not_name_its_base_needs_a_word(tmp_path: Path, cap
     [
         ("rank", "has rank 200"),
         ("shape", "the base's weight is [64, 64]"),
-        ("stranger", "which is no linear layer of the base"),
+        ("stranger", "which is not a linear layer of the base"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_with_the_module(

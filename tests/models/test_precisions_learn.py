@@ -12,7 +12,7 @@ from orbit_runtime.cli.main import run_command
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_shipped_precision_learns_and_one_report_compares_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -32,7 +32,9 @@ def script() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("precision", ["BF16", "FP8", "INT4", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize(
+    "precision", ["BF16", "INT4", *(pytest.param(each, marks=pytest.mark.long) for each in ("FP8", "MXFP4", "NVFP4"))]
+)
 def test_a_fifth_to_a_third_of_the_samples_is_right(script: ModuleType, precision: str) -> None:
     sampled, greedy = script.accuracy(builtin_folder("tiny-adder", precision), samples=1024, seed=7)
     assert 0.20 <= sampled <= 0.35

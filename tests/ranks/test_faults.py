@@ -42,7 +42,7 @@ def patience_for(ranks: RankGroup, fault: str) -> float | None:
     ("fault", "code", "words", "collective"),
     [
         ("kill", 81, "rank 1 (CPU) was killed", None),
-        ("segfault", 81, "Segmentation fault", None),
+        pytest.param("segfault", 81, "Segmentation fault", None, marks=pytest.mark.long),
         ("stop", 83, "rank 1 (CPU) is stopped (SIGSTOP) in stage train, step 3; rank 0 waits in all_reduce", None),
         ("sleep", 83, "rank 1 (CPU) did not get on within {patience:g} s in stage train, step 3", None),
         (
@@ -53,10 +53,10 @@ def patience_for(ranks: RankGroup, fault: str) -> float | None:
         ),
         ("memory", 79, "rank 1 (CPU) in stage train, step 3: memory ran out", None),
         ("nan", 85, "rank 1 (CPU) in stage train, step 3: the loss is NaN", None),
-        ("bug", 70, "ValueError: a planted bug", None),
-        ("unpicklable", 70, "Odd: odd", None),
+        pytest.param("bug", 70, "ValueError: a planted bug", None, marks=pytest.mark.long),
+        pytest.param("unpicklable", 70, "Odd: odd", None, marks=pytest.mark.long),
         ("disk", 74, "the disk is full", None),
-        ("leave", 70, "SystemExit: 3", None),
+        pytest.param("leave", 70, "SystemExit: 3", None, marks=pytest.mark.long),
     ],
 )
 def test_a_fault_on_one_rank_ends_all_with_its_code(

@@ -136,7 +136,7 @@ def test_what_killed_a_container_comes_before_the_end_of_its_log() -> None:
         ({"end_reason": "OOMKilled"}, "the container used more memory than its limit"),
         ({"reason": "Evicted", "message_of_pod": full}, full),
         ({"deletion_due": 5.0}, "killed before it could checkpoint"),
-        ({}, "killed, and nothing says by whom"),
+        ({}, "killed, for an unknown reason"),
     ):
         facts: dict[str, Any] = {**fields}
         message = facts.pop("message_of_pod", "")

@@ -354,7 +354,7 @@ def test_a_cleanup_that_failed_holds_nobody_up_and_says_what_stays_where_and_why
     assert failed.events == (
         RunEvent(
             "ArtifactCleanupFailed",
-            f"what was not deleted stays in s3://runs/adder, and nobody tries again: {why}",
+            f"what was not deleted stays in s3://runs/adder, and there are no more tries: {why}",
             True,
         ),
     )

@@ -107,8 +107,8 @@ def test_a_precision_that_is_not_the_checkpoints_is_refused_by_its_field() -> No
     ("changes", "word"),
     [
         ({"placement": {"gpuProduct": None}}, "gpuProduct"),
-        ({"placement": {"gpuProduct": "Some-Other-GPU"}}, "no GPU that the planner knows"),
-        ({"placement": {"gpus": 0, "gpuProduct": None}}, "placement.resources.memory is not said"),
+        ({"placement": {"gpuProduct": "Some-Other-GPU"}}, "is not a GPU that the planner knows"),
+        ({"placement": {"gpus": 0, "gpuProduct": None}}, "placement.resources.memory is not set"),
         ({"model": {"uri": "hf://nobody/knows@main"}}, "no facts"),
         ({"model": {"uri": "s3://models/own"}}, "no facts"),
         ({"model": {"uri": "builtin://never-heard-of", "precision": "Auto"}}, "never-heard-of"),

@@ -71,7 +71,7 @@ def test_a_ray_cluster_that_is_refused_is_told() -> None:
     told = tell_refusal(CreateRanks(2), ApiError(422, "Invalid", "spec.headGroupSpec"), State("Pending", "PodPending"))
     assert told is not None
     assert (told.reason, told.message) == (
-        "AttemptRefused", "the RayCluster of attempt 2 cannot be made: spec.headGroupSpec",
+        "AttemptRefused", "the RayCluster of attempt 2 cannot be created: spec.headGroupSpec",
     )  # fmt: skip
 
 

@@ -195,13 +195,13 @@ RUN = Dashboard(
                 "Critic",
                 "line",
                 {"value loss": "orbit_run_value_loss{@}", "explained": "orbit_run_explained_variance{@}"},
-                text="With algorithm.type PPO: 1 is a critic that foresaw every return, 0 one that knows their mean.",
+                text="With algorithm.type PPO: 1 is a critic that predicted every return, 0 one that knows their mean.",
             ),
             Panel(
                 "Held-out demonstrations",
                 "line",
                 {"loss": "orbit_run_validation_loss{@}"},
-                text="With algorithm.type SFT and data.validation: nats a token of answers that are not trained on.",
+                text="With algorithm.type SFT and data.validation: nats per token of held-out answers.",
             ),
             Panel(
                 "Teacher",
@@ -253,16 +253,24 @@ RUN = Dashboard(
             Panel("Seconds of a step, whole", "line", {"step": "orbit_run_step_seconds{@}"}, unit="s"),
             Panel("Length of completions", "line", {"tokens": "orbit_run_response_tokens_mean{@}"}),
             Panel("Completions cut off", "line", {"share": "orbit_run_truncated_fraction{@}"}, unit="percentunit"),
-            Panel("Turns of an episode", "line", {"mean": "orbit_run_turns_mean{@}"}),
+            Panel("Turns per episode", "line", {"mean": "orbit_run_turns_mean{@}"}),
             Panel(
-                "Calls of tools",
+                "Tool calls",
                 "line",
                 {
                     "made": "60 * rate(orbit_run_tool_calls_total{@}[$__rate_interval])",
                     "failed": "60 * rate(orbit_run_tool_errors_total{@}[$__rate_interval])",
                 },
             ),
-            Panel("Tokens sampled", "line", {"per minute": "60 * rate(orbit_run_tokens_total{@}[$__rate_interval])"}),
+            Panel(
+                "Tokens sampled",
+                "line",
+                {
+                    "trained": "60 * rate(orbit_run_tokens_total{@}[$__rate_interval])",
+                    "not chosen": "60 * rate(orbit_run_tokens_unchosen_total{@}[$__rate_interval])",
+                },
+                text="Per minute; not chosen: in branches of episodes that none of their rollouts contains.",
+            ),
             Panel(
                 "Thrown away",
                 "line",
@@ -270,7 +278,7 @@ RUN = Dashboard(
                     "prompts": "60 * rate(orbit_run_prompts_cancelled_total{@}[$__rate_interval])",
                     "tokens": "60 * rate(orbit_run_tokens_cancelled_total{@}[$__rate_interval])",
                 },
-                text="With rollout.overSampling: stragglers that steps went on without, and their tokens, per minute.",
+                text="With rollout.overSampling: cancelled stragglers and their tokens, per minute.",
             ),
         ),
     },

@@ -189,7 +189,7 @@ def _judge_killed(end: ContainerEnd, pod: PodFacts) -> Verdict:
         return Verdict("Failed", verdict.reason, "infra", verdict.owner, _tell_kill(verdict.message, end),
                        end.exit_code, verdict.avoid_node)  # fmt: skip
     reason, budget, owner = EXIT_CODES[end.exit_code]
-    how = "killed before it could checkpoint" if pod.is_deleting else "killed, and nothing says by whom"
+    how = "killed before it could checkpoint" if pod.is_deleting else "killed, for an unknown reason"
     return Verdict("Failed", reason, budget, owner, _tell_kill(how, end), end.exit_code)
 
 

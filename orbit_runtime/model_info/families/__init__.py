@@ -56,4 +56,4 @@ def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Archit
     except KeyError as missing:
         raise ModelError(f"the configuration of a {kind} has no {missing}", where=where) from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelError(f"the configuration of this {kind} makes no sense: {error}", where=where) from None
+        raise ModelError(f"the configuration of this {kind} is not consistent: {error}", where=where) from None

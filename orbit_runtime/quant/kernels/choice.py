@@ -65,7 +65,7 @@ def parse_override(value: str) -> Path | None:
         return None
     if value not in get_args(Path):
         raise UsageError(
-            f"{value!r} is no path of a product", where=VARIABLE, fix=f"Auto, {', '.join(get_args(Path))}, or unset"
+            f"{value!r} is not a kernel path", where=VARIABLE, fix=f"Auto, {', '.join(get_args(Path))}, or unset"
         )
     return value  # type: ignore[return-value]
 

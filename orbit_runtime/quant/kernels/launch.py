@@ -131,8 +131,8 @@ def input_gradient(
 def schedule(offsets_E: Tensor, num_tokens: int, block: int, width: int) -> Tensor:
     """int32 `[2 · width]`: the end of each expert's tokens, and the end of its tiles of `block` tokens.
 
-    Tokens after the last offset belong to an additional expert that multiplies by nothing; the rest of `width` has no
-    tokens. Computed on the device, so the host does not wait to read the offsets.
+    Tokens after the last offset belong to an additional expert without a weight; the rest of `width` has no tokens.
+    Computed on the device, so the host does not wait to read the offsets.
     """
     ends = torch.nn.functional.pad(offsets_E.to(torch.int32), (0, width - len(offsets_E)), value=num_tokens)
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -148,7 +148,7 @@ def _launch(
     tokens: tuple[int, Tensor | None],
     tiles: Tiles | None,
 ) -> None:
-    """`arguments`: those before the tokens' table; `tokens`: their number and the experts' offsets."""
+    """`arguments`: those before the token schedule; `tokens`: their number and the experts' offsets."""
     num_tokens, offsets_E = tokens
     if num_tokens == 0:
         return

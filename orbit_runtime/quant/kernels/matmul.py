@@ -1,7 +1,7 @@
 """Fused kernels: x times a packed weight, and the gradient of x; the dense weight exists only in registers.
 
 `forward_kernel` is `x @ W.T`, `input_gradient_kernel` is `dy @ W`: BF16 products, one fp32 accumulator per element, and
-a reduction that is not split and runs upwards, so the tile size does not change the order of the sum.
+a reduction that is not split and runs upwards, so the tile size should not change the order of the sum.
 
 The forward pass computes `W @ x.T`: a Hopper MMA can take its left operand from registers, where the dequantised tile
 already is. For the gradient the tile goes through shared memory, because its reduction runs along the rows of W.
@@ -22,7 +22,7 @@ from orbit_runtime.quant.kernels.tiles import load_tile, loaded, of_expert, roun
 
 @triton.jit
 def place_in_grid(num_tiles, num_columns, TALL: tl.constexpr):
-    """Program → (tile of tokens, tile of outputs): TALL tiles of tokens share what the caches hold of the weight."""
+    """Program → (tile of tokens, tile of outputs): TALL tiles of tokens share the part of the weight in the caches."""
     program = tl.program_id(0)
     in_band = TALL * num_columns
     first = program // in_band * TALL
@@ -32,11 +32,11 @@ def place_in_grid(num_tiles, num_columns, TALL: tl.constexpr):
 
 @triton.jit
 def tokens_of_tile(tile, tokens, num_tokens, GROUPED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Tile of tokens → expert, first token, end. `tokens` is `launch.schedule`'s; a tile too many has start = end."""
+    """Tile of tokens → expert, first token, end. `tokens` is `launch.schedule`'s; a surplus tile has start = end."""
     if GROUPED:
         lanes = tl.arange(0, EXPERTS)
         ends = tl.load(tokens + EXPERTS + lanes)
-        # An expert without tokens ends where its predecessor does, so it is stepped over.
+        # An expert without tokens ends where its predecessor does, so it is skipped.
         expert = tl.sum((ends <= tile).to(tl.int32), 0)
         before = tl.max(tl.where(lanes < expert, ends, 0), 0)
         offsets = tl.load(tokens + lanes)

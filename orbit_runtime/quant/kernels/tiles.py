@@ -42,7 +42,7 @@ class Packed(NamedTuple):
 
 @triton.jit
 def of_expert(w, expert):
-    """The expert's own weight. In 64 bits: a stack is larger than 2^31 bytes."""
+    """Where the expert's own weight begins. In 64 bits: a stack is larger than 2^31 bytes."""
     e = expert.to(tl.int64)
     return (
         w.codes + e * w.codes_stride,
@@ -64,7 +64,7 @@ def round_to_bf16(x):
 
 @triton.jit
 def stored(x):
-    """What `round_to_bf16` returned → BF16, for a store."""
+    """Result of `round_to_bf16` → BF16, for a store."""
     if INTERPRETED:
         return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -73,7 +73,7 @@ def stored(x):
 
 @triton.jit
 def loaded(x):
-    """BF16 from memory → what `tl.dot` takes here."""
+    """BF16 from memory → the dtype that `tl.dot` takes here."""
     if INTERPRETED:
         return widen(x.to(tl.uint16, bitcast=True))
     else:
@@ -94,7 +94,7 @@ def scale_to_fp32(s, KIND: tl.constexpr):
         if (KIND == "NVFP4") or (KIND == "NVFP4ModelOpt"):
             return s.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
-            # E8M0: s stands for 2^(s-127); that of 0 is subnormal.
+            # E8M0: s means 2^(s-127), which is subnormal for 0.
             bits = tl.where(s == 0, 0x00400000, s.to(tl.uint32) << 23)
             return bits.to(tl.float32, bitcast=True)
     else:
@@ -103,13 +103,13 @@ def scale_to_fp32(s, KIND: tl.constexpr):
 
 @triton.jit
 def code_to_fp32(code, zero, KIND: tl.constexpr):
-    """A nibble 0..15 → its value; `zero` is what INT4Asymmetric subtracts, also 0..15."""
+    """A nibble 0..15 → its value; `zero` is INT4Asymmetric's zero point, also 0..15."""
     if (KIND == "INT4") or (KIND == "INT4Asymmetric"):
-        # 128 + code, put together from bits: quicker than converting an integer. The difference is exact.
+        # 128 + code, assembled from bits: faster than converting an integer. The difference is exact.
         shifted = (0x43000000 | (code.to(tl.uint32) << 16)).to(tl.float32, bitcast=True)
         return shifted - (zero + 128.0)
     else:
-        # E2M1's bits as the low exponent and the high mantissa bits of fp32; 2^126 puts the exponents' biases right.
+        # E2M1's bits as the low exponent and the high mantissa bits of fp32; 2^126 corrects the exponent bias.
         bits = ((code & 7).to(tl.uint32) << 22) | ((code & 8).to(tl.uint32) << 28)
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
@@ -185,7 +185,7 @@ def load_tile(w, base, row, column, KIND: tl.constexpr, GROUP: tl.constexpr, R: 
     """`W[row : row+R, column : column+C]` as BF16, 0 outside of the weight.
 
     Args:
-        base: what `of_expert` returned.
+        base: result of `of_expert`.
         KIND: `Form.kind`. GROUP: `Form.group`.
     """
     if (KIND == "FP8Tensor") or (KIND == "FP8Row") or (KIND == "FP8Block"):

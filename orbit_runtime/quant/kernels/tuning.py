@@ -1,7 +1,7 @@
 """The fastest tile sizes for a weight and a number of tokens: measured once per process, then cached.
 
-Belongs here: candidates, measuring, caching. Does not belong here: launching kernels. Every candidate sums in the
-same order, so a different choice in another process does not change results.
+Belongs here: candidates, measuring, caching. Does not belong here: launching kernels. Every candidate sums in the same
+order, so a different choice in another process should not change results; not run on hardware.
 """
 
 from __future__ import annotations

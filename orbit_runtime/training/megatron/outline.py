@@ -1,17 +1,17 @@
 """What the process that leads the ranks knows of their adapter: its tensors, their names in files, and who holds them.
 
-Belongs here: assembling parts, one layer at a time, so that no process ever holds the whole adapter. Does not
-belong here: the parts themselves (`rank`), file formats (`adapters`, `training.state`).
+Belongs here: where each rank's values lie in a file that all write together. Does not belong here: the values
+themselves (`rank`), file formats (`adapters`, `training.state`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +19,10 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.masters import Place
-from orbit_runtime.errors import InternalError
+from orbit_runtime.digests import PIECE_BYTES
+
+WINDOW_BYTES = 1 << 26
+"""What is on its way at a time, if a rank or a reader cannot share the memory that all is written to."""
 
 What = Literal["master", "exp_avg", "exp_avg_sq", "lora", "rotations", "applied"]
 """fp32 masters and moments; LoRA factors and OFT rotations as they are published, BF16; and what the newest `score`
@@ -68,39 +71,6 @@ def cut_published(place: Place, whole: Tensor, config: AdapterConfig) -> Tensor:
     return place.cut(whole.flatten(-2), config).unflatten(-1, whole.shape[-2:])
 
 
-def assemble(
-    what: What,
-    keys: Sequence[str],
-    outlines: Sequence[Outline],
-    parts: Sequence[Mapping[str, Tensor]],
-    config: AdapterConfig,
-) -> dict[str, Tensor]:
-    """Whole tensors, from the parts of all ranks.
-
-    Raises:
-        InternalError: the parts do not make up a whole tensor.
-    """
-    found = {}
-    for key in keys:
-        given = [(outline[key], part[key]) for outline, part in zip(outlines, parts, strict=True) if key in part]
-        if not given:
-            raise InternalError(f"no rank has {key}")
-        held, first = given[0]
-        shape = whole_shape(what, held, config)
-        dtype = torch.float32 if any(part.dtype == torch.float32 for _, part in given) else first.dtype
-        # A block of a rotation is laid out as a row, like a block's parameters.
-        whole = torch.empty((*held.place.shape[:-1], math.prod(shape[len(held.place.shape) - 1 :])), dtype=dtype)
-        for each, part in given:
-            region = each.place.cut(whole, config)
-            if region.numel() != part.numel():
-                raise InternalError(f"a rank gave {tuple(part.shape)} of {key}, expected {tuple(region.shape)}")
-            region.copy_(part.reshape(region.shape))
-        if sum(part.numel() for _, part in given) != whole.numel():
-            raise InternalError(f"the ranks' parts of {key} have other than its {whole.numel()} values")
-        found[key] = whole.view(shape)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor of a file, and the source of its values."""
@@ -113,45 +83,134 @@ class Entry:
     shape: tuple[int, ...]
 
 
-Fetch = Callable[[What, Sequence[str]], Mapping[str, Tensor]]
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """An entry, and where its first byte lies; outside the window if the window begins within the entry."""
+
+    what: What
+    key: str
+    index: int | None
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive pieces of a file that ranks write at a time."""
+
+    start: int
+    """First byte in the file."""
+    pieces: tuple[int, ...]
+    """Their sizes in bytes."""
+    spots: tuple[Spot, ...]
+    """Positions count from the window's first byte."""
+
+    @property
+    def size(self) -> int:
+        return sum(self.pieces)
 
 
 @dataclass(frozen=True)
 class DividedFile:
-    """Like `tensorfile.TensorFile`, for tensors that ranks hold in parts; fetches one layer at a time."""
+    """Like `tensorfile.TensorFile`, for tensors that ranks hold in parts."""
 
     header: bytes
     entries: Sequence[Entry]
     """Sorted by name."""
     dtype: torch.dtype
-    fetch: Fetch
 
     @property
-    def size(self) -> int:
-        return len(self.header) + sum(math.prod(entry.shape) for entry in self.entries) * self.dtype.itemsize
+    def sizes(self) -> list[int]:
+        """Bytes of the header and of each tensor."""
+        return [len(self.header), *(math.prod(entry.shape) * self.dtype.itemsize for entry in self.entries)]
 
-    def pieces(self) -> Iterator[memoryview]:
-        yield memoryview(self.header)
-        for tensors in fetched(self.entries, self.fetch):
-            yield from tensorfile.runs(tensors.values(), lambda values: values.to(self.dtype), self.dtype.itemsize)
+    def windows(self, limit: int = WINDOW_BYTES) -> Iterator[Window]:
+        """All bytes after the header, in windows of at most `limit` bytes, which is at least a piece."""
+        position = len(self.header)
+        start, pieces, spots = position, list[int](), list[tuple[Entry, int]]()
+        for entry, size in zip(self.entries, self.sizes[1:], strict=True):
+            first = position
+            for length in (min(PIECE_BYTES, size - done) for done in range(0, size, PIECE_BYTES)):
+                if pieces and position + length - start > limit:
+                    yield _window(start, pieces, spots)
+                    start, pieces, spots = position, [], []
+                if not spots or spots[-1][0] is not entry:
+                    spots.append((entry, first))
+                pieces.append(length)
+                position += length
+        if pieces:
+            yield _window(start, pieces, spots)
+
+
+def _window(start: int, pieces: Sequence[int], spots: Sequence[tuple[Entry, int]]) -> Window:
+    placed = (Spot(entry.what, entry.key, entry.index, first - start) for entry, first in spots)
+    return Window(start, tuple(pieces), tuple(placed))
 
 
 def build_divided(
-    entries: Iterable[Entry], dtype: torch.dtype, fetch: Fetch, metadata: Mapping[str, str] = tensorfile.FORMAT
+    entries: Iterable[Entry], dtype: torch.dtype, metadata: Mapping[str, str] = tensorfile.FORMAT
 ) -> DividedFile:
     ordered = sorted(entries, key=lambda entry: entry.name)
     header = tensorfile.build_header({entry.name: entry.shape for entry in ordered}, dtype, metadata)
-    return DividedFile(header, ordered, dtype, fetch)
+    return DividedFile(header, ordered, dtype)
 
 
-def fetched(entries: Sequence[Entry], fetch: Fetch) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a file by name, one layer at a time."""
-    for (what, _), group in groupby(entries, key=lambda entry: (entry.what, layer_of(entry.key))):
-        run = list(group)
-        values = fetch(what, sorted({entry.key for entry in run}))
-        yield {
-            entry.name: values[entry.key] if entry.index is None else values[entry.key][entry.index] for entry in run
-        }
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Where the values that a rank holds of a parameter lie in each of its entries: runs of `length` values."""
+
+    rows: range | None
+    """Indices of the entries, of which the rank holds the same runs each; None if the parameter is one entry."""
+    starts: np.ndarray
+    """int64, in values from the entry's first, in the order in which the rank holds them."""
+    length: int
+
+    @property
+    def num_values(self) -> int:
+        """In one entry."""
+        return len(self.starts) * self.length
+
+
+def held_runs(what: What, held: Held, config: AdapterConfig, *, by_row: bool) -> Runs:
+    """
+    Args:
+        by_row: whether each row of the parameter, an expert's, is an entry of its own.
+    """
+    shape = whole_shape(what, held, config)
+    # A block of a rotation is laid out as a row, like a block's parameters.
+    whole = (*held.place.shape[:-1], math.prod(shape[len(held.place.shape) - 1 :]))
+    # Tensors without memory: cutting them tells where the part lies.
+    region = held.place.cut(torch.empty(whole, device="meta"), config)
+    if not by_row:
+        return _runs(None, region, 0)
+    num_values = math.prod(whole[1:])
+    first = region.storage_offset() // num_values
+    return _runs(range(first, first + len(region)), region[0], first * num_values)
+
+
+def _runs(rows: range | None, region: Tensor, origin: int) -> Runs:
+    length, dims = 1, region.dim()
+    while dims and region.stride(dims - 1) == length:
+        length *= region.shape[dims - 1]
+        dims -= 1
+    starts = np.array([region.storage_offset() - origin], dtype=np.int64)
+    for dim in range(dims):
+        starts = (starts[:, None] + np.arange(region.shape[dim]) * region.stride(dim)).reshape(-1)
+    return Runs(rows, starts, length)
+
+
+def spans(runs: Runs, own: Tensor, position: int, end: int, size: int) -> Iterator[tuple[int, Tensor]]:
+    """Views of a rank's values of an entry that lie within the first `end` bytes, each with the byte it begins at.
+
+    Args:
+        position: of the entry's first byte.
+        size: bytes of a value.
+    """
+    # Masters and moments are contiguous, so these are views of them.
+    own_RL = own.contiguous().view(len(runs.starts), runs.length)
+    for row, first in zip(own_RL, position + runs.starts * size, strict=True):
+        begin, stop = max(int(first), 0), min(int(first) + runs.length * size, end)
+        if begin < stop:
+            yield begin, row[(begin - int(first)) // size : (stop - int(first)) // size]
 
 
 def split_entries(what: What, key: str, source: str, held: Held, shape: tuple[int, ...]) -> list[Entry]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import socket
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.buffer import Opening, opened, read_place, write_place
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
 from orbit_runtime.adapters.masters import Place
-from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.algorithms.losses import policy_loss
+from orbit_runtime.digests import Pieces
 from orbit_runtime.errors import InternalError, ModelError
 from orbit_runtime.policy.facts import PolicyFacts, describe
 from orbit_runtime.policy.packed import Branch, PackedBatch
@@ -35,7 +36,18 @@ from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.policy.snapshot import base_tensors, constants, record
 from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
 from orbit_runtime.training.megatron.model import load_rank_policy
-from orbit_runtime.training.megatron.outline import Outline, What, cut_published, outline_of
+from orbit_runtime.training.megatron.outline import (
+    Held,
+    Outline,
+    Runs,
+    Spot,
+    What,
+    Window,
+    cut_published,
+    held_runs,
+    outline_of,
+    spans,
+)
 from orbit_runtime.training.megatron.passes import RankPasses
 from orbit_runtime.training.megatron.sent import Sent, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
@@ -73,13 +85,15 @@ class RankFacts:
     sizes: Sizes
 
 
-@dataclass(frozen=True, slots=True)
-class AppliedPart:
-    """A tensor that a rank multiplied by."""
+@dataclass(slots=True)
+class Filled:
+    """What a rank wrote of a window."""
 
-    shape: tuple[int, ...]
-    digest: str
-    """SHA-256 of its bytes; ranks that hold the same part must agree."""
+    bytes: int = 0
+    sent: list[tuple[int, np.ndarray[Any, Any]]] = field(default_factory=list)
+    """Positions in the window and bytes of what it could not write itself: it is on another machine."""
+    is_exact: bool = True
+    """False if something that was applied has another size or is not representable in the file's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +105,8 @@ class RankScore:
     adapted_top: tuple[int, ...]
     """The most probable token at each position."""
     base_top: tuple[int, ...]
-    applied: Mapping[str, AppliedPart]
-    """`<module>.<kind>` of this rank's layers → its part."""
+    applied: Mapping[str, Pieces]
+    """`<module>.<kind>` of this rank's layers → pieces of its part; ranks that hold the same part must agree."""
     scalings: frozenset[float | None]
 
 
@@ -125,10 +139,12 @@ class MegatronRank:
         self._updater = Updater(self._passes, settings.trainer, settings.loss)
         self._outline = outline_of(self.policy.injected)
         self._rotations: dict[str, Tensor] = {}
-        self._applied: dict[str, Tensor] = {}
+        self._applied: dict[str, tuple[Tensor, ...]] = {}
+        """By parameter: the tensors themselves, one for each expert if each has its own in files."""
         self._scalings: dict[str, float | None] = {}
         """Scaling of the pass that `_applied` comes from, by module."""
         self._probing = ExitStack()
+        self._runs: dict[tuple[str, bool, bool], Runs] = {}
 
     def facts(self) -> RankFacts:
         return RankFacts(self._outline, describe(self.policy), self._groups.sizes)
@@ -162,7 +178,7 @@ class MegatronRank:
                 base, base_top = self._scores(batch)
         self._applied = self._keep(trace)
         self._scalings = {entry.module: entry.scaling for entry in trace}
-        parts = {key: AppliedPart(tuple(each.shape), _digest(each)) for key, each in self._applied.items()}
+        parts = applied_pieces(self._applied)
         scalings = frozenset(entry.scaling for entry in trace)
         return RankScore(
             tuple(adapted.tolist()),
@@ -180,18 +196,16 @@ class MegatronRank:
         self.policy.through(batch)
         return torch.empty(0), torch.empty(0, dtype=torch.long)
 
-    def _keep(self, trace: Sequence[Applied]) -> dict[str, Tensor]:
-        """The tensors that were applied, in the shape in which this rank holds parameters: experts stacked."""
-        applied: dict[str, Tensor] = {}
+    def _keep(self, trace: Sequence[Applied]) -> dict[str, tuple[Tensor, ...]]:
+        applied: dict[str, tuple[Tensor, ...]] = {}
         for entry in trace:
             layer = self.policy.injected.layers[entry.module]
             for kind in layer.shapes():
                 names = layer.held_names(kind) if isinstance(layer, AdaptedExpertLinear) else layer.file_names(kind)
-                tensor = join_tensors(names, entry.tensors).detach()
-                key = f"{entry.module}.{kind}"
-                if key in applied and not torch.equal(applied[key], tensor):
-                    raise InternalError(f"one pass applied two different values of {key}")
-                applied[key] = tensor
+                tensors = tuple(entry.tensors[name].detach() for name in names)
+                before = applied.setdefault(f"{entry.module}.{kind}", tensors)
+                if not all(map(torch.equal, before, tensors)):
+                    raise InternalError(f"one pass applied two different values of {entry.module}.{kind}")
         return applied
 
     def explain(self, values: Mapping[str, Sent], scaling: float | None) -> list[str]:
@@ -214,7 +228,9 @@ class MegatronRank:
             used = self._scalings[key.rpartition(".")[0]]
             if used != scaling:
                 told.append(f"{key} was scaled by {used}, published was {scaling}")
-        return told + explain_tensors(published, {key: self._applied[key].cpu() for key in published})
+        applied = {key: self._applied[key] for key in published}
+        joined = {key: each[0] if len(each) == 1 else torch.stack(each) for key, each in applied.items()}
+        return told + explain_tensors(published, {key: each.cpu() for key, each in joined.items()})
 
     def begin_probing(self, probe: Probe, seed: int) -> None:
         """From now on the masters hold an untrained probe adapter."""
@@ -252,48 +268,111 @@ class MegatronRank:
                 built = self._masters.rotations()
             self._rotations = {f"{name}.oft_R": value.to(torch.bfloat16) for name, value in built.items()}
 
-    def read(self, what: What, keys: Sequence[str]) -> dict[str, Sent]:
-        """This rank's parts; a part that several ranks hold is returned by one of them."""
-        told = [key for key in keys if key in self._outline and self._tells(self._outline[key].place)]
-        values = {key: self._value(what, key) for key in told}
-        if what == "applied":
-            values = dict(tensorfile.narrowed(values))
-        return send(values)
+    def fill(self, window: Window, dtype: torch.dtype, opening: Opening | None, start: int) -> Filled:
+        """Writes this rank's parts of a file into memory that all ranks of a machine share.
 
-    def _value(self, what: What, key: str) -> Tensor:
+        A part that several ranks hold is written by one of them.
+
+        Args:
+            dtype: of the file.
+            opening: the memory.
+            start: position in it of the window's first byte.
+
+        Raises:
+            OutOfMemoryError: the machine has no memory left for it.
+        """
+        filled = Filled()
+        with ExitStack() as stack:
+            descriptor = None
+            # On another machine than the run's process there is no such memory.
+            with suppress(OSError):
+                descriptor = stack.enter_context(opened(opening, os.O_WRONLY)) if opening else None
+            for spot, position, own in self._spans(window, dtype.itemsize, filled):
+                if self._tells(self._outline[spot.key].place):
+                    values = own.to(dtype)
+                    if spot.what == "applied" and not torch.equal(values.to(own.dtype), own):
+                        filled.is_exact = False
+                    data = values.cpu().contiguous().view(torch.uint8).numpy()
+                    filled.bytes += data.nbytes
+                    if descriptor is None:
+                        filled.sent.append((position, data))
+                    else:
+                        write_place(descriptor, memoryview(data), start + position, start + window.size)
+        return filled
+
+    def take(self, window: Window, opening: Opening, start: int, data: bytes | None) -> bool:
+        """Copies this rank's parts of a state's file into masters and moments.
+
+        Args:
+            opening: the memory that all ranks of a machine share.
+            start: position in it of the window's first byte.
+            data: the window's bytes, for ranks on other machines.
+
+        Returns:
+            Whether the bytes could be read.
+        """
+        with torch.no_grad(), ExitStack() as stack:
+            if data is None:
+                try:
+                    descriptor = stack.enter_context(opened(opening, os.O_RDONLY))
+                except OSError:
+                    return False
+                data = read_place(descriptor, start, window.size)
+            given = torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=torch.float32)
+            for spot in window.spots:
+                if spot.what != "master" and spot.key in self._outline:
+                    master = self._masters.parameters[spot.key]
+                    moments = self._updater.optimizer.state[master]
+                    if spot.what not in moments:
+                        moments[spot.what] = torch.empty_like(master)
+            for _, position, own in self._spans(window, given.element_size(), Filled()):
+                first = position // given.element_size()
+                own.copy_(given[first : first + own.numel()])
+        return True
+
+    def _spans(self, window: Window, size: int, filled: Filled) -> Iterator[tuple[Spot, int, Tensor]]:
+        """Views of this rank's values that lie in the window, each with its entry and its first byte there.
+
+        Args:
+            size: bytes of a value in the file.
+        """
+        for spot in window.spots:
+            held = self._outline.get(spot.key)
+            if held is None:
+                continue
+            runs, own = self._find_runs(spot, held), self._value(spot.what, spot.key)
+            if runs.rows is not None:
+                if spot.index not in runs.rows:
+                    continue
+                own = own[runs.rows.index(spot.index)]
+            elif isinstance(own, tuple):
+                own = own[0]
+            if own.numel() == runs.num_values:
+                for position, span in spans(runs, own.detach(), spot.position, window.size, size):
+                    yield spot, position, span
+            else:
+                filled.is_exact = False
+
+    def _find_runs(self, spot: Spot, held: Held) -> Runs:
+        # Rotations have another shape than their parameters.
+        kind = (spot.key, spot.what in ("rotations", "applied"), spot.index is not None)
+        if kind not in self._runs:
+            self._runs[kind] = held_runs(spot.what, held, self._masters.config, by_row=spot.index is not None)
+        return self._runs[kind]
+
+    def _value(self, what: What, key: str) -> Tensor | tuple[Tensor, ...]:
         if what == "rotations":
             return self._rotations[key]
         if what == "applied":
             return self._applied[key]
         master = self._masters.parameters[key]
-        if what == "lora":
-            return master.detach().to(torch.bfloat16)
-        return master if what == "master" else self._updater.optimizer.state[master][what]  # type: ignore[no-any-return]
+        return master if what in ("master", "lora") else self._updater.optimizer.state[master][what]  # type: ignore[no-any-return]
 
     def _tells(self, place: Place) -> bool:
         groups = self._groups
         by_expert = place.part.group == "expert"
         division, copies = (groups.expert, groups.expert_replicas) if by_expert else (groups.tensor, groups.replicas)
         return copies.rank() == 0 and (division.rank() == 0 or not (place.is_whole or place.part.group == "none"))
-
-    def write(self, values: Mapping[tuple[What, str], Sent], updates: int) -> None:
-        """Writes masters and moments from whole tensors; each rank takes its part.
-
-        Args:
-            updates: number of optimiser updates that the moments include.
-        """
-        with torch.no_grad():
-            for (what, key), whole in receive(values).items():
-                master = self._masters.parameters.get(key)
-                if master is None:
-                    continue
-                part = self._masters.places[key].cut(whole, self._masters.config)
-                if what == "master":
-                    master.copy_(part)
-                else:
-                    state = self._updater.optimizer.state[master]
-                    state["step"] = torch.tensor(float(updates), dtype=torch.float32)
-                    state[what] = part.to(master.device, copy=True).contiguous()
 
     def counters(self) -> dict[str, int]:
         return self._updater.counters
@@ -302,6 +381,8 @@ class MegatronRank:
         self._updater.updates, self._updater.steps = counters["updates"], counters["steps"]
         if not self._updater.updates:
             self._updater.optimizer.state.clear()
+        for moments in self._updater.optimizer.state.values():
+            moments["step"] = torch.tensor(float(self._updater.updates), dtype=torch.float32)
 
     def base_digest(self) -> str:
         """Digest of this rank's part of the base."""
@@ -312,8 +393,10 @@ class MegatronRank:
         leave()
 
 
-def _digest(tensor: Tensor) -> str:
-    return sha256(tensor.cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+def applied_pieces(applied: Mapping[str, Sequence[Tensor]]) -> dict[str, Pieces]:
+    """Pieces of each parameter's tensors, one after the other."""
+    found = tensorfile.tensor_pieces(((key, index), each) for key in applied for index, each in enumerate(applied[key]))
+    return {key: tuple(chain.from_iterable(found[key, index] for index in range(len(applied[key])))) for key in applied}
 
 
 def join_by_environment(settings: RankSettings) -> Groups:

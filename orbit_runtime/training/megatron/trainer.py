@@ -13,15 +13,16 @@ from collections import ChainMap
 from collections.abc import Buffer, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.buffer import AdapterBuffer, opening_of, read_place, write_place
 from orbit_runtime.adapters.difference import told_of
 from orbit_runtime.adapters.files import (
     CONFIG_FILE,
@@ -34,8 +35,8 @@ from orbit_runtime.adapters.files import (
 from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.adapters.part import Part
 from orbit_runtime.adapters.state import config_json, published_tensors
-from orbit_runtime.digests import Piece, Pieces, cut, tree_digest
-from orbit_runtime.errors import GateError, UnsupportedError
+from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, tree_digest
+from orbit_runtime.errors import GateError, InternalError, UnsupportedError
 from orbit_runtime.policy.facts import PolicyFacts, join_facts
 from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.training.megatron.outline import (
@@ -44,19 +45,28 @@ from orbit_runtime.training.megatron.outline import (
     Held,
     Outline,
     What,
-    assemble,
+    Window,
     build_divided,
-    fetched,
     layer_of,
     split_entries,
     whole_shape,
 )
-from orbit_runtime.training.megatron.rank import RankFacts, RankScore
+from orbit_runtime.training.megatron.rank import Filled, RankFacts, RankScore
 from orbit_runtime.training.megatron.sent import receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, join_snapshots
 from orbit_runtime.training.state import MOMENTS, PART, parse_state
-from orbit_runtime.types import AdapterManifest, AdapterSink, Probe, Sample, Scored, StateWriter, UpdateResult
+from orbit_runtime.types import (
+    AdapterManifest,
+    AdapterMemory,
+    AdapterSink,
+    Probe,
+    Sample,
+    Scored,
+    StateWriter,
+    UpdateResult,
+)
 
+WINDOW = "window"
 PATIENCE_SECONDS = 1800.0
 """Ranks report every layer that they begin. Longer than a collective's timeout, whose error is more specific."""
 
@@ -79,12 +89,12 @@ def check_copies(outlines: Sequence[Outline], results: Sequence[RankScore]) -> N
     Raises:
         GateError: two ranks differ; the message names them and the tensor.
     """
-    first: dict[tuple[str, Part | None], tuple[int, str]] = {}
+    first: dict[tuple[str, Part | None], tuple[int, Pieces]] = {}
     for rank, (outline, result) in enumerate(zip(outlines, results, strict=True)):
         for key, applied in result.applied.items():
             place = outline[key].place
-            other, digest = first.setdefault((key, None if place.is_whole else place.part), (rank, applied.digest))
-            if digest != applied.digest:
+            other, pieces = first.setdefault((key, None if place.is_whole else place.part), (rank, applied))
+            if pieces != applied:
                 raise GateError(
                     f"ranks {other} and {rank} hold different values of {key}: one of them is stale or damaged",
                     where="trainer",
@@ -149,29 +159,53 @@ class MegatronTrainer:
         with self._turn:
             return list(self._ranks.call(method, *arguments, patience=PATIENCE_SECONDS))
 
-    def _fetch(self, what: What, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        parts = [receive(each) for each in self._call("read", what, tuple(keys))]
-        return assemble(what, keys, self._outlines, parts, self._config)
-
     # --- publishing and proof ---
 
     def publish(self, sink: AdapterSink) -> AdapterManifest:
-        """Streams the parts through this process into the sink, one layer at a time."""
+        """Every rank writes its parts where the sink's files lie; of ranks on other machines they come through this
+        process, a window at a time."""
         self._call("prepare_publish")
         settings = config_json(self._config, self._base_model)
         found = {CONFIG_FILE: sink.write(CONFIG_FILE, len(settings), cut(settings))}
         for name, file in self._files().items():
-            found[name] = sink.write(name, file.size, file.pieces())
+            found[name] = sink.fill(name, file.sizes, partial(self._write, file, sink, name))
         return AdapterManifest(found)
 
     def _files(self) -> dict[str, DividedFile]:
         if self._config.type == "LoRA":
-            return {MODEL_FILE: build_divided(map(_in_peft, self._entries("lora")), torch.bfloat16, self._fetch)}
+            return {MODEL_FILE: build_divided(map(_in_peft, self._entries("lora")), torch.bfloat16)}
         parameters, turned = map(_in_peft, self._entries("master")), self._entries("rotations")
         return {
-            MODEL_FILE: build_divided(parameters, torch.float32, self._fetch),
-            ROTATIONS_FILE: build_divided(turned, torch.bfloat16, self._fetch),
+            MODEL_FILE: build_divided(parameters, torch.float32),
+            ROTATIONS_FILE: build_divided(turned, torch.bfloat16),
         }
+
+    def _write(self, file: DividedFile, sink: AdapterSink, name: str) -> None:
+        start, size = sink.places[name]
+        write_place(sink.descriptor, memoryview(file.header), start, start + size)
+        for window in file.windows():
+            self._fill(window, file.dtype, sink, start + window.start)
+
+    def _fill(self, window: Window, dtype: torch.dtype, memory: AdapterMemory, start: int) -> bool:
+        """Whether the ranks' values are exact in `dtype` and have the expected shapes.
+
+        Raises:
+            InternalError: the ranks' parts are not the whole window.
+        """
+        filled: list[Filled] = self._call("fill", window, dtype, opening_of(memory), start)
+        for position, data in (each for one in filled for each in one.sent):
+            write_place(memory.descriptor, memoryview(data), start + position, start + window.size)
+        is_exact = all(each.is_exact for each in filled)
+        written = sum(each.bytes for each in filled)
+        if is_exact and written != window.size:
+            raise InternalError(f"the ranks wrote {written} bytes of {window.size}, from {window.spots[0].key} on")
+        return is_exact
+
+    def _read(self, window: Window, dtype: torch.dtype) -> Buffer | None:
+        """A window's bytes, in memory of its own; None if they are not exact."""
+        memory = AdapterBuffer()
+        start = memory.reserve(WINDOW, window.size)
+        return read_place(memory.descriptor, start, window.size) if self._fill(window, dtype, memory, start) else None
 
     def _entries(self, what: What) -> list[Entry]:
         """Entries of every layer. Applied values are read from each layer itself, everything else from its owner."""
@@ -222,14 +256,20 @@ class MegatronTrainer:
             if sentences
         )
 
-    def _applied_digest(self, scalings: frozenset[float | None]) -> str:
-        shapes: dict[str, tuple[int, ...]] = {}
-        pieces: dict[str, Pieces] = {}
-        entries = sorted(self._entries("applied"), key=lambda entry: entry.name)
-        for tensors in fetched(entries, self._fetch):
-            shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            pieces |= tensorfile.tensor_pieces(tensors)
-        return digest_applied(shapes, pieces, scalings)
+    def _applied_digest(self, scalings: frozenset[float | None]) -> str | None:
+        file = build_divided(self._entries("applied"), torch.bfloat16)
+        found: list[Piece] = []
+        for window in file.windows():
+            data = self._read(window, file.dtype)
+            if data is None:
+                return None
+            found += hash_pieces(cut(data, window.pieces))
+        pieces = iter(found)
+        by_name = {
+            entry.name: tuple(islice(pieces, -(-size // PIECE_BYTES)))
+            for entry, size in zip(file.entries, file.sizes[1:], strict=True)
+        }
+        return digest_applied({entry.name: entry.shape for entry in file.entries}, by_name, scalings)
 
     @contextmanager
     def probing(self, probe: Probe, seed: int) -> Iterator[None]:
@@ -269,17 +309,25 @@ class MegatronTrainer:
 
     def save_state(self, writer: StateWriter) -> None:
         self._let_be_read()
-        counters: dict[str, int] = self._call("counters")[0]
+        file = self._state_file(self._call("counters")[0])
+        writer.write(PART, sum(file.sizes), partial(self._pieces, file))
+        self._reader = writer
+
+    def _state_file(self, counters: Mapping[str, int]) -> DividedFile:
         kinds: tuple[What, ...] = ("master", *(MOMENTS if counters["updates"] else ()))
         entries = [
             Entry(f"{what}/{key}", what, key, None, self._held[key].place.shape)
             for what in kinds
             for key in self._master_keys
         ]
-        metadata = {"counters": json.dumps(counters, sort_keys=True)}
-        file = build_divided(entries, torch.float32, self._fetch, metadata)
-        writer.write(PART, file.size, file.pieces)
-        self._reader = writer
+        return build_divided(entries, torch.float32, {"counters": json.dumps(counters, sort_keys=True)})
+
+    def _pieces(self, file: DividedFile) -> Iterator[Buffer]:
+        yield file.header
+        for window in file.windows():
+            data = self._read(window, file.dtype)
+            assert data is not None, "masters and moments are not rounded"
+            yield from cut(data, window.pieces)
 
     def _let_be_read(self) -> None:
         """Call before masters or moments change: a checkpoint written during this step needs the old values."""
@@ -288,15 +336,24 @@ class MegatronTrainer:
             self._reader = None
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None:
-        """Sends every rank whole layers, one after another; each rank takes its part."""
+        """Puts one window after another where every rank reads its parts of it."""
         self._let_be_read()
         shapes = {key: self._held[key].place.shape for key in self._master_keys}
-        tensors, counters = parse_state(parts[PART], shapes)
-        places = [(kind, key) for kind, _, key in (name.partition("/") for name in sorted(tensors))]
-        for _, group in groupby(places, key=lambda place: (place[0], layer_of(place[1]))):
-            values = {(kind, key): tensors[f"{kind}/{key}"] for kind, key in group}
-            self._call("write", send(values), counters["updates"])
+        _, counters = parse_state(parts[PART], shapes)
+        file, data = self._state_file(counters), memoryview(parts[PART]).cast("B")
+        # Behind the header tensors lie as they would be written now.
+        values = data[data.nbytes - sum(file.sizes[1:]) :]
+        for window in file.windows():
+            first = window.start - len(file.header)
+            self._give(window, values[first : first + window.size])
         self._call("set_counters", counters)
+
+    def _give(self, window: Window, data: memoryview) -> None:
+        memory = AdapterBuffer()
+        start, opening = memory.reserve(WINDOW, window.size), opening_of(memory)
+        write_place(memory.descriptor, data, start, window.size)
+        if not all(self._call("take", window, opening, start, None)):
+            self._call("take", window, opening, start, bytes(data))
 
 
 def _sha256(text: str) -> str:

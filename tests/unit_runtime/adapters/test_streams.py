@@ -55,9 +55,12 @@ def test_tensors_widened_from_a_file_have_the_digests_of_that_file() -> None:
     data = tensorfile.dump(published, torch.bfloat16)
     widened = {name: tensor.float() for name, tensor in published.items()}
     shapes = {name: tensor.shape for name, tensor in widened.items()}
-    assert tensorfile.assemble(shapes, tensorfile.tensor_pieces(widened)) == pieces_of({MODEL_FILE: data})[MODEL_FILE]
+    assert (
+        tensorfile.assemble(shapes, tensorfile.tensor_pieces(widened.items()))
+        == pieces_of({MODEL_FILE: data})[MODEL_FILE]
+    )
     widened["a"][LARGE - 1] = torch.nextafter(widened["a"][LARGE - 1], torch.tensor(9.0))
-    found = tensorfile.assemble(shapes, tensorfile.tensor_pieces(widened))
+    found = tensorfile.assemble(shapes, tensorfile.tensor_pieces(widened.items()))
     assert found != pieces_of({MODEL_FILE: data})[MODEL_FILE], "what BF16 would hide shows"
 
 

@@ -330,7 +330,7 @@ def test_a_reward_of_a_trainer_that_only_looks_plain_is_refused_where_it_is_call
 
     assert Rewarding("agent", ["data"], len, TrainConfig()).reward_fn("four") == 4
     trainer = Rewarding("agent", ["data"], lambda output: late(output), TrainConfig())
-    with pytest.raises(UsageError, match=r"Trainer\.reward: the call gave something to await"):
+    with pytest.raises(UsageError, match=r"Trainer\.reward: the call returned an awaitable"):
         asyncio.run(trainer.run())
     assert trainer.state is TrainerState.ERROR
 

@@ -105,8 +105,8 @@ def test_an_async_strategy_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[1]", r"items\[0\]: a int is no trajectory item"),
-        ('[{"state": 1, "reward": "x"}]', "'x' is no number"),
+        ("[1]", r"items\[0\]: a int is not a trajectory item"),
+        ('[{"state": 1, "reward": "x"}]', "'x' is not a number"),
         ("[", "not JSON"),
     ],
 )

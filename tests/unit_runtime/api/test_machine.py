@@ -53,7 +53,7 @@ def test_servers_of_a_split_pod_get_its_other_half(monkeypatch: pytest.MonkeyPat
     assert find_server_gpus(split_run(), card_facts(MODEL)) == 4
     manifest = split_run().to_manifest()
     manifest["spec"]["rollout"]["replicas"] = 5
-    with pytest.raises(UnsupportedError, match="more than the 4 that servers can have"):
+    with pytest.raises(UnsupportedError, match="more than the 4 available to servers"):
         find_server_gpus(OrbitRun.model_validate(manifest), card_facts(MODEL))
 
 
@@ -76,8 +76,8 @@ def test_before_a_run_trainer_and_engine_of_a_split_pod_are_judged_apart(
         assert "KV cache" not in split.phases["train"]
         assert "optimizer" not in split.phases["rollout"]
         assert split.total("train") < shared.total("train"), "on one GPU both stand at once"
-    assert any(note.startswith("3 of 8 GPUs stand idle (1, 2, 3): one is enough") for note in pod.notes)
-    assert any(note.startswith("1 of 4 GPUs stand idle") for note in machine.notes)
+    assert any(note.startswith("3 of 8 GPUs are idle (1, 2, 3): one is enough") for note in pod.notes)
+    assert any(note.startswith("1 of 4 GPUs are idle") for note in machine.notes)
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -85,7 +85,7 @@ def test_what_no_trainer_can_run_does_not_start(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(before, "find_facts", lambda *_: card_facts("Qwen/Qwen3-30B-A3B-FP8"))
     overrides = ["spec.training.trainer=Megatron", "spec.training.parallel={pipeline: 64}"]
     run = load_manifest(ROOT / "examples/qwen3-30b-a3b.yaml", overrides)
-    with pytest.raises(UnsupportedError, match="48 layers cannot be dealt out to 64 stages") as caught:
+    with pytest.raises(UnsupportedError, match="48 layers cannot be divided into 64 stages") as caught:
         check_before_run(run, tmp_path)
     assert (caught.value.exit_code, caught.value.where) == (78, "spec.training.parallel")
 

@@ -18,7 +18,7 @@ MODULES = {
     "orbit_runtime": ("Compared", "Headline", "OrbitError", "OrbitRun", "Report", "Sample", "load_manifest", "run"),
     "orbit_runtime.agents": None,
     "orbit_runtime.algorithms": ("LossInputs", "ScoredGroup", "TokenLosses"),
-    "orbit_runtime.environments": ("Step",),
+    "orbit_runtime.environments": ("Chosen", "Step"),
     "orbit_runtime.environments.rewards": ("WrongAnswer",),
     "orbit_runtime.errors": None,
 }

@@ -175,7 +175,7 @@ def test_the_functions_of_a_row_reach_the_template_and_are_not_learned(tmp_path:
         (said("1+1="), {"answer": ""}, "answer", "the column 'answer' holds no answer"),
         (said("1+1="), {"answer": 2}, "answer", "the column 'answer' holds no answer"),
         (said("1+1="), {"answer": [{"content": "2"}]}, "answer", "the column 'answer' holds no answer"),
-        (said("1+1="), {"answer": "2", "tools": "add"}, "answer", "the column 'tools' holds no list"),
+        (said("1+1="), {"answer": "2", "tools": "add"}, "answer", "the column 'tools' does not contain a list"),
     ],
 )
 def test_a_row_without_an_answer_is_refused(

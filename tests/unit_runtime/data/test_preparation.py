@@ -143,7 +143,7 @@ def test_another_preparation_is_not_replaced_unasked(tmp_path: Path, capsys: Cap
     command = ["data", "prepare", str(FILES / "math.jsonl"), str(out), "--format", "math"]
     before = out.read_bytes()
     assert run_command(command) == 73
-    assert "another preparation is there" in capsys.readouterr().err
+    assert "it holds another preparation" in capsys.readouterr().err
     assert out.read_bytes() == before
     assert run_command([*command, "--force"]) == 0
     (tmp_path / "mine.jsonl").write_text("{}")
@@ -153,11 +153,11 @@ def test_another_preparation_is_not_replaced_unasked(tmp_path: Path, capsys: Cap
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        ([{"question": "q", "answer": "72"}], ["--format", "gsm8k"], ["line 1", "'answer' has no result behind ####"]),
+        ([{"question": "q", "answer": "72"}], ["--format", "gsm8k"], ["line 1", "'answer' has no result after ####"]),
         ([{"question": "q"}], ["--format", "gsm8k"], ["line 1", "the answer is not in 'answer'"]),
         ([{"text": "q"}], ["--format", "gsm8k"], ["line 1", "the prompt is not in 'question'", "'text'"]),
         ([{"problem": "q", "solution": "\\boxed{3"}], ["--format", "math"], ["has no \\boxed{…}"]),
-        ([{"problem": "q", "answer": 1000}], ["--format", "aime"], ["no whole number from 0 to 999: '1000'"]),
+        ([{"problem": "q", "answer": 1000}], ["--format", "aime"], ["is not a whole number from 0 to 999: '1000'"]),
         ([{"problem": "q", "answer": [1]}], ["--format", "aime"], ["'answer' holds a list"]),
         ([{"question": "q", "choices": ["a", "a"], "answer": 0}], ["--format", "mmlu"], ["choices are the same"]),
         ([{"question": "q", "choices": ["a", "b"], "answer": 2}], ["--format", "mmlu"], ["is none of 2 choices: 2"]),

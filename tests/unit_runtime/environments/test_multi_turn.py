@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbit_runtime.environments.episodes import Played, Stopped
-from orbit_runtime.environments.multi_turn import Answered, EpisodeLimits, EpisodeSettings, MultiTurn
+from orbit_runtime.environments.multi_turn import Answered, MultiTurn
 from orbit_runtime.environments.opponents import ToolUse
+from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling
 from orbit_runtime.workers.environment_protocol import EnvironmentFailed, ToolResult
 from orbit_runtime.workers.reward_protocol import RewardTarget

@@ -173,7 +173,7 @@ def test_a_wrong_key_and_an_unknown_model_end_it_at_once(
 @pytest.mark.parametrize("address", ["api.example/v1", "http://", "http://:80/v1", "http://host:99999/v1", "http://["])
 def test_what_is_no_address_is_refused(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(address, tmp_path) == 64
-    assert "is no address" in capsys.readouterr().out
+    assert "is not an address" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
@@ -318,7 +318,7 @@ def test_a_proxy_is_asked_where_the_environment_names_one(monkeypatch: pytest.Mo
         assert len(proxy.asked) == 1
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
-    with pytest.raises(UsageError, match="'socks5' cannot be asked"):
+    with pytest.raises(UsageError, match="'socks5' is not supported"):
         _proxy_of(URL(elsewhere.url))
 
 

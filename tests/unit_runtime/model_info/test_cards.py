@@ -97,7 +97,7 @@ def test_experts_of_a_layer_stand_once_with_their_number() -> None:
         ({}, "does not know models of type None"),
         ({"model_type": "qwen3", "hidden_size": 64}, "has no 'vocab_size'"),
         ({"model_type": "qwen3", "hidden_size": "big"}, "hidden_size is 'big', not a whole number"),
-        ({"model_type": "qwen3", "hidden_size": 8, "vocab_size": 8, "num_hidden_layers": []}, "makes no sense"),
+        ({"model_type": "qwen3", "hidden_size": 8, "vocab_size": 8, "num_hidden_layers": []}, "is not consistent"),
     ],
 )
 def test_a_configuration_that_cannot_be_described_is_one_error(config: dict, says: str) -> None:

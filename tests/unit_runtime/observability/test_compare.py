@@ -211,7 +211,7 @@ def test_runs_of_different_length_say_so_and_are_held_against_each_other_at_the_
     assert (entry.same_length.steps, entry.same_length.verdict) == (20, "no difference beyond the margin")
     assert entry.same_length.difference == 0.0
     assert comparison.to_json()["runs"][1]["same_length"]["steps"] == 20
-    said = "short has 20 steps, long 60: the verdict holds the end of one against the end of the other."
+    said = "short has 20 steps, long 60: the verdict compares the end of one with the end of the other."
     assert said in format_comparison(comparison)
     assert "After 20 steps of each: no difference beyond the margin" in format_comparison(comparison)
     assert "After 20 steps of each: no difference beyond the margin" in render_comparison(comparison)
@@ -260,7 +260,7 @@ def test_demonstrations_are_compared_by_their_held_out_loss_and_lower_is_better(
     assert "held-out loss: mean of the last 3 measurements, lower is better" in format_comparison(comparison)
     page = render_comparison(comparison)
     assert "mean held-out loss of the last 3 measurements; lower is better" in page
-    (chart,) = re.findall(r'<svg[^>]*aria-label="Loss of what was held out[^>]*>.*?</svg>', page, re.DOTALL)
+    (chart,) = re.findall(r'<svg[^>]*aria-label="Held-out loss[^>]*>.*?</svg>', page, re.DOTALL)
     assert chart.count('class="line') == 4
 
 

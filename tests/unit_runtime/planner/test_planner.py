@@ -117,7 +117,7 @@ def test_ranks_on_a_cpu_are_as_many_as_the_sizes_need_and_all_in_one_memory() ->
     assert one.phases["train"]["base (trainer)"] < two.phases["train"]["base (trainer)"]
     assert two.phases["train"]["runtime"] == one.phases["train"]["runtime"] * 3 // 2, "two ranks and a server"
     (problem,) = division_problems(Machine(None, 0, 1024 * GIB), "Qwen/Qwen3-30B-A3B", tensor=8)
-    assert problem[1].endswith("4 heads of keys and values cannot be dealt out to 8 ranks")
+    assert problem[1].endswith("4 heads of keys and values cannot be divided among 8 ranks")
 
 
 def test_stages_hold_their_layers_and_ranks_of_a_context_their_tokens() -> None:
@@ -146,17 +146,17 @@ def division_problems(machine: Machine, repository: str = "Qwen/Qwen3-4B", **par
 
 def test_an_impossible_division_is_refused_with_what_does_not_divide() -> None:
     for sizes, says in (
-        ({"tensor": 7}, "32 attention heads cannot be dealt out to 7 ranks"),
-        ({"pipeline": 37}, "36 layers cannot be dealt out to 37 stages"),
-        ({"tensor": 16}, "8 heads of keys and values cannot be dealt out to 16 ranks"),
-        ({"tensor": 4, "data": 4}, "the sizes are for 16 ranks, and the trainer has 8 GPUs"),
-        ({"tensor": 2, "data": 2}, "the sizes are for 4 ranks, and the trainer has 8 GPUs"),
+        ({"tensor": 7}, "32 attention heads cannot be divided among 7 ranks"),
+        ({"pipeline": 37}, "36 layers cannot be divided into 37 stages"),
+        ({"tensor": 16}, "8 heads of keys and values cannot be divided among 16 ranks"),
+        ({"tensor": 4, "data": 4}, "the sizes are for 16 ranks, but the trainer has 8 GPUs"),
+        ({"tensor": 2, "data": 2}, "the sizes are for 4 ranks, but the trainer has 8 GPUs"),
     ):
         assert division_problems(Machine(H100, 8), **sizes) == [
             ("spec.training.parallel", f"Qwen/Qwen3-4B cannot be divided like this: {says}")
         ]
     (found,) = division_problems(Machine(H100, 8), "moonshotai/Kimi-K2.6", tensor=2, expert=7)
-    assert "384 experts cannot be dealt out to 7 ranks" in found[1]
+    assert "384 experts cannot be divided among 7 ranks" in found[1]
 
 
 def test_a_micro_batch_left_open_shrinks_until_it_fits_and_one_that_is_written_does_not() -> None:
@@ -225,8 +225,8 @@ def test_the_cpu_is_judged_by_its_memory() -> None:
 def test_host_memory_and_disk_that_the_manifest_limits_are_checked() -> None:
     machine = Machine(H100, 8, host_bytes=8 * GIB, disk_bytes=GIB)
     messages = [problem.message for problem in planned(machine).problems]
-    assert any("GiB of main memory, 8.0 are there" in message for message in messages)
-    assert any("GiB of disk, 1.0 are there" in message for message in messages)
+    assert any("GiB of main memory, 8.0 are available" in message for message in messages)
+    assert any("GiB of disk, 1.0 are available" in message for message in messages)
 
 
 def test_halves_of_a_node_hold_one_side_each() -> None:
@@ -327,7 +327,7 @@ def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
         (
             Combination("BF16", "qwen3_moe", "OFT", "PerExpert", "SGLang", "Torch", 0),
             "refused",
-            "all experts share an R",
+            "all experts share one R",
         ),
         (Combination("BF16", "qwen3_moe", "OFT", "Shared", "SGLang", "Torch", 1), "refused", "down_proj"),
         (

@@ -63,10 +63,10 @@ def test_a_server_takes_what_replicas_leave_it_as_far_as_the_model_can_be_cut(
         (SMALL, {"tensorParallel": 4, "replicas": 4}, 8, "4 x 4 GPUs are more than the 8", "rollout.tensorParallel",
          "write tensorParallel: 1 or 2"),
         (SMALL, {"replicas": 9}, 8, "9 x 1 GPUs are more than the 8", "rollout.replicas", "write replicas: 8 or less"),
-        (FP8, {"tensorParallel": 8}, 8, "192 rows of .*gate_proj, and one scale is for 128", "rollout.tensorParallel",
+        (FP8, {"tensorParallel": 8}, 8, "192 rows of .*gate_proj, a scale covers 128", "rollout.tensorParallel",
          "write tensorParallel: 1 or 2 or 4"),
         (SMALL, {"tensorParallel": 8, "adapter": {"type": "OFT", "oft": {"blockSize": 128}}}, 8,
-         "1216 input features of .*down_proj, and blocks of 128 would lie on two", "rollout.tensorParallel", "1 or 2"),
+         "1216 input features of .*down_proj, so blocks of 128 would be on two", "rollout.tensorParallel", "1 or 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_by_its_field(
@@ -103,7 +103,7 @@ def test_a_cpu_needs_inner_widths_that_sglang_does_not_pad() -> None:
     made = build_job(build(rollout={"engine": "SGLang", "tensorParallel": 2}), Machine(None))
     found = find_refusal(narrow, made, 0)
     assert found is not None
-    assert "in multiples of 32, and each of 2 processes would have 48" in found.message
+    assert "at multiples of 32, but each of 2 processes would have 48" in found.message
 
 
 def _narrowed(stored):  # type: ignore[no-untyped-def]
@@ -136,19 +136,19 @@ def test_the_plan_shows_servers_and_divides_the_engines_part() -> None:
 
 
 def test_gpus_that_serve_nothing_are_told_with_the_reason() -> None:
-    (told,) = [note for note in planned(Machine(B200, 8), FP8).notes if "serve nothing" in note]
-    assert told.startswith("4 of 8 GPUs serve nothing: each of 8 GPUs has 192 rows of")
+    (told,) = [note for note in planned(Machine(B200, 8), FP8).notes if "are unused" in note]
+    assert told.startswith("4 of 8 GPUs are unused: each of 8 GPUs has 192 rows of")
     (told,) = [
         note
         for note in planned(Machine(B200, 8), rollout={"engine": "SGLang", "replicas": 3}).notes
-        if "serve nothing" in note
+        if "are unused" in note
     ]
-    assert told == "2 of 8 GPUs serve nothing: 3 servers share them evenly"
+    assert told == "2 of 8 GPUs are unused: 3 servers share them evenly"
 
 
 def test_the_plan_refuses_what_cannot_be_cut() -> None:
     made = planned(Machine(B200, 8), rollout={"engine": "SGLang", "tensorParallel": 7})
-    with pytest.raises(UnsupportedError, match="32 attention heads cannot be dealt out to 7 GPUs"):
+    with pytest.raises(UnsupportedError, match="32 attention heads cannot be divided among 7 GPUs"):
         check_fits(made)
     assert made.problems[0].where == "spec.rollout.tensorParallel"
 

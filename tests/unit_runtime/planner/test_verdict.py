@@ -111,7 +111,7 @@ def test_what_one_gpu_trains_does_so_on_a_node_of_eight_and_says_what_stands_idl
     assert (alone.accepted, alone.plan.trainer, alone.plan.engine) == (True, "Torch", "Torch")
     (idle,) = [note for note in alone.plan.notes if "idle" in note]
     assert idle.startswith(
-        "7 of 8 GPUs stand idle (1, 2, 3, 4, 5, 6, 7): one is enough for the trainer; lower placement.gpus"
+        "7 of 8 GPUs are idle (1, 2, 3, 4, 5, 6, 7): one is enough for the trainer; lower placement.gpus"
     )
     served = judge(build(**small, rollout={"engine": "SGLang", "replicas": 8}), facts, eight)
     assert served.plan is not None
@@ -120,7 +120,7 @@ def test_what_one_gpu_trains_does_so_on_a_node_of_eight_and_says_what_stands_idl
     split = judge(build(**small, rollout={"engine": "SGLang"}, placement={"layout": "Split"}), facts, eight)
     assert split.plan is not None
     assert [note.partition(";")[0] for note in split.plan.notes if "idle" in note] == [
-        "3 of 8 GPUs stand idle (1, 2, 3): one is enough for the trainer"
+        "3 of 8 GPUs are idle (1, 2, 3): one is enough for the trainer"
     ]
     apart = judge(
         build(**small, rollout={"engine": "SGLang", "replicas": 7}, placement={"layout": "Split", "trainerGpus": 1}),
@@ -137,7 +137,7 @@ def test_a_trainer_that_leaves_the_engine_no_gpu_of_a_smaller_machine_is_refused
     verdict = judge(run, card_facts("Qwen/Qwen3-4B"), Machine(find_gpu("H100"), 4, 2048 * GIB))
     assert verdict.problem is not None
     assert (verdict.accepted, verdict.problem.where) == (False, "spec.placement.trainerGpus")
-    assert "leave the engine none of the 4" in verdict.problem.message
+    assert "leave the engine none of this machine's 4" in verdict.problem.message
     assert verdict.problem.fix.startswith("write trainerGpus: 3 or less")
 
 

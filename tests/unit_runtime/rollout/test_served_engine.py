@@ -357,7 +357,7 @@ def planted(engine: ServedEngine, servers: tuple[FakeServer, ...], fault: str, t
         ("stale", True, "replica 1: .*still holds the previous version's bytes"),
         ("stale", False, "replica 1: .*still samples from the previous version"),
         ("base", True, "replica 1: the engine serves another base.*moved by 0.4"),
-        ("base", False, "replica 1: the engine serves another base.*is another one than at the previous publish"),
+        ("base", False, "replica 1: the engine serves another base.*differs from that of the previous publish"),
         ("cache", True, "replica 1: versions share cached keys and values"),
         ("cache", False, "replica 1: versions share cached keys and values"),
         ("evicted", True, "replica 1: policy-v1, which sampled until now.*evicted"),

@@ -94,7 +94,7 @@ def read(
         }
         held = [buffer[SLOT] for buffer in expert_buffers(wrapper(own, scaling))]
         pieces.append(list(_split_experts(NAME, held, RANK, SCALING, is_shared_outer, rank if ranks > 1 else None)))
-    return join(pieces)
+    return {name: each.whole() for name, each in join(pieces).items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

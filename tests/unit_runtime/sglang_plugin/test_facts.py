@@ -86,6 +86,9 @@ class Held:
         assert self.go.wait(30)
         return {"rank": taps.ranks.own_rank()}
 
+    def received(self, own: dict[str, Any]) -> dict[str, Any]:
+        return own | {"received": True}
+
     def facts(self, every: list[Any]) -> dict[str, Any]:
         return {"every": every}
 
@@ -193,7 +196,7 @@ def test_the_first_rank_waits_for_what_the_others_tell_of_the_same_pass(
             taps.tell(*passed(("policy-v2", TOKENS)), held.take)
             return await told()
 
-    assert asyncio.run(ask()) == {"every": [{"rank": 0}, {"rank": 1}]}
+    assert asyncio.run(ask()) == {"every": [{"rank": 0}, {"rank": 1, "received": True}]}
     assert not [*folder.iterdir()]
 
 
@@ -211,7 +214,7 @@ def test_a_rank_that_tells_nothing_is_said_to(folder: Path, held: Held, monkeypa
             return await told()
 
     (_, silent) = asyncio.run(ask())["every"]
-    assert "told nothing of the pass" in silent["error"]
+    assert "reported nothing of the pass" in silent["error"]
 
 
 def test_the_longest_wait_for_facts_follows_from_the_bytes_that_are_hashed(folder: Path) -> None:

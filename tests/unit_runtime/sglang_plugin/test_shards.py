@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 import torch
 
+from orbit_runtime.sglang_plugin import lending
+from orbit_runtime.sglang_plugin.lending import borrow, lend
 from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
 
 WHOLE = {
@@ -30,11 +33,28 @@ def sent(ranks: list[list[Piece]], *, whole: bool = False) -> list[list[Piece]]:
     return [pickle.loads(pickle.dumps(pack(each, whole=whole))) for each in ranks]
 
 
+def lent(ranks: list[list[Piece]]) -> list[list[Piece]]:
+    """The first keeps its own; all that is sent of the others is where their values lie."""
+    first, *others = ranks
+    received = [first]
+    for each in others:
+        told = pickle.dumps(lend({0: pack(each, whole=False, copied=False)}))
+        assert len(told) < 2000
+        received.append(borrow(*pickle.loads(told))[0])
+    return received
+
+
+def whole(ranks: list[list[Piece]]) -> dict[str, torch.Tensor]:
+    return {name: each.whole() for name, each in join(ranks).items()}
+
+
 def test_the_parts_of_all_ranks_are_the_published_tensors() -> None:
-    for ranks in (sent([pieces(rank) for rank in range(SIZE)]), [pieces(rank) for rank in range(SIZE)]):
-        joined = join(ranks)
+    held = [pieces(rank) for rank in range(SIZE)]
+    for ranks in (sent(held), lent(held), held):
+        joined = whole(ranks)
         assert joined.keys() == WHOLE.keys()
         assert all(torch.equal(joined[name], WHOLE[name]) for name in WHOLE)
+        assert all(each.shape == tuple(WHOLE[name].shape) for name, each in join(ranks).items())
 
 
 def test_what_several_ranks_hold_is_sent_once_and_then_as_a_digest() -> None:
@@ -53,7 +73,8 @@ def test_another_value_on_one_rank_changes_a_value_or_a_name() -> None:
     for index, piece in enumerate(pieces(3)):
         ranks = [pieces(rank) for rank in range(SIZE)]
         ranks[3][index] = Piece(piece.name, piece.data * 2, piece.axis, piece.part, piece.is_copy)
-        joined = join(sent(ranks))
+        joined = whole(sent(ranks))
+        assert joined.keys() == whole(lent(ranks)).keys()
         if piece.is_copy:
             assert f"{piece.name}.rank=3" in joined
             assert piece.name not in joined
@@ -62,7 +83,7 @@ def test_another_value_on_one_rank_changes_a_value_or_a_name() -> None:
 
 
 def test_a_rank_that_holds_nothing_shows_in_every_tensor() -> None:
-    joined = join(sent([pieces(0), pieces(1), [], pieces(3)]))
+    joined = whole(sent([pieces(0), pieces(1), [], pieces(3)]))
     assert not {name for name, tensor in joined.items() if name in WHOLE and tensor.shape == WHOLE[name].shape}
     assert "column.lora_A.rank=2" in joined
 
@@ -83,3 +104,29 @@ def test_a_rank_that_lacks_a_tensor_is_told() -> None:
     found = with_pieces(WHOLE, ranks, 1)
     assert found is not None
     assert "column.lora_A" not in found
+
+
+def test_what_was_lent_is_kept_until_it_was_opened_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "_kept", [])
+    told, opening = lend({0: pack(pieces(0), whole=False, copied=False)})
+    lend({})
+    assert len(lending._kept) == 1, "nobody has opened it"
+    (held,) = borrow(told, opening).values()
+    lend({})
+    assert not lending._kept
+    assert torch.equal(held[0].data, WHOLE["column.lora_A"]), "the memory lives as long as its tensors"  # type: ignore[arg-type]
+    with pytest.raises(OSError, match=r"given back|No such file"):
+        borrow(told, opening)
+    lend({0: pack(pieces(0), whole=False, copied=False)})
+    monkeypatch.setattr(lending, "KEPT_SECONDS", -1.0)
+    lend({})
+    assert not lending._kept, "its reader was given up"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_lent_values_have_the_same_bits_in_any_dtype_and_shape(dtype: torch.dtype) -> None:
+    view, empty, one = torch.randn(8, 6).to(dtype).T, torch.empty(0, 3, dtype=dtype), torch.ones(1, dtype=dtype)
+    given = {"view": view, "empty": empty, "one": one}
+    told, opening = lend({3: [Piece(name, tensor) for name, tensor in given.items()]})
+    found = {each.name: each.data for each in borrow(told, opening)[3]}
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == dtype for name, tensor in given.items())  # type: ignore[union-attr, arg-type]

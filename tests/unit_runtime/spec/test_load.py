@@ -135,7 +135,7 @@ FIELDS = [
     (
         "    steps: 5",
         "    steps: true",
-        "run.yaml:22: spec.training.steps: `true` is a truth value\n"
+        "run.yaml:22: spec.training.steps: `true` is a boolean\n"
         "  fix: write a whole number, 1 to 100000000, e.g. `steps: 100`",
     ),
     (
@@ -196,7 +196,7 @@ FIELDS = [
     (
         "    type: LoRA",
         "    type: LoRA\n    type: OFT",
-        "run.yaml:10: spec.adapter.type: `type` stands here twice, first on line 9\n  fix: keep one of the two",
+        "run.yaml:10: spec.adapter.type: `type` appears here twice, first on line 9\n  fix: keep one of the two",
     ),
     (
         "    type: LoRA",
@@ -238,7 +238,7 @@ CONTRADICTIONS = [
     (
         "    type: LoRA",
         "    targets: [q_proj, q_proj]",
-        "run.yaml:9: spec.adapter.targets[1]: `q_proj` stands here twice\n  fix: name each once",
+        "run.yaml:9: spec.adapter.targets[1]: `q_proj` appears here twice\n  fix: name each once",
     ),
     (
         "    groupSize: 8",
@@ -355,7 +355,7 @@ WHOLE = [
         GOOD + "---\n" + GOOD,
         "run.yaml:23: a second document starts here\n  fix: keep one run per file, and remove the `---`",
     ),
-    ("spec:\n\tmodel: x\n", "run.yaml:2:1: a tab stands where YAML wants spaces\n  fix: indent with spaces"),
+    ("spec:\n\tmodel: x\n", "run.yaml:2:1: there is a tab where YAML requires spaces\n  fix: indent with spaces"),
     (
         "spec: a: b\n",
         "run.yaml:1:8: not YAML: mapping values are not allowed here\n"
@@ -452,6 +452,6 @@ def test_a_variable_that_is_not_set_is_named() -> None:
 
 def test_a_variable_in_no_known_form_is_refused() -> None:
     assert problems_of(GOOD.replace("uri: prompts.jsonl", "uri: ${DATA-x}/x")) == [
-        "run.yaml:14: spec.data.prompts[0].uri: `${DATA-x}/x` holds a `${` that is no variable\n"
+        "run.yaml:14: spec.data.prompts[0].uri: `${DATA-x}/x` holds a `${` that names no variable\n"
         "  fix: write `${NAME}` or `${NAME:-default}`"
     ]

@@ -33,7 +33,7 @@ def test_what_was_left_by_a_first_try_is_still_recognised(tmp_path: Path) -> Non
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     data = open_store(str(tmp_path))
     data.put("precious.txt", b"x")
-    with pytest.raises(OutputError, match="no run folder"):
+    with pytest.raises(OutputError, match="not a run folder"):
         delete_run(data)
     assert main([str(tmp_path)]) == 73
     assert data.list() == ["precious.txt"]

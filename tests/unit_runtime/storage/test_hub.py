@@ -124,7 +124,7 @@ def test_a_file_that_is_not_what_the_hub_announced_never_enters_the_cache(
     hub: HubServer, tmp_path: Path, name: str
 ) -> None:
     hub.faults = [Fault(DIGEST if name == WEIGHTS else f"/{name}", flip=True, times=2)]
-    with pytest.raises(ModelError, match=f"{name} came broken, twice") as caught:
+    with pytest.raises(ModelError, match=f"{name} arrived damaged, twice") as caught:
         fetch()
     assert caught.value.exit_code == 66
     assert not (tmp_path / "cache/blobs" / DIGEST).exists()
@@ -203,7 +203,7 @@ def test_a_hub_nobody_answers_at_is_a_storage_error(hub: HubServer, monkeypatch:
     assert noticed[0] == "127.0.0.1:9: no connection (try 1 of 5); next in 1 s"
     assert len(noticed) == 4
     assert end.value.exit_code == 74
-    assert "127.0.0.1:9 could not be asked" in str(end.value)
+    assert "127.0.0.1:9 could not be reached" in str(end.value)
     assert "HF_ENDPOINT" in str(end.value)
 
 

@@ -71,9 +71,9 @@ def test_the_deadline_comes_from_the_environment(tmp_path: Path) -> None:
 def test_a_folder_where_a_file_is_wanted_is_told_at_once(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     store.put("a/b", b"")
-    with pytest.raises(OutputError, match="a file and a folder want the same name"):
+    with pytest.raises(OutputError, match="a file and a folder would have the same name"):
         store.put("a", b"")
-    with pytest.raises(OutputError, match="a file and a folder want the same name"):
+    with pytest.raises(OutputError, match="a file and a folder would have the same name"):
         store.put("a/b/c", b"")
 
 

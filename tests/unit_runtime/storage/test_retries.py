@@ -105,7 +105,7 @@ def test_each_call_of_a_bundle_may_fail_once_and_nothing_is_lost() -> None:
         (
             "status code: 400 Bad Request: <Code>InvalidBucketName</Code> AKIAX",
             OutputError,
-            "no bucket can have this name",
+            "this is not a valid bucket name",
         ),
         ("status code: 301 Moved: <Code>PermanentRedirect</Code> AKIAX", OutputError, "301 PermanentRedirect"),
         ("status code: 501 Not Implemented: <Code>NotImplemented</Code> AKIAX", OutputError, "501 NotImplemented"),
