@@ -16,7 +16,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
 from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.loop.engines import build_servers, endpoint_headers
+from orbit_runtime.loop.engines import all_headers, build_servers
 from orbit_runtime.planner.assumptions import SERVER_SLOTS
 from orbit_runtime.planner.sampling import Kind
 from orbit_runtime.policy import Policy
@@ -70,8 +70,7 @@ def open_servers(
             fix="serve fewer, or start another server for the others",
         )
     spec = resolved.run.spec
-    for index, endpoint in enumerate(spec.rollout.endpoints):
-        endpoint_headers(index, endpoint, os.environ)
+    all_headers("spec.rollout.endpoints", spec.rollout.endpoints, os.environ)
     facts = facts_of_checkpoint(folder, config, resolved.compute_dtype)
     sequences = [tokenizer.encode_chat(PROBE)]
     engine = build_servers(resolved, facts, tokenizer, folder, sequences, closing)
