@@ -80,7 +80,6 @@ class AdapterBuffer:
     def reserve(self, name: str, size: int) -> int:
         """The place of a file that is written later; returns its first byte."""
         start = self._end
-        os.ftruncate(self._descriptor, start + size)
         self.places[name] = (start, size)
         # Files are mapped separately, and a mapping starts at a page boundary.
         self._end = -(-(start + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -184,7 +184,8 @@ class MegatronTrainer:
         start, size = sink.places[name]
         write_place(sink.descriptor, memoryview(file.header), start, start + size)
         for window in file.windows():
-            self._fill(window, file.dtype, sink, start + window.start)
+            if not self._fill(window, file.dtype, sink, start + window.start):
+                raise InternalError(f"a rank holds other sizes than it told, from {window.spots[0].key} on")
 
     def _fill(self, window: Window, dtype: torch.dtype, memory: AdapterMemory, start: int) -> bool:
         """Whether the ranks' values are exact in `dtype` and have the expected shapes.
