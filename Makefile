@@ -56,7 +56,7 @@ test-rank-faults: dev ## twelve faults of publishing in one rank of a divided tr
 test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(SPREAD) tests/store
 
-test-ray: dev ## ranks of a trainer as Ray's actors: every fault that they can have (Linux)
+test-ray: dev ## ranks of a trainer as Ray's actors: the faults that they can have (Linux; the rest of them: test-long)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long" tests/ranks
 
 test-bridges: dev ## environments of Gymnasium, SkyRL-Gym and verifiers, from manifests (makes an environment with these packages, once)

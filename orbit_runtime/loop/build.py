@@ -38,7 +38,7 @@ from orbit_runtime.loop.measure import HeldOut, open_held_out
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.served_teacher import TaughtEnvironment, attach_teacher, check_servers
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.sides import Given, Opened
+from orbit_runtime.loop.sides import EngineOrder, Given, Opened
 from orbit_runtime.loop.teacher import CONTENT as TEACHER
 from orbit_runtime.loop.teacher import check_base, open_teacher, teacher_digest
 from orbit_runtime.loop.trainers import (
@@ -196,8 +196,9 @@ def build_parts(
     held_out = open_held_out(run, inputs, rewards, tokenizer, closing)
     show.stage("starting the engine")
     sequences = first_sequences(table, tokenizer)
-    build = given.sides.build_engine if given.sides else build_engine
-    engine = build(resolved, side, tokenizer, folder, sequences, closing, is_resumed=execution.number > 1)
+    is_resumed = execution.number > 1
+    order = EngineOrder(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed)
+    engine = given.sides.build_engine(order) if given.sides else build_engine(order, side.policy)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
     keeper = Keeper()

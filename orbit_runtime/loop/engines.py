@@ -9,24 +9,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from orbit_runtime.errors import CredentialsError, ManifestError, UnsupportedError
+from orbit_runtime.loop.sides import EngineOrder
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Server
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import Engine, Tokenizer
+from orbit_runtime.types import Engine
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
-    from orbit_runtime.loop.trainers import TrainerSide
     from orbit_runtime.planner.serving_memory import ServerMemory
+    from orbit_runtime.policy import Policy
     from orbit_runtime.policy.facts import PolicyFacts
     from orbit_runtime.rollout.served_engine import ServedEngine
     from orbit_runtime.rollout.sglang_api import RoutedLayers
@@ -36,48 +36,30 @@ PROBES = 4
 """Real prompts whose text both tokenizers must agree on."""
 
 
-def build_engine(
-    resolved: Resolved,
-    side: TrainerSide,
-    tokenizer: Tokenizer,
-    folder: Path,
-    sequences: Sequence[Sequence[int]],
-    closing: ExitStack,
-    *,
-    is_resumed: bool = False,
-) -> Engine:
+def build_engine(order: EngineOrder, policy: Policy | None) -> Engine:
     """
     Args:
-        folder: the model's.
-        sequences: real prompts as token ids.
-        is_resumed: another execution of the run was there before, and may have left adapters on attached servers.
-        closing: what must outlive the engine is pushed here; the caller closes the engine itself.
+        policy: the trainer's, if it computes in this process.
+
+    Raises:
+        OrbitError: as of `build_servers`.
     """
-    if resolved.engine == "Torch":
-        from orbit_runtime.rollout.torch_engine import TorchEngine
+    if order.resolved.engine != "Torch":
+        return build_servers(order)
+    from orbit_runtime.rollout.torch_engine import TorchEngine
 
-        rollout = resolved.run.spec.rollout
-        assert side.policy is not None, "the planner refuses the torch engine beside ranks"
-        return TorchEngine(
-            side.policy,
-            tokenizer,
-            max_running_requests=rollout.max_running_requests,
-            notes_experts=rollout.router_replay != "None",
-        )
-    return build_servers(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed=is_resumed)
+    rollout = order.resolved.run.spec.rollout
+    assert policy is not None, "the planner refuses the torch engine beside ranks"
+    return TorchEngine(
+        policy,
+        order.tokenizer,
+        max_running_requests=rollout.max_running_requests,
+        notes_experts=rollout.router_replay != "None",
+    )
 
 
-def build_servers(
-    resolved: Resolved,
-    facts: PolicyFacts,
-    tokenizer: Tokenizer,
-    folder: Path,
-    sequences: Sequence[Sequence[int]],
-    closing: ExitStack,
-    *,
-    is_resumed: bool = False,
-) -> ServedEngine:
-    """An engine of SGLang servers that are started here, or of endpoints that are attached. Args: as `build_engine`.
+def build_servers(order: EngineOrder) -> ServedEngine:
+    """An engine of SGLang servers that are started here, or of endpoints that are attached.
 
     Raises:
         UnsupportedError: (78) servers cannot apply this adapter, or cannot be had here.
@@ -85,28 +67,25 @@ def build_servers(
     """
     from orbit_runtime.rollout.sglang_server import check_served
 
+    facts = order.facts
     check_served(facts.adapter, facts.layers, facts.modules)
-    if resolved.engine == "OpenAI":
-        return _attach(resolved, facts, tokenizer, folder, sequences, closing, is_resumed=is_resumed)
-    return _start(resolved, facts, tokenizer, folder, closing)
+    return _attach(order) if order.resolved.engine == "OpenAI" else _start(order)
 
 
-def _start(
-    resolved: Resolved, facts: PolicyFacts, tokenizer: Tokenizer, folder: Path, closing: ExitStack
-) -> ServedEngine:
+def _start(order: EngineOrder) -> ServedEngine:
     from orbit_runtime.rollout.desk import FolderDesk
     from orbit_runtime.rollout.handover import build_transport
     from orbit_runtime.rollout.sglang_server import sleeping_parts
     from orbit_runtime.rollout.starting import start_engine
 
-    rollout = resolved.run.spec.rollout
-    scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
-    servers = plan_servers(resolved, facts, folder, scratch)
+    resolved, rollout = order.resolved, order.resolved.run.spec.rollout
+    scratch = Path(order.closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
+    servers = plan_servers(resolved, order.facts, order.folder, scratch)
     for server in servers:
-        closing.callback(server.stop)
+        order.closing.callback(server.stop)
     return start_engine(
         servers,
-        tokenizer,
+        order.tokenizer,
         desk=FolderDesk(scratch / "adapters", build_transport(rollout.adapter_transport)),
         max_running_requests=rollout.max_running_requests,
         at_once=starts_at_once(resolved),
@@ -259,21 +238,13 @@ def _log(scratch: Path, index: int) -> Path:
     return scratch / f"replica-{index}" / "sglang.log"
 
 
-def _attach(
-    resolved: Resolved,
-    facts: PolicyFacts,
-    tokenizer: Tokenizer,
-    folder: Path,
-    sequences: Sequence[Sequence[int]],
-    closing: ExitStack,
-    *,
-    is_resumed: bool,
-) -> ServedEngine:
+def _attach(order: EngineOrder) -> ServedEngine:
     from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
     from orbit_runtime.rollout.sglang_experts import served_experts
     from orbit_runtime.rollout.sglang_server import check_attached, lora_targets
 
-    spec, adapter, layers = resolved.run.spec, facts.adapter, facts.layers
+    spec, facts = order.resolved.run.spec, order.facts
+    adapter, layers = facts.adapter, facts.layers
     check_attached(layers)
     if served_experts(adapter, layers) != "None":
         raise UnsupportedError(
@@ -282,7 +253,7 @@ def _attach(
             fix="write None, or use engine: SGLang",
         )
     shared = spec.rollout.adapter_folder
-    parent = closing.enter_context(TemporaryDirectory(prefix="orbit-adapters-", dir=shared))
+    parent = order.closing.enter_context(TemporaryDirectory(prefix="orbit-adapters-", dir=shared))
     # The server may run as another user.
     Path(parent).chmod(0o755)
     headers = all_headers("spec.rollout.endpoints", spec.rollout.endpoints, os.environ)
@@ -295,16 +266,16 @@ def _attach(
         targets=lora_targets((*layers, *adapter.targets)),
         max_tokens=spec.model.max_sequence_length,
         sampling=sampling_of(spec),
-        architectures=tuple(json.loads((folder / "config.json").read_text()).get("architectures") or ()),
-        probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
+        architectures=tuple(json.loads((order.folder / "config.json").read_text()).get("architectures") or ()),
+        probes=tuple(tuple(ids) for ids in order.sequences[:PROBES]),
         tolerance=change_limit(facts),
-        is_resumed=is_resumed,
+        is_resumed=order.is_resumed,
         engine_version=spec.rollout.engine_version,
     )
     return attach_engine(
         endpoints,
         wanted,
-        tokenizer,
+        order.tokenizer,
         folder=Path(parent) / "adapters",
         max_running_requests=spec.rollout.max_running_requests,
     )

@@ -19,6 +19,7 @@ from orbit_runtime.types import Engine, Tokenizer
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.trainers import TrainerSide
+    from orbit_runtime.policy.facts import PolicyFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,23 @@ class Opened:
     """Digest of the model's tensors on disk."""
     teacher: str | None = None
     """Digest of the teacher's adapter; None if there is none."""
+
+
+@dataclass(frozen=True)
+class EngineOrder:
+    """What an engine is built from, wherever it computes."""
+
+    resolved: Resolved
+    facts: PolicyFacts
+    tokenizer: Tokenizer
+    folder: Path
+    """The model's."""
+    sequences: Sequence[Sequence[int]]
+    """Real prompts as token ids."""
+    closing: ExitStack
+    """What must outlive the engine is pushed here; the caller closes the engine itself."""
+    is_resumed: bool = False
+    """Another execution of the run was there before, and may have left adapters on attached servers."""
 
 
 class Sides(Protocol):
@@ -56,18 +74,8 @@ class Sides(Protocol):
         """
         ...
 
-    def build_engine(
-        self,
-        resolved: Resolved,
-        side: TrainerSide,
-        tokenizer: Tokenizer,
-        folder: Path,
-        sequences: Sequence[Sequence[int]],
-        closing: ExitStack,
-        *,
-        is_resumed: bool = False,
-    ) -> Engine:
-        """The engine, once the sides are open. Arguments and errors: as of `engines.build_engine`."""
+    def build_engine(self, order: EngineOrder) -> Engine:
+        """The engine, once the sides are open. Errors: as of `engines.build_engine`."""
         ...
 
 

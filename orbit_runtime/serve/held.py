@@ -17,6 +17,7 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
 from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.loop.engines import all_headers, build_servers
+from orbit_runtime.loop.sides import EngineOrder
 from orbit_runtime.planner.assumptions import SERVER_SLOTS
 from orbit_runtime.planner.sampling import Kind
 from orbit_runtime.policy import Policy
@@ -73,7 +74,7 @@ def open_servers(
     all_headers("spec.rollout.endpoints", spec.rollout.endpoints, os.environ)
     facts = facts_of_checkpoint(folder, config, resolved.compute_dtype)
     sequences = [tokenizer.encode_chat(PROBE)]
-    engine = build_servers(resolved, facts, tokenizer, folder, sequences, closing)
+    engine = build_servers(EngineOrder(resolved, facts, tokenizer, folder, sequences, closing))
     return Held(
         engine=engine,
         config=facts.adapter,

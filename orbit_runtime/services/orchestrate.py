@@ -5,7 +5,7 @@ Belongs here: the handshake. Does not belong here: a connection (`connection`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.loop.engines import build_servers, routed_layers
-from orbit_runtime.loop.sides import Opened
+from orbit_runtime.loop.sides import EngineOrder, Opened
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.trainers import TrainerSide
 from orbit_runtime.policy.facts import PolicyFacts
@@ -30,7 +30,7 @@ from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.remote_servers import RemoteDesk, RemoteServer
 from orbit_runtime.services.remote_trainer import RemoteTrainer
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
-from orbit_runtime.types import Engine, Tokenizer
+from orbit_runtime.types import Engine
 
 EQUAL = ("threads", "torch", "instructions")
 """Facts of `rounding`: if two processes differ in them, their passes round differently."""
@@ -91,39 +91,25 @@ class RemoteSides:
     def _lines(self) -> tuple[Connection, ...]:
         return (self._trainer,) if self._inference is None else (self._trainer, self._inference)
 
-    def build_engine(
-        self,
-        resolved: Resolved,
-        side: TrainerSide,
-        tokenizer: Tokenizer,
-        folder: Path,
-        sequences: Sequence[Sequence[int]],
-        closing: ExitStack,
-        *,
-        is_resumed: bool = False,
-    ) -> Engine:
-        if resolved.engine == "OpenAI":
-            return build_servers(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed=is_resumed)
+    def build_engine(self, order: EngineOrder) -> Engine:
+        if order.resolved.engine == "OpenAI":
+            return build_servers(order)
         assert self._inference is not None
         assert self._share is not None, "the sides are opened first"
-        if resolved.engine == "SGLang":
-            return self._build_servers(
-                self._inference, RemoteDesk(self._inference, self._share), resolved, side.facts, tokenizer
-            )
+        if order.resolved.engine == "SGLang":
+            return _start_remote(self._inference, RemoteDesk(self._inference, self._share), order)
         return RemoteEngine(self._inference, self._share)
 
-    @staticmethod
-    def _build_servers(
-        inference: Connection, desk: RemoteDesk, resolved: Resolved, facts: PolicyFacts, tokenizer: Tokenizer
-    ) -> ServedEngine:
-        check_served(facts.adapter, facts.layers, facts.modules)
-        rollout = resolved.run.spec.rollout
-        routed = routed_layers(facts) if rollout.router_replay != "None" else None
-        servers = [
-            RemoteServer(inference, index, deterministic=rollout.deterministic, routed=routed)
-            for index in range(int(inference.facts()["servers"]))
-        ]
-        return start_engine(servers, tokenizer, desk=desk, max_running_requests=rollout.max_running_requests)
+
+def _start_remote(inference: Connection, desk: RemoteDesk, order: EngineOrder) -> ServedEngine:
+    facts, rollout = order.facts, order.resolved.run.spec.rollout
+    check_served(facts.adapter, facts.layers, facts.modules)
+    routed = routed_layers(facts) if rollout.router_replay != "None" else None
+    servers = [
+        RemoteServer(inference, index, deterministic=rollout.deterministic, routed=routed)
+        for index in range(int(inference.facts()["servers"]))
+    ]
+    return start_engine(servers, order.tokenizer, desk=desk, max_running_requests=rollout.max_running_requests)
 
 
 def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None:

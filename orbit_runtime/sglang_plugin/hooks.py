@@ -141,7 +141,7 @@ def _own(adapters: list[readback.HeldAdapter], failure: str | None, *, is_alone:
     try:
         # SGLang logs a hook that it cannot install, and continues without it.
         own["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
-        own["reports"] = readback.report_adapters(adapters, is_alone=is_alone, is_sent=ranks.own_rank() > 0)
+        own["reports"] = readback.report_adapters(adapters, is_alone=is_alone)
     except Exception as error:
         own["error"] = own["error"] or _told(error)
     return own

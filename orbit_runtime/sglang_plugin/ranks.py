@@ -8,11 +8,11 @@ Belongs here: combining the ranks' results, on the host. Does not belong here: w
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from orbit_runtime.storage.process import current_process
 
 _machines: set[str] = set()
 """Machines of all ranks, as the newest load told."""
@@ -70,8 +70,8 @@ def agree_on_load(result: Any, manager: Any, reference: Any, *_: Any, **__: Any)
 
 def _machine() -> str:
     """Processes with the same one find each other's memory below /proc."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return f"{boot.read_text().strip()} {os.readlink(namespace)}" if boot.exists() else f"{os.getpid()}"
+    here = current_process()
+    return f"{here.boot_id} {here.pid_namespace}" if here.boot_id and here.pid_namespace else f"process {here.pid}"
 
 
 def _group() -> Any:

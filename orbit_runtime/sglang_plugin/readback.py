@@ -136,18 +136,17 @@ def take_adapters(
     return adapters
 
 
-def report_adapters(adapters: Iterable[HeldAdapter], *, is_alone: bool, is_sent: bool = True) -> dict[str, RankReport]:
+def report_adapters(adapters: Iterable[HeldAdapter], *, is_alone: bool) -> dict[str, RankReport]:
     """Reports by adapter name.
 
     Args:
-        is_alone: there is no other rank.
-        is_sent: to another rank; rank 0 keeps its own.
+        is_alone: there is no other rank. Of several, all but the first send theirs.
     """
     reports = {}
     for each in adapters:
         pieces = {slot: list(_pieces(each, slabs, is_alone=is_alone)) for slot, slabs in each.slabs.items()}
         opening = None
-        if is_sent and not is_alone:
+        if not is_alone and own_rank():
             whole, lends = (each.folder / EXPLAIN_FILE).exists(), are_on_one_machine()
             pieces = {slot: pack(held, whole=whole, copied=not lends) for slot, held in pieces.items()}
             if lends:

@@ -75,9 +75,12 @@ def pack(pieces: Iterable[Piece], *, whole: bool, copied: bool = True) -> list[P
         copied: puts values into host memory, in storage of their own.
     """
     given = list(pieces)
-    digests = iter(_digests([each.data for each in given if each.is_copy and not whole]))
-    keep = _own if copied else _same
-    return [replace(each, data=next(digests) if each.is_copy and not whole else keep(each.data)) for each in given]
+    hashed = [each.is_copy and not whole for each in given]
+    digests = iter(_digests([each.data for each, is_hashed in zip(given, hashed, strict=True) if is_hashed]))
+    return [
+        replace(each, data=next(digests) if is_hashed else _own(each.data) if copied else each.data)
+        for each, is_hashed in zip(given, hashed, strict=True)
+    ]
 
 
 def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Joined]:
@@ -146,10 +149,6 @@ def _digests(given: Sequence[Tensor | Lent | str]) -> list[str]:
     """Hashing lets other threads run meanwhile."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(_digest, given))
-
-
-def _same(data: Tensor | Lent | str) -> Tensor | Lent | str:
-    return data
 
 
 def _own(data: Tensor | Lent | str) -> Tensor | Lent | str:

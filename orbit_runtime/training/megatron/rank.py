@@ -268,7 +268,7 @@ class MegatronRank:
                 built = self._masters.rotations()
             self._rotations = {f"{name}.oft_R": value.to(torch.bfloat16) for name, value in built.items()}
 
-    def fill(self, window: Window, dtype: torch.dtype, opening: Opening | None, start: int) -> Filled:
+    def fill(self, window: Window, dtype: torch.dtype, opening: Opening, start: int) -> Filled:
         """Writes this rank's parts of a file into memory that all ranks of a machine share.
 
         A part that several ranks hold is written by one of them.
@@ -286,18 +286,19 @@ class MegatronRank:
             descriptor = None
             # On another machine than the run's process there is no such memory.
             with suppress(OSError):
-                descriptor = stack.enter_context(opened(opening, os.O_WRONLY)) if opening else None
+                descriptor = stack.enter_context(opened(opening, os.O_WRONLY))
             for spot, position, own in self._spans(window, dtype.itemsize, filled):
-                if self._tells(self._outline[spot.key].place):
-                    values = own.to(dtype)
-                    if spot.what == "applied" and not torch.equal(values.to(own.dtype), own):
-                        filled.is_exact = False
-                    data = values.cpu().contiguous().view(torch.uint8).numpy()
-                    filled.bytes += data.nbytes
-                    if descriptor is None:
-                        filled.sent.append((position, data))
-                    else:
-                        write_place(descriptor, memoryview(data), start + position, start + window.size)
+                if not self._tells(self._outline[spot.key].place):
+                    continue
+                values = own.to(dtype)
+                if spot.what == "applied" and not torch.equal(values.to(own.dtype), own):
+                    filled.is_exact = False
+                data = values.cpu().contiguous().view(torch.uint8).numpy()
+                filled.bytes += data.nbytes
+                if descriptor is None:
+                    filled.sent.append((position, data))
+                else:
+                    write_place(descriptor, memoryview(data), start + position, start + window.size)
         return filled
 
     def take(self, window: Window, opening: Opening, start: int, data: bytes | None) -> bool:
