@@ -88,7 +88,7 @@ def test_addresses_that_are_none_or_of_something_else(sides: dict[str, Side]) ->
     cases = {
         sides["inference"].url: "is the inference",
         other.url: "is no process of a run",
-        "not an address": "is not an address",
+        "not an address": "is no address",
     }
     for url, said in cases.items():
         with pytest.raises(UsageError, match=said) as caught:

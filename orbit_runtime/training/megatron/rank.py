@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +104,9 @@ class RankScore:
     adapted_top: tuple[int, ...]
     """The most probable token at each position."""
     base_top: tuple[int, ...]
-    applied: Mapping[str, Pieces]
-    """`<module>.<kind>` of this rank's layers → pieces of its part; ranks that hold the same part must agree."""
+    applied: Mapping[str, tuple[Pieces, ...]]
+    """`<module>.<kind>` of this rank's layers → pieces of each tensor of its part, one for each expert if each has its
+    own in files; ranks that hold the same part must agree."""
     scalings: frozenset[float | None]
 
 
@@ -394,10 +394,10 @@ class MegatronRank:
         leave()
 
 
-def applied_pieces(applied: Mapping[str, Sequence[Tensor]]) -> dict[str, Pieces]:
-    """Pieces of each parameter's tensors, one after the other."""
+def applied_pieces(applied: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[Pieces, ...]]:
+    """Pieces of each parameter's tensors."""
     found = tensorfile.tensor_pieces(((key, index), each) for key in applied for index, each in enumerate(applied[key]))
-    return {key: tuple(chain.from_iterable(found[key, index] for index in range(len(applied[key])))) for key in applied}
+    return {key: tuple(found[key, index] for index in range(len(tensors))) for key, tensors in applied.items()}
 
 
 def join_by_environment(settings: RankSettings) -> Groups:

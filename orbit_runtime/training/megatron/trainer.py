@@ -7,6 +7,7 @@ Belongs here: files and digests of an adapter that ranks hold in parts. Does not
 from __future__ import annotations
 
 import json
+import math
 import threading
 from array import array
 from collections import ChainMap
@@ -47,6 +48,7 @@ from orbit_runtime.training.megatron.outline import (
     What,
     Window,
     build_divided,
+    held_runs,
     layer_of,
     split_entries,
     whole_shape,
@@ -89,7 +91,7 @@ def check_copies(outlines: Sequence[Outline], results: Sequence[RankScore]) -> N
     Raises:
         GateError: two ranks differ; the message names them and the tensor.
     """
-    first: dict[tuple[str, Part | None], tuple[int, Pieces]] = {}
+    first: dict[tuple[str, Part | None], tuple[int, tuple[Pieces, ...]]] = {}
     for rank, (outline, result) in enumerate(zip(outlines, results, strict=True)):
         for key, applied in result.applied.items():
             place = outline[key].place
@@ -231,7 +233,7 @@ class MegatronTrainer:
                 (0.0, *last.adapted),
                 # A digest of only some tensors cannot match the published one: `explain` reports the difference
                 # instead.
-                self._applied_digest(scalings) if is_whole else None,
+                self._applied_digest(results, scalings) if is_whole else None,
                 top_T=(-1, *last.adapted_top),
             ),
             Scored((0.0, *last.base), None, top_T=(-1, *last.base_top)),
@@ -257,8 +259,10 @@ class MegatronTrainer:
             if sentences
         )
 
-    def _applied_digest(self, scalings: frozenset[float | None]) -> str | None:
-        file = build_divided(self._entries("applied"), torch.bfloat16)
+    def _applied_digest(self, results: Sequence[RankScore], scalings: frozenset[float | None]) -> str | None:
+        entries = self._entries("applied")
+        by_name = self._hashed_whole(results)
+        file = build_divided([entry for entry in entries if entry.name not in by_name], torch.bfloat16)
         found: list[Piece] = []
         for window in file.windows():
             data = self._read(window, file.dtype)
@@ -266,11 +270,24 @@ class MegatronTrainer:
                 return None
             found += hash_pieces(cut(data, window.pieces))
         pieces = iter(found)
-        by_name = {
-            entry.name: tuple(islice(pieces, -(-size // PIECE_BYTES)))
-            for entry, size in zip(file.entries, file.sizes[1:], strict=True)
-        }
-        return digest_applied({entry.name: entry.shape for entry in file.entries}, by_name, scalings)
+        for entry, size in zip(file.entries, file.sizes[1:], strict=True):
+            by_name[entry.name] = tuple(islice(pieces, -(-size // PIECE_BYTES)))
+        return digest_applied({entry.name: entry.shape for entry in entries}, by_name, scalings)
+
+    def _hashed_whole(self, results: Sequence[RankScore]) -> dict[str, Pieces]:
+        """Pieces of the applied tensors that one rank holds whole, as experts are where they are divided among ranks:
+        that rank has hashed them."""
+        found: dict[str, Pieces] = {}
+        for outline, result in zip(self._outlines, results, strict=True):
+            for key, tensors in result.applied.items():
+                held = outline[key]
+                by_row = len(held.file_names) > 1
+                runs = held_runs("applied", held, self._config, by_row=by_row)
+                shape = whole_shape("applied", held, self._config)
+                if runs.num_values == math.prod(shape[1:] if by_row else shape):
+                    names = held.file_names if runs.rows is None else [held.file_names[row] for row in runs.rows]
+                    found |= dict(zip(names, tensors, strict=True))
+        return found
 
     @contextmanager
     def probing(self, probe: Probe, seed: int) -> Iterator[None]:
