@@ -7,8 +7,10 @@ contract itself (`losses.Surrogate`, `advantages.AdvantageFunction`).
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +49,39 @@ def load_own(settings: Algorithm, field: str, search_path: Sequence[str]) -> Cal
     target = own_targets(settings).get(field)
     if target is None:
         return None
+    if field == LOSS:
+        return import_loss(target, [os.path.abspath(folder) for folder in search_path])
+    return partial(hold_advantages, _imported(target, field, search_path), target)
+
+
+def _imported(target: str, field: str, search_path: Sequence[str]) -> Callable[..., Any]:
     # Permanent: a function may import more modules when it is called.
     sys.path[:] = list(dict.fromkeys([*search_path, *sys.path]))
     try:
-        function = load_function(target, ARGUMENTS[field])
+        return load_function(target, ARGUMENTS[field])
     except TargetError as error:
         raise ManifestError(str(error), where=field) from error
-    return partial(hold_loss if field == LOSS else hold_advantages, function, target)
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """The loss that a manifest names, as a `Surrogate`. Pickled, it is its name: whoever receives it imports it."""
+
+    function: Callable[..., Any]
+    target: str
+    search_path: tuple[str, ...]
+    """Absolute folders and archives."""
+
+    def __call__(self, inputs: LossInputs, settings: PolicyLossSettings) -> TokenLosses:
+        return hold_loss(self.function, self.target, inputs, settings)
+
+    def __reduce__(self) -> tuple[Callable[..., OwnLoss], tuple[str, tuple[str, ...]]]:
+        return import_loss, (self.target, self.search_path)
+
+
+def import_loss(target: str, search_path: Sequence[str]) -> OwnLoss:
+    """Raises ManifestError if it cannot be imported here, or called."""
+    return OwnLoss(_imported(target, LOSS, search_path), target, tuple(search_path))
 
 
 def hold_given(function: Any, field: str) -> Callable[..., Any]:

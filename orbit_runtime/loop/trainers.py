@@ -26,6 +26,7 @@ from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import TEACHER_SLOT, Probe, Sampling, Trainer
+from orbit_runtime.workers.entrypoints import FROM_PYTHON
 from orbit_runtime.workers.joined_nodes import joined_nodes, ray_address
 
 if TYPE_CHECKING:
@@ -167,11 +168,11 @@ def _build_ranks(
     from orbit_runtime.workers.ranks import Group, start_ranks
 
     spec, layout = resolved.run.spec, division.layout
-    if spec.algorithm.entrypoint is not None:
+    if spec.algorithm.entrypoint == FROM_PYTHON:
         raise UnsupportedError(
-            "a loss of your own is computed by the torch trainer only: ranks do not import it",
+            "ranks import a loss by its name, and this one was passed from Python",
             where="spec.algorithm.entrypoint",
-            fix="write `trainer: Torch` in spec.training, or a `type` that Orbit ships",
+            fix="name it `module:function`, or write `trainer: Torch` in spec.training",
         )
     sizes = Sizes(
         layout.num_gpus,

@@ -284,7 +284,7 @@ def _optimizer(setting: Setting) -> Parts:
     critic = _critic_parameters(setting)
     return {
         _named("", setting): local * known.MASTER_BYTES,
-        "optimizer": local * known.MOMENT_BYTES,
+        "optimizer": _owned_adapter(setting) * known.MOMENT_BYTES,
         "critic": critic * known.MASTER_BYTES,
         "critic's optimizer": critic * known.MOMENT_BYTES,
         "teacher": _teacher(setting),
@@ -319,6 +319,12 @@ def _local_adapter(setting: Setting) -> int:
     """Adapter parameters on one rank. Those cut along with their layer count whole: the adapter is small beside the
     base."""
     return math.ceil((setting.adapter.dense + _local_experts(setting)) * _stage_share(setting))
+
+
+def _owned_adapter(setting: Setting) -> int:
+    """Adapter parameters that one rank has the moments of: the ranks of a stage deal out what they hold in copies."""
+    ranks = setting.layout.num_gpus // setting.layout.pipeline
+    return math.ceil(setting.adapter.total * _stage_share(setting) / ranks)
 
 
 def _stage_share(setting: Setting) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Dropout
 from orbit_runtime.adapters.masters import Trained
@@ -54,6 +54,11 @@ class Passes(Protocol):
     @property
     def masters(self) -> Trained:
         """The masters that this process holds."""
+        ...
+
+    @property
+    def owned(self) -> Mapping[str, nn.Parameter]:
+        """The masters that this process updates, and keeps moments of."""
         ...
 
     @property
@@ -98,7 +103,12 @@ class Passes(Protocol):
         ...
 
     def finish_gradients(self) -> Tensor:
-        """Sums gradients over replicas and parts, which completes every master's gradient. Returns the total norm."""
+        """Sums gradients over replicas and parts, which completes the gradient of every master in `owned`. Returns the
+        total norm."""
+        ...
+
+    def finish_update(self) -> None:
+        """Call after the masters in `owned` were updated: afterwards every process has all values of its masters."""
         ...
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -126,6 +136,8 @@ class LocalPasses:
         self._teacher = teacher
         self.device = policy.device
         self.masters: Trained = policy.whole or policy.injected.masters
+        self.owned = self.masters.parameters
+        self.finish_update = self.masters.after_update
         self.routing = policy.routing
         self.routes = policy.routing is not None
         self.pack = policy.pack

@@ -51,9 +51,9 @@ class Updater:
         self._passes = passes
         self._settings = settings
         self._loss = loss
-        self._masters = passes.masters.parameters
         self.optimizer = torch.optim.AdamW(
-            list(self._masters.values()),
+            # A rank may own nothing: a group of parameters may be empty, a list of them may not.
+            [{"params": list(passes.owned.values())}],
             lr=settings.peak_learning_rate,
             weight_decay=settings.weight_decay,
             fused=True,
@@ -178,7 +178,7 @@ class Updater:
         return stream_key(self._settings.seed, "dropout", self.updates, micro_batch)
 
     def _discard(self, problem: str) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         raise DivergedError(f"{problem} at optimizer update {self.updates}", fix=_DIVERGED_FIX)
 
     def _apply_gradient(self) -> float:
@@ -188,20 +188,24 @@ class Updater:
         value = float(norm)
         if not math.isfinite(value):
             self._discard(f"the gradient norm is {value}")
-        torch.nn.utils.clip_grads_with_norm_(self._masters.values(), settings.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(self._passes.owned.values(), settings.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self.let_be_read()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         self.updates += 1
-        self._passes.masters.after_update()
+        self._passes.finish_update()
         return value
 
     def _hold_gradient(self) -> float:
         norm = float(self._passes.finish_gradients())
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         return norm
+
+    def _drop_gradients(self) -> None:
+        for master in self._passes.masters.parameters.values():
+            master.grad = None
 
     def _update_critic(self, critic: Critic, micro_batches: Sequence[MicroBatch]) -> float:
         loss = critic.accumulate(micro_batches)

@@ -57,8 +57,9 @@ class Order:
 
     target: str
     """`package.module:Class`."""
-    arguments: Mapping[str, Any]
-    """Keyword arguments of the class."""
+    arguments: bytes
+    """Pickled keyword arguments of the class. Only a rank imports what they need, once its environment is set: torch
+    reads the number of threads and the devices when it is imported."""
     count: int
     environment: Mapping[str, str]
     devices: tuple[str, ...] | None
@@ -122,7 +123,7 @@ class RankProcess:
             self._set_places(made, master)
             note(stage="start")
             module, _, name = made.target.partition(":")
-            self._object = getattr(importlib.import_module(module), name)(**made.arguments)
+            self._object = getattr(importlib.import_module(module), name)(**pickle.loads(made.arguments))
         except BaseException as error:
             return describe(error)
         return pickle.dumps(None)

@@ -90,7 +90,13 @@ class RankGroup:
         os.close(life_read)
         self._connection: Connection | None = Connection(ours.detach())
         order = Order(
-            group.target, group.arguments, group.count, group.environment, group.devices, group_path(), group.rendezvous
+            group.target,
+            pickle.dumps(group.arguments),
+            group.count,
+            group.environment,
+            group.devices,
+            group_path(),
+            group.rendezvous,
         )
         start = Start(
             order, str(logs.resolve()), str(self._scratch), group.address, group.nodes, group.ports,

@@ -19,9 +19,9 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.adapters.masters import Place
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
-from orbit_runtime.training.megatron.gradients import RankGradients
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.model import RankPolicy, load_rank_policy
+from orbit_runtime.training.megatron.owners import Owners
 from tests.integration.tiny_families import make_family
 from tests.models.family_matrix import Case, adapter_of, tokens_of
 
@@ -161,10 +161,10 @@ def on_a_rank(
     staged = held.pipeline is not None
     logprobs = compute_in_stages(held, numbers, experts) if staged else compute(policy, numbers, experts)
     masters = policy.injected.masters
-    sums = RankGradients(groups, masters.places)
-    sums.finish(masters.parameters)
-    norm = float(sums.norm(masters.parameters))
-    gradients: dict[str, Any] = {name: master.grad for name, master in masters.parameters.items()}
+    owners = Owners(groups, masters.parameters, masters.places)
+    owners.collect_gradients()
+    norm = float(owners.norm())
+    gradients: dict[str, Any] = {name: master.grad for name, master in owners.owned.items()}
     return Found(logprobs, numbers, gradients, dict(masters.places), norm)
 
 

@@ -15,6 +15,7 @@ from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.algorithms.constants import Correction
 from orbit_runtime.algorithms.objective import build_loss
+from orbit_runtime.algorithms.own import LOSS, load_own
 from orbit_runtime.algorithms.table import loss_settings
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.data.samples import spread
@@ -156,6 +157,28 @@ def test_ranks_learn_demonstrations_as_one_process_does_and_go_on_bit_for_bit(ra
     many.load_state(state)
     assert [dict(many.update(demonstrated(seed)).metrics) for seed in (2, 3)] == rows[2:]
     assert hold_state(many) == ended
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", [DIVISIONS["DP2"], DIVISIONS["PP2"]], ids=["DP2", "PP2"])
+def test_ranks_import_the_loss_that_a_manifest_names(sizes: Sizes, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_rank_loss.py").write_text(
+        "def loss(inputs, settings):\n    return -inputs.logprobs_T * inputs.advantages_T * 3\n"
+    )
+    named = Algorithm(type="Custom", entrypoint="my_rank_loss:loss")
+    case, own = CASES[0], load_own(named, LOSS, [str(tmp_path)])
+    settings = replace(TRAINING, loss=loss_settings(named), correction=None)
+    losses = {"own": build_loss(named, own_loss=own), "shipped": build_loss(Algorithm(type="SFT"))}
+    one = {
+        name: TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), settings, loss)
+        for name, loss in losses.items()
+    }
+    with world(sizes) as made:
+        given = RankSettings(folder_of(root, case), adapter_of(case), sizes, settings, loss=losses["own"])
+        found = step(MegatronTrainer(WorldRanks(made, given), "base"), 0)
+    expected = step(one["own"], 0)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert expected["loss"] != pytest.approx(step(one["shipped"], 0)["loss"], rel=0.1)
 
 
 def demonstrated(seed: int) -> list[Sample]:

@@ -42,12 +42,13 @@ def ask(groups: Groups, method: str, *arguments: Any) -> Any:
 
 
 def spoil(groups: Groups, rank: int, copied: bool) -> str:
-    """On one rank, the last master that only this rank tells of, or that another one tells of, is off by a little.
+    """On one rank, the last master that only this rank has, or that others have too, is off by a little.
 
     Returns its name on that rank.
     """
     made = _HERE["rank"]
-    found = [key for key in made._masters.parameters if made._tells(made._masters.places[key]) != copied]
+    levels = made._passes._owners._levels
+    found = [key for key, held in levels.items() if any(level.group.size() > 1 for level in held) == copied]
     name = found[-1] if found else ""
     if torch.distributed.get_rank() == rank:
         with torch.no_grad():

@@ -13,6 +13,26 @@ from orbit_runtime.errors import DivergedError
 from orbit_runtime.workers.rank_notes import in_collective, note
 
 
+class Unpacked:
+    """Records where and how it was unpickled."""
+
+    def __init__(self) -> None:
+        self.pid, self.colour = os.getpid(), os.environ.get("ORBIT_TEST_COLOUR")
+
+    def __reduce__(self) -> tuple[type[Unpacked], tuple[()]]:
+        return Unpacked, ()
+
+
+class Keeping:
+    """A rank that does nothing but keep what it was made with."""
+
+    def __init__(self, given: Unpacked) -> None:
+        self.given = given
+
+    def tell(self) -> tuple[int, str | None, int]:
+        return self.given.pid, self.given.colour, os.getpid()
+
+
 class Meeting:
     """Joins the others at start; each method is one thing that a trainer's rank may do, or may suffer."""
 

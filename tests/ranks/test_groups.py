@@ -40,6 +40,22 @@ def test_ranks_meet_answer_in_order_and_leave_nothing(tmp_path: Path) -> None:
     ranks.close()
 
 
+def test_only_ranks_import_what_they_are_made_with_and_only_with_their_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reads threads and devices when it is imported, and the driver of Ray needs no torch."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    from ranks.targets import Unpacked
+
+    group = Group(
+        "ranks.targets:Keeping", {"given": Unpacked()}, 2, environment={"ORBIT_TEST_COLOUR": "green"}, rendezvous=False
+    )
+    with start_ranks(group, tmp_path) as ranks:
+        told = ranks.call("tell")
+    assert [(pid, colour) for pid, colour, _ in told] == [(own, "green") for _, _, own in told]
+    assert len({own for _, _, own in told} | {os.getpid()}) == 3
+
+
 def test_each_rank_sees_its_own_gpu_alone_and_no_process_listens_to_the_network(tmp_path: Path, marked) -> None:
     with start_ranks(Group(TARGET, {}, 2, devices=("5", "3")), tmp_path) as ranks:
         assert ranks.call("see", "CUDA_VISIBLE_DEVICES") == [["5"], ["3"]]

@@ -16,9 +16,9 @@ from torch import Tensor, distributed
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.policy.routing import OWN_CHOICE
-from orbit_runtime.training.megatron.gradients import RankGradients
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.model import RankPolicy
+from orbit_runtime.training.megatron.owners import Owners
 from orbit_runtime.training.megatron.pipeline import Pipeline
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.passes import LossOf, TrainingPass, accumulate, no_gradient
@@ -43,9 +43,10 @@ class RankPasses:
         policy = held.policy
         self._policy, self._pipeline = policy, held.pipeline
         self._groups = groups
-        self._gradients = RankGradients(groups, policy.injected.masters.places)
+        self._owners = Owners(groups, policy.injected.masters.parameters, policy.injected.masters.places)
         self.device = policy.device
         self.masters = policy.injected.masters
+        self.owned = self._owners.owned
         self.routing = policy.routing
         self.pack = policy.pack
         self.replica = (groups.data.rank(), groups.data.size())
@@ -110,8 +111,12 @@ class RankPasses:
         return torch.full(shape, OWN_CHOICE, dtype=torch.int16, device=self.device)
 
     def finish_gradients(self) -> Tensor:
-        self._gradients.finish(self.masters.parameters)
-        return self._gradients.norm(self.masters.parameters)
+        self._owners.collect_gradients()
+        return self._owners.norm()
+
+    def finish_update(self) -> None:
+        self._owners.share_values()
+        self.masters.after_update()
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
         """Sums in the order of ranks. A rank that had nothing to count sends no names."""

@@ -25,7 +25,6 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
-from orbit_runtime.adapters.masters import Place
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.digests import Pieces
 from orbit_runtime.errors import InternalError, ModelError
@@ -51,6 +50,7 @@ from orbit_runtime.training.megatron.passes import RankPasses
 from orbit_runtime.training.megatron.sent import Sent, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
 from orbit_runtime.training.settings import TrainerSettings
+from orbit_runtime.training.state import MOMENTS
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.types import Probe, Sample, UpdateResult
 from orbit_runtime.workers.rank_notes import note
@@ -287,9 +287,7 @@ class MegatronRank:
             # On another machine than the run's process there is no such memory.
             with suppress(OSError):
                 descriptor = stack.enter_context(opened(opening, os.O_WRONLY))
-            for spot, position, own in self._spans(window, dtype.itemsize, filled):
-                if not self._tells(self._outline[spot.key].place):
-                    continue
+            for spot, position, own in self._spans(window, dtype.itemsize, filled, told=True):
                 values = own.to(dtype)
                 if spot.what == "applied" and not torch.equal(values.to(own.dtype), own):
                     filled.is_exact = False
@@ -321,25 +319,26 @@ class MegatronRank:
                 data = read_place(descriptor, start, window.size)
             given = torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=torch.float32)
             for spot in window.spots:
-                if spot.what != "master" and spot.key in self._outline:
+                if spot.what in MOMENTS and self._owns(spot.key):
                     master = self._masters.parameters[spot.key]
                     moments = self._updater.optimizer.state[master]
                     if spot.what not in moments:
                         moments[spot.what] = torch.empty_like(master)
-            for _, position, own in self._spans(window, given.element_size(), Filled()):
+            for _, position, own in self._spans(window, given.element_size(), Filled(), told=False):
                 first = position // given.element_size()
                 own.copy_(given[first : first + own.numel()])
         return True
 
-    def _spans(self, window: Window, size: int, filled: Filled) -> Iterator[tuple[Spot, int, Tensor]]:
+    def _spans(self, window: Window, size: int, filled: Filled, *, told: bool) -> Iterator[tuple[Spot, int, Tensor]]:
         """Views of this rank's values that lie in the window, each with its entry and its first byte there.
 
         Args:
             size: bytes of a value in the file.
+            told: leave out values that another rank writes.
         """
         for spot in window.spots:
             held = self._outline.get(spot.key)
-            if held is None:
+            if held is None or ((told or spot.what in MOMENTS) and not self._owns(spot.key)):
                 continue
             runs, own = self._find_runs(spot, held), self._value(spot.what, spot.key)
             if runs.rows is not None:
@@ -369,11 +368,10 @@ class MegatronRank:
         master = self._masters.parameters[key]
         return master if what in ("master", "lora") else self._updater.optimizer.state[master][what]  # type: ignore[no-any-return]
 
-    def _tells(self, place: Place) -> bool:
-        groups = self._groups
-        by_expert = place.part.group == "expert"
-        division, copies = (groups.expert, groups.expert_replicas) if by_expert else (groups.tensor, groups.replicas)
-        return copies.rank() == 0 and (division.rank() == 0 or not (place.is_whole or place.part.group == "none"))
+    def _owns(self, key: str) -> bool:
+        """Whether this rank updates the master of this parameter. It writes its values, and has its moments."""
+        held = self._outline.get(key)
+        return held is not None and f"{held.owner}.{held.place.kind}" in self._passes.owned
 
     def counters(self) -> dict[str, int]:
         return self._updater.counters
