@@ -198,6 +198,11 @@ class Api(Protocol):
         """Readings by adapter, computed anew, without digests. `prefix_length`: see `Copy.score`, if supported."""
         ...
 
+    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> list[Sequence[Sequence[Any]]]:
+        """For each token from `start` (at least 1) on, the base's `count` likeliest tokens in its place, as the server
+        orders them: log-prob and id. Only their places are checked, not what stands there."""
+        ...
+
     async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
         """By adapter: what the plug-in reads in the slots; None if it runs without the plug-in.
 

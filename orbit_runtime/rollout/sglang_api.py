@@ -227,6 +227,23 @@ class SGLangApi:
             for each, end, top_T, routed in zip(whole, ends, top, experts, strict=True)
         ]
 
+    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> list[Sequence[Sequence[Any]]]:
+        """SGLang may read what lies before `start` from its cache."""
+        body = {
+            "input_ids": list(token_ids_T),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,
+            "top_logprobs_num": count,
+        }
+        meta = _meta(await self._wire.post("/generate", body))
+        _read_end(meta, list(token_ids_T[start - 1 :]))
+        # The first is the token before `start`, which nothing was asked about.
+        found = (meta.get("input_top_logprobs") or [])[1:]
+        if len(found) != len(token_ids_T) - start or not all(isinstance(each, list) for each in found):
+            raise GateError("the engine reported no likeliest tokens of some of its input", where="rollout")
+        return found
+
     async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
         states = (await self._wire.get("/server_info", num_bytes=num_bytes)).get("internal_states") or ()
         if not states or any("orbit" not in state for state in states):
