@@ -156,4 +156,4 @@ def test_how_micro_batches_are_cut_changes_no_gradient_and_the_student_comes_nea
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=2e-6 * max(1.0, largest))
     results = [whole.update(gapped).metrics["teacher_divergence"] for _ in range(6)]
-    assert results[-1] < results[0] / 2
+    assert results[-1] < 0.7 * results[0]
