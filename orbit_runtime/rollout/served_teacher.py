@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from orbit_runtime.errors import EngineDiedError, GateError, UnsupportedError
-from orbit_runtime.rollout.likeliest import read_likeliest
+from orbit_runtime.rollout.likeliest import Likeliest, check_likeliest
+from orbit_runtime.rollout.news import LEAST_LOGPROB
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.served import LostError
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.sglang_api import LEAST_LOGPROB
 from orbit_runtime.types import FLOATS, TopTokens
 
 SEQUENCES = 32
@@ -59,7 +59,7 @@ class ServedTeacher:
         """
         for replica in self.engine.replicas if self.top_k else ():
             try:
-                rows = self.engine.call(replica.ask(partial(replica.api.likeliest, token_ids_T, 1, self.top_k or 0)))
+                told = self.engine.call(replica.ask(partial(replica.api.likeliest, token_ids_T, 1, self.top_k or 0)))
             except GateError as error:
                 raise UnsupportedError(
                     f"{replica.name} does not tell its {self.top_k} likeliest tokens: {error.message}",
@@ -67,7 +67,7 @@ class ServedTeacher:
                     fix=f"start vLLM with --max-logprobs {self.top_k} or more, or lower algorithm.teacher.topK, or "
                     "write over: Sampled",
                 ) from None
-            self._read(rows, token_ids_T, range(1, len(token_ids_T)))
+            self._checked(told, token_ids_T, range(1, len(token_ids_T)))
 
     async def logprobs(self, token_ids_T: Sequence[int]) -> array[float]:
         """fp32 `[T]` of the servers' own model: of each token after those before it; 0.0 for the first.
@@ -108,13 +108,11 @@ class ServedTeacher:
 
     async def _likeliest(self, token_ids_T: Sequence[int], places_R: Sequence[int], replica: Replica) -> TopTokens:
         first = places_R[0]
-        rows = await replica.api.likeliest(token_ids_T, first, self.top_k or 0)
-        return self._read([rows[place - first] for place in places_R], token_ids_T, places_R)
+        told = await replica.api.likeliest(token_ids_T, first, self.top_k or 0)
+        return self._checked(told.at([place - first for place in places_R]), token_ids_T, places_R)
 
-    def _read(self, rows: Sequence, token_ids_T: Sequence[int], places_R: Sequence[int]) -> TopTokens:  # type: ignore[type-arg]
-        return read_likeliest(
-            rows, token_ids_T, places_R, count=self.top_k or 0, vocabulary=self._vocabulary, where=self._where
-        )
+    def _checked(self, told: Likeliest, token_ids_T: Sequence[int], places_R: Sequence[int]) -> TopTokens:
+        return check_likeliest(told, token_ids_T, places_R, vocabulary=self._vocabulary, where=self._where)
 
     async def _ask[T](self, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Of a server that is up, where there is one; where one is lost, of another or, once it is back, the same."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.errors import GateError, UnsupportedError
+from orbit_runtime.rollout.likeliest import Likeliest, from_rows
 from orbit_runtime.rollout.request_fields import given_fields
 from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
 from orbit_runtime.rollout.text import end_ids
@@ -97,10 +98,10 @@ class VllmApi:
         read from a cache."""
         return [await self._score(token_ids_T, adapter) for adapter in adapters]
 
-    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> list[Sequence[Sequence[Any]]]:
+    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> Likeliest:
         """vLLM answers for the whole sequence, and with the sequence's own token beside the likeliest ones."""
         entries = await self._prompt_logprobs(token_ids_T, None, count)
-        return [_by_rank(entry, count) for entry in entries[start:]]
+        return from_rows([_by_rank(entry, count) for entry in entries[start:]], count)
 
     async def _prompt_logprobs(
         self, token_ids_T: Sequence[int], adapter: str | None, count: int

@@ -6,8 +6,10 @@ what was asked of whom. What a real SGLang and a real vLLM do is in `tests/engin
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,6 +41,8 @@ class FakeServer:
     architecture: str = "Qwen3ForCausalLM"
     max_tokens: int = 4096
     vocabulary: int = 256
+    sends_arrays: bool = True
+    """Of its likeliest tokens, to who asks for them so."""
     key: str | None = None
     """It answers who knows it."""
     headers_seen: list[dict[str, str]] = field(default_factory=list)
@@ -260,8 +264,28 @@ def _generate(fake: FakeServer, body: dict) -> Answer:
         places = range(start + 1, len(prompt)) if count else ()
         top = [None, *([(*each, None) for each in fake.top(adapter, prompt, place, count)] for place in places)]
         told = {"input_token_logprobs": entries, "input_top_logprobs": top, "cached_tokens": cached}
+        if fake.sends_arrays and body.get("return_flat_raw_top_logprobs_b64"):
+            told |= _arrays(top)
         return 200, {"meta_info": told}
     raise AssertionError("samples are asked for as a stream")
+
+
+def _arrays(top: list[Any]) -> dict[str, Any]:
+    """Nothing, where they are not rows of equal length; then there are the lists."""
+    told: dict[str, Any] = {
+        "input_top_logprobs": None, "input_top_logprobs_null_prefix": 1,
+        "input_top_logprobs_shape": [len(top) - 1, len(top[1])],
+    }  # fmt: skip
+    try:
+        for index, (name, code, dtype) in enumerate((("val", "f", "float32"), ("idx", "i", "int32"))):
+            data = array(code, [pair[index] for row in top[1:] for pair in row])
+            if len({len(row) for row in top[1:]}) > 1:
+                return {}
+            told[f"input_top_logprobs_{name}_flat_b64"] = base64.b64encode(data.tobytes()).decode()
+            told[f"input_top_logprobs_{name}_flat_b64_dtype"] = dtype
+    except TypeError:
+        return {}
+    return told
 
 
 def _stream(fake: FakeServer, body: dict) -> Answer:

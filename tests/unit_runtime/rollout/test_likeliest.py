@@ -38,6 +38,10 @@ def of_sglang() -> Spoiled:
     return Spoiled()
 
 
+def of_older_sglang() -> Spoiled:
+    return Spoiled(sends_arrays=False)
+
+
 def of_vllm() -> Spoiled:
     return Spoiled(kind="vLLM", version="0.32.0")
 
@@ -52,7 +56,7 @@ def asked(made: ServedTeacher, tokens: tuple[int, ...] = TOKENS) -> tuple[list[i
     return ids.tolist(), logprobs.tolist()
 
 
-@pytest.mark.parametrize("make", [of_sglang, of_vllm], ids=["SGLang", "vLLM"])
+@pytest.mark.parametrize("make", [of_sglang, of_older_sglang, of_vllm], ids=["SGLang", "older SGLang", "vLLM"])
 def test_the_likeliest_tokens_of_the_trained_places_come_in_order(
     servers: list[FakeServer], make: Callable[[], FakeServer]
 ) -> None:
@@ -76,17 +80,21 @@ def test_the_tokens_before_the_first_that_trains_are_read_from_the_servers_cache
         {
             "input_ids": list(TOKENS), "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             "return_logprob": True, "logprob_start_len": PLACES[0] - 1, "top_logprobs_num": K,
+            "return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True,
         }
     ]  # fmt: skip
     made.engine.close()
 
 
 SPOILED: dict[str, tuple[Spoil, str]] = {
-    "fewer": (lambda pairs: pairs[:-1], rf"named 3 likeliest tokens in the place of token 3 .*{K} were asked for"),
-    "none": (lambda pairs: [], "named 0 likeliest tokens"),
+    "fewer": (
+        lambda pairs: pairs[:-1],
+        rf"number 4 of the teacher's {K} likeliest tokens in the place of token 3 .*the server named fewer",
+    ),
+    "none": (lambda pairs: [], "number 1 of .*the server named fewer"),
     "unsorted": (lambda pairs: [pairs[1], pairs[0], *pairs[2:]], "number 2 .*likelier than the one before it"),
-    "twice": (lambda pairs: [*pairs[:3], (pairs[3][0], pairs[0][1])], "number 4 .*named that token before"),
-    "outside": (lambda pairs: [(pairs[0][0], 64), *pairs[1:]], "64 with the log-prob .*has the ids 0 to 63"),
+    "twice": (lambda pairs: [*pairs[:3], (pairs[3][0], pairs[0][1])], "number 4 .*it was named before"),
+    "outside": (lambda pairs: [(pairs[0][0], 64), *pairs[1:]], "is 64 with the log-prob .*has the ids 0 to 63"),
     "above 0": (lambda pairs: [(0.5, pairs[0][1]), *pairs[1:]], "number 1 .*with the log-prob 0.5.*no log-prob"),
     "impossible": (lambda pairs: [*pairs[:3], (-1e30, pairs[3][1])], "number 4 .*-1e\\+30.*no log-prob"),
     "NaN": (lambda pairs: [(math.nan, pairs[0][1]), *pairs[1:]], "with the log-prob nan"),
@@ -104,7 +112,9 @@ OF_VLLM = {name: each for name, each in SPOILED.items() if name != "twice"}
 
 
 @pytest.mark.parametrize(
-    ("make", "cases"), [(of_sglang, SPOILED | OF_SGLANG), (of_vllm, OF_VLLM)], ids=["SGLang", "vLLM"]
+    ("make", "cases"),
+    [(of_sglang, SPOILED | OF_SGLANG), (of_older_sglang, SPOILED | OF_SGLANG), (of_vllm, OF_VLLM)],
+    ids=["SGLang", "older SGLang", "vLLM"],
 )
 def test_an_answer_that_is_no_distributions_beginning_ends_the_run(
     servers: list[FakeServer], make: Callable[[], Spoiled], cases: dict[str, tuple[Spoil, str]]
@@ -123,9 +133,17 @@ def test_an_answer_that_is_no_distributions_beginning_ends_the_run(
 
 def test_an_answer_about_other_tokens_is_refused(servers: list[FakeServer]) -> None:
     shifted = {"meta_info": {"input_token_logprobs": [[None, 1, None]] * 5, "input_top_logprobs": [None] * 5}}
+    told = {"input_token_logprobs": [[-1.0, each, None] for each in TOKENS[1:]]}
+    arrays = {
+        "input_top_logprobs_shape": [4, K], "input_top_logprobs_null_prefix": 1,
+        "input_top_logprobs_val_flat_b64": "AAAA", "input_top_logprobs_val_flat_b64_dtype": "float32",
+        "input_top_logprobs_idx_flat_b64": "AAAA", "input_top_logprobs_idx_flat_b64_dtype": "int32",
+    }  # fmt: skip
     for body, says in (
         (shifted, "scored other tokens"),
-        ({"meta_info": {"input_token_logprobs": [[-1.0, each, None] for each in TOKENS[1:]]}}, "no likeliest tokens"),
+        ({"meta_info": told}, "no likeliest tokens"),
+        ({"meta_info": told | arrays}, "no likeliest tokens"),
+        ({"meta_info": told | arrays | {"input_top_logprobs_val_flat_b64_dtype": "float64"}}, "no likeliest tokens"),
     ):
         server = of_sglang()
         made = asking(servers, server)
