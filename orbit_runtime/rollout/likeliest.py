@@ -77,7 +77,7 @@ def check_likeliest(
             place, named, logprob = places_R[row], told.ids_RK[row, index], told.logprobs_RK[row, index]
             raise GateError(
                 f"number {index + 1} of the teacher's {wrong_RK.shape[1]} likeliest tokens in the place of token "
-                f"{place} of an answer, after {list(token_ids_T[max(0, place - 4) : place])}, is {named:g} with the "
+                f"{place} of an answer, after {list(token_ids_T[max(0, place - 4) : place])}, is {named:.10g} with the "
                 f"log-prob {logprob:g}: {problem}",
                 where=where,
                 fix=fix,

@@ -108,7 +108,10 @@ class ServedTeacher:
 
     async def _likeliest(self, token_ids_T: Sequence[int], places_R: Sequence[int], replica: Replica) -> TopTokens:
         first = places_R[0]
-        told = await replica.api.likeliest(token_ids_T, first, self.top_k or 0)
+        try:
+            told = await replica.api.likeliest(token_ids_T, first, self.top_k or 0)
+        except GateError as error:
+            raise GateError(f"{replica.name}: {error.message}", where=self._where, fix=error.fix) from None
         return self._checked(told.at([place - first for place in places_R]), token_ids_T, places_R)
 
     def _checked(self, told: Likeliest, token_ids_T: Sequence[int], places_R: Sequence[int]) -> TopTokens:
