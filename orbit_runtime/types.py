@@ -31,6 +31,8 @@ TEACHER_SLOT = "teacher"
 """Slot of an adapter that teaches: averaged masters, or what was loaded. All other slots hold published bytes."""
 TOKENS, FLAGS, FLOATS = "i", "b", "f"
 """Type codes of columns: int32, int8, fp32: 13 bytes a token instead of 88 as Python objects, and no copy for numpy."""
+TopTokens = tuple[array[int], array[float]]
+"""A teacher's k likeliest tokens in the place of each token that trains, the likeliest first: ids and log-probs."""
 
 
 def _hold_arrays(record: object, **codes: str) -> None:
@@ -169,7 +171,8 @@ class Rollout:
     counts: Mapping[str, float] = field(default_factory=dict)
     """What its environment counted, such as `tool_calls` and `tool_errors`."""
     teacher_logprobs_T: array[float] | None = None
-    """Of a teacher behind endpoints, in fp32; 0.0 where the mask is 0. None: no such teacher was asked."""
+    """Of a teacher behind endpoints, in fp32; 0.0 where the mask is 0. None: no such teacher was asked for them."""
+    teacher_top: TopTokens | None = None
     cohort: str = ""
     """Advantages compare a prompt's rollouts of equal cohort: the sides of a game, or the depths of a tree."""
 
@@ -209,6 +212,7 @@ class Sample:
     routed_experts: RoutedExperts | None = None
     prompt_number: int | None = None
     """Number of its prompt in the batch, whose samples train in one mini-batch; None: `prefix_id`."""
+    teacher_top: TopTokens | None = None
 
     def __post_init__(self) -> None:
         _hold_arrays(self, token_ids_T=TOKENS, loss_mask_T=FLAGS)

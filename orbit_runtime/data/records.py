@@ -8,14 +8,15 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
 import zstandard
 
 from orbit_runtime.errors import DataError, InternalError
-from orbit_runtime.types import Rollout, RoutedExperts, Turn
+from orbit_runtime.types import FLOATS, TOKENS, Rollout, RoutedExperts, TopTokens, Turn
 
 MAX_BYTES = 1 << 34
 """A decompressed step larger than this is refused, so that a corrupt size cannot exhaust memory."""
@@ -23,12 +24,17 @@ PIECE_BYTES = 1 << 24
 
 
 def rollout_to_line(rollout: Rollout) -> bytes:
-    """JSON of the record's fields by name. Floats keep every bit; a non-finite float is a bug and is refused."""
+    """JSON of the record's fields by name; bytes, and the arrays of `teacher_top`, in base64. Floats keep every bit; a
+    non-finite float is a bug and is refused."""
     numbers = (math.fsum(rollout.logprobs_T), math.fsum(rollout.teacher_logprobs_T or ()), rollout.reward or 0.0)
     if not all(map(math.isfinite, numbers)):
         raise InternalError(
             "a rollout holds a NaN or infinite number", where=f"{rollout.prompt_id}[{rollout.sample_index}]"
         )
+    if rollout.teacher_top is not None:
+        # As text these numbers would take three times the room, and as Python objects ten times.
+        held: Any = tuple(each.tobytes() for each in rollout.teacher_top)
+        rollout = replace(rollout, teacher_top=held)
     return orjson.dumps(rollout, default=_plain)
 
 
@@ -52,6 +58,7 @@ def rollout_from_line(line: bytes | str) -> Rollout:
         routed_experts=_build_experts(row["routed_experts"]),
         counts=row.get("counts", {}),
         teacher_logprobs_T=row.get("teacher_logprobs_T"),
+        teacher_top=_build_top(row.get("teacher_top")),
         cohort=row.get("cohort", ""),
     )
 
@@ -120,6 +127,15 @@ def _build_experts(row: Mapping[str, Any] | None) -> RoutedExperts | None:
         return None
     tokens, layers, experts = row["shape"]
     return RoutedExperts((tokens, layers, experts), base64.b64decode(row["data"]))
+
+
+def _build_top(row: Sequence[str] | None) -> TopTokens | None:
+    if row is None:
+        return None
+    ids, logprobs = array(TOKENS), array(FLOATS)
+    for column, text in zip((ids, logprobs), row, strict=True):
+        column.frombytes(base64.b64decode(text))
+    return ids, logprobs
 
 
 def _build_turn(turn: Mapping[str, Any]) -> Turn:

@@ -59,6 +59,7 @@ def _build_sample(rollout: Rollout, prefix_id: int, prefix_length: int, number: 
         prefix_length=prefix_length,
         routed_experts=rollout.routed_experts,
         prompt_number=number,
+        teacher_top=rollout.teacher_top,
     )
 
 
@@ -90,8 +91,9 @@ def with_end(sample: Sample) -> Sample:
     columns = {name: column + array(FLOATS, [0.0]) for name, column in sample.columns.items()}
     mask_T = sample.loss_mask_T + array(sample.loss_mask_T.typecode, [1])
     return replace(
-        sample, token_ids_T=sample.token_ids_T + last, loss_mask_T=mask_T, columns=columns, routed_experts=None
-    )
+        sample, token_ids_T=sample.token_ids_T + last, loss_mask_T=mask_T, columns=columns, routed_experts=None,
+        teacher_top=None,
+    )  # fmt: skip
 
 
 def spread(value: float | Sequence[float], mask_T: array[int]) -> array[float]:

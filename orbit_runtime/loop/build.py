@@ -224,7 +224,7 @@ def build_parts(
         max_unproven=spec.parity.max_unproven,
     )
     environment = build_environment(run.name, spec, tokenizer, scorer, pool, sampling_of(spec))
-    served = attach_teacher(spec, tokenizer, sequences, closing)
+    served = attach_teacher(spec, tokenizer, side.facts.vocabulary, sequences, closing)
     environment = TaughtEnvironment(environment, served) if served else environment
     stream = build_stream(table, spec)
     return Parts(

@@ -1,6 +1,6 @@
 """A teacher behind endpoints: attached with the engine, and asked about each rollout as it ends.
 
-Belongs here: from the manifest to its servers, and their log-probs on the rollout. Does not belong here: asking a
+Belongs here: from the manifest to its servers, and what they say on the rollout. Does not belong here: asking a
 server (`rollout.served_teacher`), whether a teacher is worth learning from (`teacher`), the divergence
 (`algorithms.distillation`).
 
@@ -38,19 +38,22 @@ def check_servers(spec: RunSpec) -> None:
 
 
 def attach_teacher(
-    spec: RunSpec, tokenizer: Tokenizer, sequences: Sequence[Sequence[int]], closing: ExitStack
+    spec: RunSpec, tokenizer: Tokenizer, vocabulary: int, sequences: Sequence[Sequence[int]], closing: ExitStack
 ) -> ServedTeacher | None:
     """None: the manifest names no servers.
 
     Args:
+        vocabulary: of the policy.
         sequences: token ids of prompts, whose text the servers' tokenizer must agree on.
 
     Raises:
         EngineDiedError: (82) one does not answer.
-        UnsupportedError: (78) one is neither SGLang nor vLLM, or takes no sequence of this length.
+        UnsupportedError: (78) one is neither SGLang nor vLLM, takes no sequence of this length, or tells no likeliest
+            tokens.
         ModelError: (66) one has another tokenizer.
+        GateError: (84) one answers with what are no likeliest tokens.
     """
-    teacher = spec.algorithm.teacher
+    teacher = spec.algorithm.decided_teacher
     if teacher is None or teacher.type != "Served":
         return None
     from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
@@ -71,7 +74,10 @@ def attach_teacher(
         endpoints, wanted, tokenizer, folder=Path(), max_running_requests=spec.rollout.max_running_requests
     )
     closing.callback(engine.close)
-    return ServedTeacher(engine, FIELD)
+    longest = spec.model.max_sequence_length
+    made = ServedTeacher(engine, FIELD, top_k=teacher.top_k, vocabulary=vocabulary, longest=longest)
+    made.check(max(sequences, key=len))
+    return made
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,9 @@ class TaughtEnvironment:
     async def _taught(self, rollout: Rollout) -> Rollout:
         if not rollout.trains:
             return rollout
+        if self.teacher.top_k is not None:
+            places_R = [place for place, flag in enumerate(rollout.loss_mask_T) if flag]
+            return replace(rollout, teacher_top=await self.teacher.top_tokens(rollout.token_ids_T, places_R))
         told_T = await self.teacher.logprobs(rollout.token_ids_T)
         column_T = spread(trained(told_T, rollout.loss_mask_T), rollout.loss_mask_T)
         return replace(rollout, teacher_logprobs_T=column_T)

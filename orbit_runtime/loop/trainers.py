@@ -466,7 +466,7 @@ def _teacher_settings(spec: RunSpec) -> TeacherSettings | None:
     from orbit_runtime.training.settings import TeacherSettings
 
     teacher = spec.algorithm.decided_teacher
-    if teacher is None or teacher.type == "Served":
+    if teacher is None or (teacher.type == "Served" and teacher.is_column):
         return None
     measure = None if teacher.is_column else Measure(teacher.beta, teacher.top_k)
     return TeacherSettings(teacher.type, measure, teacher.decay, teacher.every_steps)

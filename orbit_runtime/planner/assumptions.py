@@ -32,6 +32,8 @@ LOGIT_ELEMENTS = 1 << 24
 """Elements of one chunk of logits: `policy.logprobs.CHUNK_ELEMENTS`."""
 LOGIT_COPIES = 3
 """Chunks alive at once: logits, their log-softmax, its gradient. All fp32."""
+TOLD_BYTES = 8
+"""Id and log-prob of one of a served teacher's likeliest tokens: `policy.distance.Told`."""
 PREFILL_TOKENS = {"Torch": 16384, "SGLang": 8192}
 """Prompt tokens of one prefill pass: `rollout.decoding.PREFILL_TOKENS`, SGLang's `chunked_prefill_size`."""
 ADAPTER_VERSIONS = 2

@@ -95,6 +95,8 @@ class Job:
     """Type of the teacher; None without one."""
     compares_logits: bool
     """Whether the teacher's distribution over the vocabulary is compared with the policy's, not only its log-probs."""
+    told_tokens: int
+    """Likeliest tokens of a served teacher that rollouts hold in the place of each of theirs; 0 for none."""
     teacher_on_ranks: bool
     """Whether ranks can ask the teacher, or there is none."""
     devices: Devices
@@ -170,6 +172,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         critic_rank=_critic_rank(run),
         teacher=teacher.type if teacher else None,
         compares_logits=teacher is not None and not teacher.is_column,
+        told_tokens=teacher.decided.top_k or 0 if teacher is not None and teacher.type == "Served" else 0,
         teacher_on_ranks=teacher is None or teacher.is_on_ranks,
         devices=devices,
         sleep=spec.rollout.sleep,

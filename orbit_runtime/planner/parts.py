@@ -416,7 +416,9 @@ def _training(setting: Setting) -> Parts:
     if job.adapter == "OFT":
         whole = setting.adapter.rotation_elements * local // max(1, setting.adapter.total)
         parts["adapter, rounded"] = whole * (width + known.ROTATION_GRAPH_BYTES)
-    if job.compares_logits:
+    if job.told_tokens:
+        parts["teacher's tokens"] = tokens * job.told_tokens * known.TOLD_BYTES
+    elif job.compares_logits:
         parts["teacher's states"] = tokens * model.hidden_size * width
     if job.teacher in ("Average", "Lagged"):
         parts["adapter, rounded"] += _local_adapter(setting) * width

@@ -164,8 +164,8 @@ LIMITS: tuple[Limit, ...] = (
         trainer=("Megatron",), critic=True,
     ),
     Limit(
-        "missing", "ranks hold neither a second adapter nor a whole distribution: their teacher is the base or a "
-        "served model, by sampled tokens",
+        "missing", "ranks hold neither a second adapter nor another distribution: their teacher is the base by sampled "
+        "tokens, or a served model",
         "write training.trainer: Torch where one GPU is enough, or algorithm.teacher: {type: Base, over: Sampled}",
         "training.trainer",
         trainer=("Megatron",), teacher=True,

@@ -28,7 +28,12 @@ class Told:
     """The report of an external teacher for each target: its likeliest tokens."""
 
     ids_RK: Tensor
+    """int32."""
     logprobs_RK: Tensor
+    """fp32."""
+
+    def __getitem__(self, rows: slice | Tensor) -> Told:
+        return Told(self.ids_RK[rows], self.logprobs_RK[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ def _compared(logits_RV: Tensor, teacher: Tensor | Told, head: Head, measure: Me
     """`(values [R], slopes [R, V])` of one chunk. Args: teacher: its hidden states, or its report."""
     student_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     if isinstance(teacher, Told):
-        ids_RK = teacher.ids_RK
+        ids_RK = teacher.ids_RK.long()
         cells_RC = torch.cat([teacher.logprobs_RK, rest_of(teacher.logprobs_RK)], dim=-1)
     else:
         teacher_RV = torch.log_softmax(head(teacher).float(), dim=-1)
@@ -63,8 +68,7 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_RN: Tensor, teacher: Tensor | Told, head: Head, measure: Measure, rows: int) -> Tensor:
         values = [
-            _compared(head(hidden_RN[part]), _cut(teacher, part), head, measure)[0]
-            for part in _parts(len(hidden_RN), rows)
+            _compared(head(hidden_RN[part]), teacher[part], head, measure)[0] for part in _parts(len(hidden_RN), rows)
         ]
         ctx.save_for_backward(hidden_RN)
         ctx.settings = (teacher, head, measure, rows)
@@ -79,7 +83,7 @@ class _Distance(torch.autograd.Function):
             with torch.enable_grad():
                 hidden = hidden_RN[part].detach().requires_grad_(True)
                 logits = head(hidden)
-            _, slopes = _compared(logits.detach(), _cut(teacher, part), head, measure)
+            _, slopes = _compared(logits.detach(), teacher[part], head, measure)
             slopes.mul_(grad_R[part, None])
             (grad_hidden[part],) = torch.autograd.grad(logits, hidden, slopes.to(logits.dtype))
         return grad_hidden, None, None, None, None
@@ -87,12 +91,6 @@ class _Distance(torch.autograd.Function):
 
 def _parts(count: int, rows: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, count, rows)]
-
-
-def _cut(teacher: Tensor | Told, part: slice) -> Tensor | Told:
-    if isinstance(teacher, Told):
-        return Told(teacher.ids_RK[part], teacher.logprobs_RK[part])
-    return teacher[part]
 
 
 def token_distances(

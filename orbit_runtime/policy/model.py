@@ -22,6 +22,7 @@ from orbit_runtime.adapters.masters import Trained
 from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
 from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
+from orbit_runtime.policy.distance import Measure, Told, token_distances
 from orbit_runtime.policy.division import Division
 from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
@@ -136,6 +137,28 @@ class Policy:
             weights=[] if self.whole is None else [*self.model.get_output_embeddings().parameters()],
         )
         return self._joined(batch, found)
+
+    def distances_of(
+        self, hidden_RN: torch.Tensor, batch: PackedBatch, trained_R: torch.Tensor, told: torch.Tensor | Told,
+        measure: Measure,
+    ) -> torch.Tensor:  # fmt: skip
+        """fp32 distances of these of the batch's targets from a teacher, from `target_hidden` of the same batch.
+
+        Args:
+            trained_R: indices of targets, in ascending order.
+            told: of these targets, in this order: the teacher's hidden states, or its report. In a divided pass only
+                the latter: other processes' hidden states are not here.
+        """
+        if batch.own_targets is None or self.division is None:
+            return token_distances(hidden_RN[trained_R], told, self.head, measure, vocabulary=self.vocabulary)
+        assert isinstance(told, Told)
+        number_R = torch.full_like(batch.target_ids_R, -1)
+        number_R[trained_R] = torch.arange(len(trained_R), device=trained_R.device)
+        number_R = number_R[batch.own_targets[0]]
+        is_trained_R = number_R >= 0
+        own_R = number_R[is_trained_R]
+        found_R = token_distances(hidden_RN[is_trained_R], told[own_R], self.head, measure, vocabulary=self.vocabulary)
+        return self.division.join_targets(found_R[None], own_R, len(trained_R))[0]
 
     def scores(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`(logprobs [R] fp32, most probable tokens [R] int64)` at the batch's targets; no gradients."""

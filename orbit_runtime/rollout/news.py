@@ -16,6 +16,8 @@ Alternatives = tuple[array[int], array[float]]
 """As in `Completion.alternatives`."""
 NONE = (-1, float("-inf"))
 """Placeholder for a missing alternative."""
+LEAST_LOGPROB = -1e4
+"""SGLang writes the lowest representable number for a token that cannot follow."""
 
 
 def part_of(alternatives: Alternatives, count: int, start: int, end: int) -> Alternatives:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.handover import Handover
+from orbit_runtime.rollout.likeliest import Likeliest
 from orbit_runtime.rollout.news import Alternatives
 from orbit_runtime.types import AdapterFiles, FinishReason, Request, RoutedExperts, Scored
 
@@ -196,6 +197,11 @@ class Api(Protocol):
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
         """Readings by adapter, computed anew, without digests. `prefix_length`: see `Copy.score`, if supported."""
+        ...
+
+    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> Likeliest:
+        """For each token from `start` (at least 1) on, the base's `count` likeliest tokens in its place, as the server
+        orders them. Only their places are checked, not what stands there."""
         ...
 
     async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:

@@ -1,4 +1,4 @@
-"""Servers that say how likely they find tokens which another model sampled.
+"""Servers that say how likely they find tokens which another model sampled, or which ones they find likeliest instead.
 
 Belongs here: sending a sequence to the server that has least to do, and what its answer must be. Does not belong here:
 attaching them (`attached`), when they are asked (`loop.served_teacher`).
@@ -9,33 +9,65 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from orbit_runtime.errors import EngineDiedError, GateError
+from orbit_runtime.errors import EngineDiedError, GateError, UnsupportedError
+from orbit_runtime.rollout.likeliest import Likeliest, check_likeliest
+from orbit_runtime.rollout.news import LEAST_LOGPROB
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.served import LostError
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.sglang_api import LEAST_LOGPROB
-from orbit_runtime.types import FLOATS
+from orbit_runtime.types import FLOATS, TopTokens
 
 SEQUENCES = 32
 """That one server is sent at the same time: more wait there as well as here, and hold its memory."""
+ENTRY_BYTES, ANSWER_BYTES = 80, 1 << 30
+"""What one likeliest token takes at most in a server's JSON, and what the answers of one server under way may take
+together: there are fewer of them at a time where they are longer."""
 
 
 class ServedTeacher:
     """Safe to ask from any event loop: answers of long sequences are read on the client's own thread."""
 
-    def __init__(self, engine: ServedEngine, where: str) -> None:
+    def __init__(
+        self, engine: ServedEngine, where: str, *, top_k: int | None = None, vocabulary: int = 0, longest: int = 1
+    ) -> None:
         """
         Args:
             engine: attached to the servers, without an adapter.
             where: the manifest names them.
+            top_k: how many tokens `top_tokens` tells; None: only `logprobs` is asked.
+            vocabulary: of the policy, whose ids they are.
+            longest: tokens that a sequence may have.
         """
         self.engine = engine
+        self.top_k = top_k
         self._where = where
+        self._vocabulary = vocabulary
         self._busy: Counter[str] = Counter()
-        self._free = asyncio.Semaphore(SEQUENCES * len(engine.replicas))
+        fit = ANSWER_BYTES // (ENTRY_BYTES * longest * (top_k or 1))
+        self._free = asyncio.Semaphore(max(1, min(SEQUENCES, fit)) * len(engine.replicas))
+
+    def check(self, token_ids_T: Sequence[int]) -> None:
+        """Asks each server once, before the first step.
+
+        Raises:
+            UnsupportedError: (78) one tells no likeliest tokens, or not as many.
+            GateError: (84) one answered with something else.
+            EngineDiedError: (82) one does not answer.
+        """
+        for replica in self.engine.replicas if self.top_k else ():
+            try:
+                told = self.engine.call(replica.ask(partial(replica.api.likeliest, token_ids_T, 1, self.top_k or 0)))
+            except GateError as error:
+                raise UnsupportedError(
+                    f"{replica.name} does not tell its {self.top_k} likeliest tokens: {error.message}",
+                    where=self._where,
+                    fix=f"start vLLM with --max-logprobs {self.top_k} or more, or lower algorithm.teacher.topK, or "
+                    "write over: Sampled",
+                ) from None
+            self._checked(told, token_ids_T, range(1, len(token_ids_T)))
 
     async def logprobs(self, token_ids_T: Sequence[int]) -> array[float]:
         """fp32 `[T]` of the servers' own model: of each token after those before it; 0.0 for the first.
@@ -44,8 +76,7 @@ class ServedTeacher:
             EngineDiedError: (82) no server came back.
             GateError: (84) one answered with what is no log-prob, or came back as another model.
         """
-        asking = asyncio.run_coroutine_threadsafe(self._ask(token_ids_T), self.engine.loop)
-        found_T = array(FLOATS, await asyncio.wrap_future(asking))
+        found_T = array(FLOATS, await self._asked(partial(self._score, token_ids_T)))
         # NaN and numbers above 0 are refused where the answer is read.
         if min(found_T) <= LEAST_LOGPROB:
             index = found_T.index(min(found_T))
@@ -57,9 +88,36 @@ class ServedTeacher:
             )
         return found_T
 
+    async def top_tokens(self, token_ids_T: Sequence[int], places_R: Sequence[int]) -> TopTokens:
+        """The servers' own model's likeliest tokens in these places, in ascending order and none of them the first.
+
+        Raises:
+            EngineDiedError: (82) no server came back.
+            GateError: (84) one answered with what are no such tokens, or came back as another model.
+        """
+        return await self._asked(partial(self._likeliest, token_ids_T, places_R))
+
     # --- the client's thread ---
 
-    async def _ask(self, token_ids_T: Sequence[int]) -> Sequence[float]:
+    async def _asked[T](self, work: Callable[[Replica], Awaitable[T]]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(work), self.engine.loop))
+
+    async def _score(self, token_ids_T: Sequence[int], replica: Replica) -> Sequence[float]:
+        (scored,) = await replica.api.score(token_ids_T, [None])
+        return scored.logprobs_T
+
+    async def _likeliest(self, token_ids_T: Sequence[int], places_R: Sequence[int], replica: Replica) -> TopTokens:
+        first = places_R[0]
+        try:
+            told = await replica.api.likeliest(token_ids_T, first, self.top_k or 0)
+        except GateError as error:
+            raise GateError(f"{replica.name}: {error.message}", where=self._where, fix=error.fix) from None
+        return self._checked(told.at([place - first for place in places_R]), token_ids_T, places_R)
+
+    def _checked(self, told: Likeliest, token_ids_T: Sequence[int], places_R: Sequence[int]) -> TopTokens:
+        return check_likeliest(told, token_ids_T, places_R, vocabulary=self._vocabulary, where=self._where)
+
+    async def _ask[T](self, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Of a server that is up, where there is one; where one is lost, of another or, once it is back, the same."""
         async with self._free:
             for attempt in range(TRIES * len(self.engine.replicas)):
@@ -67,8 +125,7 @@ class ServedTeacher:
                 self._busy[replica.name] += 1
                 try:
                     await replica.wait_up()
-                    (scored,) = await replica.attempt(partial(replica.api.score, token_ids_T, [None]))
-                    return scored.logprobs_T
+                    return await replica.attempt(partial(work, replica))
                 except LostError as error:
                     if attempt + 1 == TRIES * len(self.engine.replicas):
                         raise replica.died(error) from None

@@ -23,7 +23,8 @@ from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.news import NONE, Alternatives
+from orbit_runtime.rollout.likeliest import MISSING, Likeliest, from_rows
+from orbit_runtime.rollout.news import LEAST_LOGPROB, NONE, Alternatives
 from orbit_runtime.rollout.request_fields import given_fields
 from orbit_runtime.rollout.served import About, Ask, Call, Piece, Sleeping, build_piece, number
 from orbit_runtime.rollout.text import end_ids
@@ -36,7 +37,6 @@ PROGRESS_SECONDS = 60.0
 
 IDLE_SECONDS = 30
 INTERVAL, FEW = 64, 8
-LEAST_LOGPROB = -1e4
 APPLIED = "orbit_adapter"
 """Field in which the plug-in reports, for each token, the adapter in the slot it was sampled from."""
 TAGS: Mapping[Sleeping, str] = {"cache": "kv_cache", "weights": "weights", "graphs": "cuda_graph"}
@@ -227,6 +227,25 @@ class SGLangApi:
             for each, end, top_T, routed in zip(whole, ends, top, experts, strict=True)
         ]
 
+    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> Likeliest:
+        """SGLang may read what lies before `start` from its cache. It sends arrays; earlier versions than 0.5.23 do not
+        know that they are asked for, and send lists."""
+        body = {
+            "input_ids": list(token_ids_T),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,
+            "top_logprobs_num": count,
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
+        }
+        meta = _meta(await self._wire.post("/generate", body))
+        _read_end(meta, list(token_ids_T[start - 1 :]))
+        found = _read_arrays(meta, count) if "input_top_logprobs_val_flat_b64" in meta else _read_lists(meta, count)
+        if found is None or len(found.ids_RK) != len(token_ids_T) - start:
+            raise GateError("the engine reported no likeliest tokens of some of its input", where="rollout")
+        return found
+
     async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
         states = (await self._wire.get("/server_info", num_bytes=num_bytes)).get("internal_states") or ()
         if not states or any("orbit" not in state for state in states):
@@ -299,6 +318,28 @@ def _read_top(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...] | None:
     return (-1, *(int(entry[0][1]) for entry in entries[1:]))
 
 
+def _read_lists(meta: Mapping[str, Any], count: int) -> Likeliest | None:
+    """The first entry is the token before those that were asked about."""
+    found = (meta.get("input_top_logprobs") or [])[1:]
+    return from_rows(found, count) if all(isinstance(each, list) for each in found) else None
+
+
+def _read_arrays(meta: Mapping[str, Any], count: int) -> Likeliest | None:
+    """`[rows, k]` of fp32 and int32 in base64, behind one entry that is left out: the token before."""
+    columns = []
+    try:
+        rows, width = (int(each) for each in meta["input_top_logprobs_shape"])
+        for name, dtype, missing in (("val", "float32", MISSING[0]), ("idx", "int32", MISSING[1])):
+            if meta[f"input_top_logprobs_{name}_flat_b64_dtype"] != dtype:
+                return None
+            data = base64.b64decode(meta[f"input_top_logprobs_{name}_flat_b64"])
+            told_RK = np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(rows, width)[:, :count]
+            columns.append(np.pad(told_RK, ((0, 0), (0, count - told_RK.shape[1])), constant_values=missing))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Likeliest(*columns) if meta.get("input_top_logprobs_null_prefix") == 1 else None
+
+
 def _read_alternatives(entries: Sequence[Any], tokens: int, count: int) -> Alternatives | None:
     """`count` alternatives for each token; a truncated distribution may have fewer."""
     if not count:
@@ -308,7 +349,6 @@ def _read_alternatives(entries: Sequence[Any], tokens: int, count: int) -> Alter
     ids, logprobs = array(TOKENS), array(FLOATS)
     for entry in entries:
         pairs = [(int(each[1]), float(each[0])) for each in entry or () if each[0] is not None]
-        # SGLang writes the lowest representable number for a truncated token.
         pairs = [each if each[1] > LEAST_LOGPROB else NONE for each in pairs][:count]
         pairs += [NONE] * (count - len(pairs))
         ids.extend(token for token, _ in pairs)

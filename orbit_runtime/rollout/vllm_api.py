@@ -15,6 +15,7 @@ from typing import Any
 
 from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.errors import GateError, UnsupportedError
+from orbit_runtime.rollout.likeliest import Likeliest, from_rows
 from orbit_runtime.rollout.request_fields import given_fields
 from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
 from orbit_runtime.rollout.text import end_ids
@@ -97,18 +98,30 @@ class VllmApi:
         read from a cache."""
         return [await self._score(token_ids_T, adapter) for adapter in adapters]
 
-    async def _score(self, token_ids_T: Sequence[int], adapter: str | None) -> Scored:
-        """vLLM reads nothing from its cache for a request with prompt log-probs."""
+    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> Likeliest:
+        """vLLM answers for the whole sequence, and with the sequence's own token beside the likeliest ones."""
+        entries = await self._prompt_logprobs(token_ids_T, None, count)
+        return from_rows([_by_rank(entry, count) for entry in entries[start:]], count)
+
+    async def _prompt_logprobs(
+        self, token_ids_T: Sequence[int], adapter: str | None, count: int
+    ) -> list[Mapping[str, Mapping[str, Any]]]:
+        """By token id, for each token of the sequence; nothing useful for the first. vLLM reads nothing from its cache
+        for such a request."""
         body = {
             "model": adapter or self._model,
             "prompt": list(token_ids_T),
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": 1,
+            "prompt_logprobs": count,
         }
         entries = (await self._choices(body))[0].get("prompt_logprobs") or []
         if len(entries) != len(token_ids_T):
             raise GateError(f"asked for {len(token_ids_T)} log-probs, the engine answered {len(entries)}")
+        return list(entries)
+
+    async def _score(self, token_ids_T: Sequence[int], adapter: str | None) -> Scored:
+        entries = await self._prompt_logprobs(token_ids_T, adapter, 1)
         found = []
         for token, entry in zip(token_ids_T[1:], entries[1:], strict=True):
             if not entry or str(token) not in entry:
@@ -162,6 +175,17 @@ class VllmApi:
         if not isinstance(choices, list) or not choices:
             raise GateError("/v1/completions was answered without choices", where="rollout")
         return choices
+
+
+def _by_rank(entry: Any, count: int) -> list[tuple[Any, int]]:
+    """Log-probs and ids of the tokens of rank 1 to `count`; what is no such token is left out."""
+    told = entry.items() if isinstance(entry, dict) else ()
+    of_rank = {
+        each["rank"]: (each.get("logprob"), int(token))
+        for token, each in told
+        if isinstance(each, dict) and each.get("rank") in range(1, count + 1) and token.isdecimal()
+    }
+    return [of_rank[rank] for rank in sorted(of_rank)]
 
 
 def _read_top(entries: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[int, ...] | None:

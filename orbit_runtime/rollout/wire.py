@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import httpx
+import orjson
 
 from orbit_runtime.adapters.patience import seconds_for
 from orbit_runtime.errors import CredentialsError, GateError, UnsupportedError
@@ -113,7 +115,11 @@ class Wire:
 
     def _read(self, path: str, answer: httpx.Response) -> Any:
         self._check(path, answer)
+        # A teacher's likeliest tokens may be hundreds of megabytes, which hold up every thread while they are read.
+        with suppress(orjson.JSONDecodeError):
+            return orjson.loads(answer.content)
         try:
+            # Some servers write numbers that JSON does not have: whoever reads them says which.
             return answer.json()
         except ValueError:
             raise GateError(f"{path} was answered with something that is not JSON", where="rollout") from None

@@ -9,7 +9,7 @@ from orbit_runtime.spec.algorithm import BUFFER_SHARE, IDLE_WITHOUT_REWARD, TRUN
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 from orbit_runtime.spec.rule import Rule, by_type, uri_rule
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
-from orbit_runtime.spec.teacher import OWNERS
+from orbit_runtime.spec.teacher import OWNERS, SERVED_TOP_K
 
 
 def algorithm_rules() -> tuple[Rule, ...]:
@@ -90,7 +90,12 @@ def teacher_rules() -> tuple[Rule, ...]:
             "add endpoints with the address of each server",
             ".type",
         ),
-        Rule("self.type != 'Served' || self.over == 'Sampled'", "write over: Sampled", ".over"),
+        Rule("self.type != 'Served' || self.over != 'Full'", "write over: TopK or over: Sampled", ".over"),
+        Rule(
+            f"self.type != 'Served' || !has(self.topK) || self.topK <= {SERVED_TOP_K}",
+            f"write topK: {SERVED_TOP_K} or less",
+            ".topK",
+        ),
         *(
             Rule(
                 f"!has(self.{name})"

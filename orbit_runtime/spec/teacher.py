@@ -17,6 +17,8 @@ from orbit_runtime.spec.storage import STORAGE_SCHEMES
 TeacherType = Literal["Base", "Adapter", "Average", "Lagged", "Served"]
 Over = Literal["Full", "TopK", "Sampled"]
 DECAY, EVERY_STEPS, TOP_K = 0.99, 10, 32
+SERVED_TOP_K = 64
+"""Largest `topK` of a served teacher: a rollout holds eight bytes for each of these at each of its tokens."""
 OWNERS: dict[str, TeacherType] = {
     "uri": "Adapter",
     "decay": "Average",
@@ -32,7 +34,7 @@ class Teacher(Block):
     type: Annotated[TeacherType, IDENTITY] = "Base"
     """`Base`: the base with its adapter off. `Adapter`: one that was trained before. `Average`: a running average of
     the policy. `Lagged`: the policy some steps ago. These share the run's base; none is a second copy of it. `Served`:
-    another model with the same tokenizer, behind `endpoints`; it takes `over: Sampled`."""
+    another model with the same tokenizer, behind `endpoints`; it takes `over: Sampled` or `over: TopK`."""
     uri: Annotated[Uri | None, LAYOUT, Field(examples=["runs/bigger/adapters/policy-v60"])] = None
     """Folder of the adapter: PEFT's, or a run's `adapters/policy-v…`."""
     endpoints: Annotated[
@@ -50,7 +52,7 @@ class Teacher(Block):
     """The divergence of the two distributions over the whole vocabulary; over the teacher's `topK` likeliest tokens and
     all others as one; or estimated from the token that was sampled."""
     top_k: Annotated[int | None, IDENTITY, Field(ge=1, le=100_000)] = None
-    """Unset, 32."""
+    """Unset, 32. A `Served` teacher takes up to 64."""
     beta: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 1.0
     """0: forward KL(teacher || student); 1: reverse KL(student || teacher); in between the generalised Jensen-Shannon
     divergence (GKD, https://arxiv.org/abs/2306.13649, eq. 1)."""
@@ -77,7 +79,7 @@ class Teacher(Block):
     def is_on_ranks(self) -> bool:
         """A trainer that is divided among ranks can ask it: they hold no second adapter, and each only a part of a
         token's distribution. Servers are asked by the loop, whoever trains."""
-        return self.type in ("Base", "Served") and self.is_column
+        return self.type == "Served" or (self.type == "Base" and self.is_column)
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.uri is not None:
@@ -120,10 +122,17 @@ class Teacher(Block):
         if not self.endpoints:
             fix = "add `endpoints: [{url: http://host:port}]`"
             yield Contradiction(("type",), (("endpoints",),), "`type: Served` needs the servers that teach", fix)
-        if self.over != "Sampled":
+        if self.over == "Full":
             yield Contradiction(
                 ("over",),
                 (("type",),),
-                "a server reports the log-prob of each sampled token, not a whole distribution",
-                "write `over: Sampled`",
+                "a server reports log-probs of single tokens, not the whole vocabulary's at every token",
+                "write `over: TopK` or `over: Sampled`",
+            )
+        if (self.top_k or 0) > SERVED_TOP_K:
+            yield Contradiction(
+                ("topK",),
+                (("type",),),
+                f"of a served teacher, rollouts hold the {SERVED_TOP_K} likeliest tokens at most",
+                f"write `topK: {SERVED_TOP_K}` or less",
             )

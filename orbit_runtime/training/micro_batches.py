@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from orbit_runtime.data.routing import unpack_experts
+from orbit_runtime.policy.distance import Told
 from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
 from orbit_runtime.policy.seen import Seen, build_seen
 from orbit_runtime.types import ColumnName, Sample, Sampling
@@ -48,6 +49,18 @@ class MicroBatch:
         """`[T, L, C]`, built for one pass: for all samples of a step at once it could be larger than the model."""
         routed = [unpack_experts(each.routed_experts) if each.routed_experts else None for each in self.samples]
         return lay_out_experts(self.branches, routed, self.packed)
+
+    def told(self) -> Told:
+        """What the teacher said of the trained tokens as their rollouts ended, on the device for one pass."""
+        found = []
+        for column, dtype in ((0, np.int32), (1, np.float32)):
+            parts = []
+            for sample in self.samples:
+                assert sample.teacher_top is not None, "a teacher is asked about all rollouts of a run"
+                rows = sum(sample.loss_mask_T)
+                parts.append(np.frombuffer(sample.teacher_top[column], dtype).reshape(rows, -1))
+            found.append(torch.from_numpy(np.concatenate(parts)).to(self.weights_R.device))
+        return Told(*found)
 
 
 def deal(count: int, replica: tuple[int, int]) -> list[tuple[int, bool]]:

@@ -191,11 +191,11 @@ def accumulate(
         micro, selection = each.micro, policy.injected.selection
         # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
         with selection.turn:
-            taught_RN = teacher.hidden(micro, each.routed_TLC) if teacher and teacher.compares else None
+            told = teacher.told(micro, each.routed_TLC) if teacher and teacher.compares else None
             with selection.use(TRAINER_SLOT, dropout=each.dropout):
                 hidden_RN = policy.target_hidden(micro.packed, each.routed_TLC)
                 logprobs_R, entropy_R = policy.logprobs_of(hidden_RN, micro.packed, sampling=sampling, seen=micro.seen)
                 distances_R = None
-                if teacher is not None and taught_RN is not None:
-                    distances_R = teacher.distances(hidden_RN[micro.trained_R], taught_RN)
+                if teacher is not None and told is not None:
+                    distances_R = teacher.distances(hidden_RN, micro, told)
             loss_of(micro, logprobs_R, entropy_R, distances_R).backward()

@@ -1,4 +1,5 @@
-"""A teacher: the policy's base with no adapter, with another adapter, or with an earlier state of the policy's adapter.
+"""A teacher: the policy's base with no adapter, with another adapter, or with an earlier state of the policy's adapter;
+or servers, which said what they find likeliest as the rollouts ended.
 
 Belongs here: the teacher's passes, and how a teacher made from the policy follows it. Does not belong here: the
 divergence (`algorithms.distillation`), reading an adapter's files (`adapters.foreign`), policy updates (`updater`).
@@ -16,7 +17,7 @@ from torch import Tensor
 from orbit_runtime.adapters.inject import add_masters
 from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.adapters.tensorfile import TensorFile
-from orbit_runtime.policy.distance import token_distances
+from orbit_runtime.policy.distance import Told
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.settings import TeacherSettings
@@ -25,13 +26,13 @@ from orbit_runtime.types import TEACHER_SLOT, Sampling
 
 
 class Teacher:
-    """A teacher on the policy's base. It uses no dropout; its tokens go to the same experts as the policy's."""
+    """On the policy's base it uses no dropout, and its tokens go to the same experts as the policy's."""
 
     def __init__(self, policy: Policy, settings: TeacherSettings) -> None:
         """A previously trained adapter is already in its slot (`adapters.foreign.load_foreign`)."""
         self._policy = policy
         self._settings = settings
-        self._slot = None if settings.type == "Base" else TEACHER_SLOT
+        self._slot = None if settings.type in ("Base", "Served") else TEACHER_SLOT
         self._masters: Masters | None = None
         if settings.type in ("Average", "Lagged"):
             self._masters = add_masters(policy.injected, TEACHER_SLOT, policy.injected.config, seed=0)
@@ -42,16 +43,20 @@ class Teacher:
         """Whether training passes compare whole distributions."""
         return self._settings.measure is not None
 
-    def hidden(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor:
-        """`[R, N]`, without gradient."""
+    def told(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | Told:
+        """Of the trained tokens: hidden states `[R, N]`, without gradient; or what servers said."""
+        if self._settings.type == "Served":
+            return micro.told()
         with torch.no_grad(), self._policy.injected.selection.use(self._slot):
             return self._policy.target_hidden(micro.packed, routed_TLC)[micro.trained_R]
 
-    def distances(self, hidden_RN: Tensor, taught_RN: Tensor) -> Tensor:
-        """fp32 `[R]`: distances of the policy's hidden states, with their gradient, from the teacher's."""
-        measure, policy = self._settings.measure, self._policy
-        assert measure is not None
-        return token_distances(hidden_RN, taught_RN, policy.head, measure, vocabulary=policy.vocabulary)
+    def distances(self, hidden_RN: Tensor, micro: MicroBatch, told: Tensor | Told) -> Tensor:
+        """fp32 `[R]`: distances of the policy from what `told` returned, with their gradient.
+
+        Args: hidden_RN: the policy's, of all targets of the micro-batch that this process computes.
+        """
+        assert self._settings.measure is not None
+        return self._policy.distances_of(hidden_RN, micro.packed, micro.trained_R, told, self._settings.measure)
 
     def logprobs(self, micro: MicroBatch, sampling: Sampling, routed_TLC: Tensor | None) -> Tensor:
         """fp32 `[R]` of the sampled tokens, as `sampling` draws them."""

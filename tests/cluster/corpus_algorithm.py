@@ -47,6 +47,9 @@ GOOD_ALGORITHM: tuple[str, ...] = (
     "{importanceSampling: {type: GeometricMasked, cap: 1.01}}",
     "{importanceSampling: {type: SequenceTruncated}}",
     "{type: Distillation, teacher: {type: Served, over: Sampled, endpoints: [{url: 'http://teacher:30000'}]}}",
+    "{teacher: {type: Served, over: TopK, beta: 0.5, endpoints: [{url: 'http://a'}]}}",
+    "{teacher: {type: Served, over: TopK, topK: 64, endpoints: [{url: 'http://a'}]}}",
+    "{teacher: {over: TopK, topK: 65}}",
     "{teacher: {type: Served, over: Sampled, beta: 0, preflight: Report,"
     " endpoints: [{url: 'https://a', apiKeyEnv: KEY}, {url: 'http://b:1', headers: [{name: X-A, value: b}]}]}}",
     "{teacher: {endpoints: []}}",
@@ -99,7 +102,9 @@ BAD_ALGORITHM: tuple[tuple[str, str], ...] = (
     ("{teacher: {type: Served, over: Sampled}}", "teacher.type"),
     ("{teacher: {type: Served, over: Sampled, endpoints: []}}", "teacher.type"),
     ("{teacher: {type: Served, endpoints: [{url: 'http://a'}]}}", "teacher.over"),
-    ("{teacher: {type: Served, over: TopK, endpoints: [{url: 'http://a'}]}}", "teacher.over"),
+    ("{teacher: {type: Served, over: Full, endpoints: [{url: 'http://a'}]}}", "teacher.over"),
+    ("{teacher: {type: Served, over: TopK, topK: 65, endpoints: [{url: 'http://a'}]}}", "teacher.topK"),
+    ("{teacher: {type: Served, over: Sampled, topK: 8, endpoints: [{url: 'http://a'}]}}", "teacher.topK"),
     ("{teacher: {over: Sampled, endpoints: [{url: 'http://a'}]}}", "teacher.endpoints"),
     ("{teacher: {type: Served, over: Sampled, uri: runs/a, endpoints: [{url: 'http://a'}]}}", "teacher.uri"),
     (

@@ -70,10 +70,14 @@ def test_plain_sglang_gives_the_trainers_logprobs(lora_adder: Adder, tmp_path: P
 
 
 def check_teacher(url: str, adapter: Path, folder: Path) -> None:
-    """Its base, as a teacher behind an endpoint, says of a policy's tokens what the run's own base says of them."""
+    """Its base, as a teacher behind an endpoint, says of a policy's tokens what the run's own base says of them; and as
+    likeliest tokens it names those of the run's own base."""
+    served = f"type: Served, endpoints: [{{url: '{url}'}}], preflight: Report"
     teachers = {
-        "served": f"{{type: Served, over: Sampled, endpoints: [{{url: '{url}'}}], preflight: Report}}",
+        "served": f"{{{served}, over: Sampled}}",
         "own": "{type: Base, over: Sampled}",
+        "served top": f"{{{served}, over: TopK, topK: 8}}",
+        "own top": "{type: Base, over: TopK, topK: 8}",
     }
     seen = {}
     for name, teacher in teachers.items():
@@ -88,6 +92,9 @@ def check_teacher(url: str, adapter: Path, folder: Path) -> None:
     assert seen["served"]["reward_mean"] == seen["own"]["reward_mean"], "the same rollouts"
     assert seen["own"]["teacher_divergence"] > 1e-4
     assert seen["served"]["teacher_divergence"] == pytest.approx(seen["own"]["teacher_divergence"], rel=0.01)
+    assert seen["served top"]["reward_mean"] == seen["own"]["reward_mean"]
+    assert seen["own top"]["teacher_divergence"] > 1e-4
+    assert seen["served top"]["teacher_divergence"] == pytest.approx(seen["own top"]["teacher_divergence"], rel=0.01)
     measured = json.loads((folder / "served" / "teacher.json").read_text())
     assert measured["prompts"] == 64
     assert measured["teacher_reward"] > 0, "the server answered prompts"

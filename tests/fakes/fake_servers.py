@@ -6,33 +6,26 @@ what was asked of whom. What a real SGLang and a real vLLM do is in `tests/engin
 
 from __future__ import annotations
 
-import json
+import base64
 import threading
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.adapters.files import expected_applied_digest, files_digest
 from orbit_runtime.errors import EngineDiedError, OrbitError
+from tests.fakes.listening import Events, listen
 
 Answer = tuple[int, Any]
 Fault = Callable[["FakeServer", str, dict], Answer | None]
 """Gets path and body of one request; what it returns is answered instead. `None`: as usual."""
 CUT = (-1, None)
 """The connection ends without an answer."""
-
-
-@dataclass
-class Events:
-    """An answer that comes bit by bit. A `str` is sent as it is, a number is a pause in seconds; `whole=False` cuts the
-    connection after the last, without an end."""
-
-    events: Iterable[dict | str | float]
-    whole: bool = True
 
 
 @dataclass
@@ -47,6 +40,9 @@ class FakeServer:
     """What its tokenizer decodes a token to, before the number."""
     architecture: str = "Qwen3ForCausalLM"
     max_tokens: int = 4096
+    vocabulary: int = 256
+    sends_arrays: bool = True
+    """Of its likeliest tokens, to who asks for them so."""
     key: str | None = None
     """It answers who knows it."""
     headers_seen: list[dict[str, str]] = field(default_factory=list)
@@ -103,7 +99,7 @@ class FakeServer:
         self.held.clear()
         self.cached.clear()
         self.asleep, self.hangs = set(), False
-        self._http = _listen(self)
+        self._http = listen(self)
         self._port = self._http.server_address[1]
 
     def is_alive(self) -> bool:
@@ -140,6 +136,11 @@ class FakeServer:
     def logprob(self, adapter: str | None, position: int, token: int) -> float:
         shift = 0.0 if adapter is None else 0.01 * (1 + sum(map(ord, adapter)) % 7)
         return -1.0 - 0.001 * ((position * 31 + token * 17) % 100) - shift - self.base
+
+    def top(self, adapter: str | None, prompt: list[int], place: int, count: int) -> list[tuple[float, int]]:
+        """What it finds likeliest in the place of this token: the token itself, and those after it."""
+        own = self.logprob(adapter, place, prompt[place])
+        return [(own - index, (prompt[place] + index) % self.vocabulary) for index in range(count)]
 
     def is_known(self, adapter: str | None) -> bool:
         return adapter is None or adapter in self.held
@@ -259,10 +260,32 @@ def _generate(fake: FakeServer, body: dict) -> Answer:
             [fake.logprob(adapter, at, prompt[at]) - other, prompt[at], None] for at in range(start, len(prompt))
         ]
         entries[0][0] = None
-        top = [None, *([entry] for entry in entries[1:])] if body.get("top_logprobs_num") else None
+        count = body.get("top_logprobs_num")
+        places = range(start + 1, len(prompt)) if count else ()
+        top = [None, *([(*each, None) for each in fake.top(adapter, prompt, place, count)] for place in places)]
         told = {"input_token_logprobs": entries, "input_top_logprobs": top, "cached_tokens": cached}
+        if fake.sends_arrays and body.get("return_flat_raw_top_logprobs_b64"):
+            told |= _arrays(top)
         return 200, {"meta_info": told}
     raise AssertionError("samples are asked for as a stream")
+
+
+def _arrays(top: list[Any]) -> dict[str, Any]:
+    """Nothing, where they are not rows of equal length; then there are the lists."""
+    told: dict[str, Any] = {
+        "input_top_logprobs": None, "input_top_logprobs_null_prefix": 1,
+        "input_top_logprobs_shape": [len(top) - 1, len(top[1])],
+    }  # fmt: skip
+    try:
+        for index, (name, code, dtype) in enumerate((("val", "f", "float32"), ("idx", "i", "int32"))):
+            data = array(code, [pair[index] for row in top[1:] for pair in row])
+            if len({len(row) for row in top[1:]}) > 1:
+                return {}
+            told[f"input_top_logprobs_{name}_flat_b64"] = base64.b64encode(data.tobytes()).decode()
+            told[f"input_top_logprobs_{name}_flat_b64_dtype"] = dtype
+    except TypeError:
+        return {}
+    return told
 
 
 def _stream(fake: FakeServer, body: dict) -> Answer:
@@ -374,10 +397,20 @@ def _completions(fake: FakeServer, body: dict) -> Answer:
             if body["temperature"] else None,
         }  # fmt: skip
         if "prompt_logprobs" in body:
-            told = [{str(t): {"logprob": fake.logprob(adapter, at, t), "rank": 1}} for at, t in enumerate(prompt)]
-            choice["prompt_logprobs"] = [None, *told[1:]]
+            places = range(1, len(prompt))
+            told = [_ranked(fake, adapter, prompt, place, body["prompt_logprobs"]) for place in places]
+            choice["prompt_logprobs"] = [None, *told]
         choices.append(choice)
     return 200, {"choices": choices[::-1]}
+
+
+def _ranked(fake: FakeServer, adapter: str | None, prompt: list[int], place: int, count: int) -> dict[str, Any]:
+    """The sequence's own token comes first, of whatever rank it is."""
+    own = prompt[place]
+    ranked = {
+        str(t): {"logprob": p, "rank": at} for at, (p, t) in enumerate(fake.top(adapter, prompt, place, count), 1)
+    }
+    return {str(own): {"logprob": fake.logprob(adapter, place, own), "rank": count + 7}} | ranked
 
 
 def _choices(fake: FakeServer, adapter: str | None, body: dict) -> Iterator[dict | float]:
@@ -406,95 +439,3 @@ VLLM: dict[str, Callable[[FakeServer, dict], Answer]] = {
 def _plain(answer: Answer) -> Answer:
     """vLLM answers these with a sentence."""
     return (200, b"Success: done.") if answer[0] == 200 else answer
-
-
-# --- HTTP ---
-
-
-def send_events(handler: BaseHTTPRequestHandler, content: Events, fake: FakeServer) -> None:
-    handler.send_response(200)
-    handler.send_header("Content-Type", "text/event-stream")
-    handler.send_header("Transfer-Encoding", "chunked")
-    handler.end_headers()
-    whole = content.whole
-    try:
-        for event in content.events:
-            if isinstance(event, float):
-                handler.wfile.flush()
-                time.sleep(event)
-                if not fake.is_alive():
-                    raise ConnectionError
-            else:
-                _send_chunk(handler, event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n")
-        if whole:
-            _send_chunk(handler, "data: [DONE]\n\n")
-            handler.wfile.write(b"0\r\n\r\n")
-        handler.wfile.flush()
-    except ConnectionError:
-        whole = False
-    if not whole:
-        handler.close_connection = True
-        handler.connection.close()
-
-
-def _send_chunk(handler: BaseHTTPRequestHandler, text: str) -> None:
-    content = text.encode()
-    handler.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
-
-
-def _listen(fake: FakeServer) -> ThreadingHTTPServer:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        # Head and body in one packet: in two, each answer waits 40 ms for the other side's acknowledgement.
-        wbufsize = -1
-
-        def do_GET(self) -> None:
-            self._reply({})
-
-        def do_POST(self) -> None:
-            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def _reply(self, body: dict) -> None:
-            wanted = None if fake.key is None else f"Bearer {fake.key}"
-            if wanted and self.path != "/health" and self.headers["Authorization"] != wanted:
-                self._send(401, {"error": "Unauthorized"})
-                return
-            fake.headers_seen.append(dict(self.headers))
-            if self.path in ("/generate", "/v1/completions"):
-                time.sleep(fake.delay)
-                while fake.hangs and fake.is_alive():
-                    time.sleep(0.02)
-            status, content = fake.answer(self.path, body)
-            if status < 0 or not fake.is_alive():
-                self.close_connection = True
-                self.connection.close()
-                return
-            if isinstance(content, Iterator):
-                content = Events(content)
-            if isinstance(content, Events):
-                send_events(self, content, fake)
-            else:
-                self._send(status, content)
-
-        def _send(self, status: int, content: Any) -> None:
-            sent = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            if 300 <= status < 400:
-                self.send_header("Location", content["location"])
-            self.send_header("Content-Length", str(len(sent)))
-            self.end_headers()
-            self.wfile.write(sent)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: Any) -> None:
-            pass
-
-    server = Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    return server

@@ -163,12 +163,15 @@ def test_teachers_without_files_train_beside_a_reward(tmp_path: Path, name: str)
     assert not (tmp_path / "run" / "teacher.json").exists()
 
 
-def test_ranks_learn_from_the_base_by_sampled_tokens_only() -> None:
+def test_ranks_learn_from_the_base_by_sampled_tokens_and_from_servers_only() -> None:
     folder = builtin_folder("tiny-adder", "INT4")
     asked = manifest(2, 4, groupSize=4, teacher={"type": "Base", "over": "Sampled"})
     asked["spec"]["training"]["trainer"] = "Megatron"
     decided = decide_division(resolve(OrbitRun.model_validate(asked), machine_facts()), folder)
     assert decided.trainer == "Megatron"
+    served = copy.deepcopy(asked)
+    served["spec"]["algorithm"]["teacher"] = {"type": "Served", "over": "TopK", "endpoints": [{"url": "http://a"}]}
+    assert decide_division(resolve(OrbitRun.model_validate(served), machine_facts()), folder).trainer == "Megatron"
     for fields in ({"type": "Base"}, {"type": "Average", "over": "Sampled"}):
         other = copy.deepcopy(asked)
         other["spec"]["algorithm"]["teacher"] = fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import safetensors.torch
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.files import expected_applied_digest
-from orbit_runtime.algorithms.constants import Correction
+from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
 from orbit_runtime.algorithms.objective import build_loss
 from orbit_runtime.algorithms.own import LOSS, load_own
 from orbit_runtime.algorithms.table import loss_settings
@@ -21,14 +22,16 @@ from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.data.samples import spread
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy import load_policy
+from orbit_runtime.policy.distance import Measure
 from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.megatron.groups import Sizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
+from orbit_runtime.training.settings import TeacherSettings
 from orbit_runtime.training.state import PART
-from orbit_runtime.types import Sample
+from orbit_runtime.types import FLOATS, TOKENS, Sample
 from tests.fakes.held_state import hold_state
 from tests.integration.test_torch_trainer import SETTINGS, samples_of, with_advantage, with_reference
 from tests.megatron.cases import folder_of
@@ -120,6 +123,31 @@ def test_ranks_train_publish_prove_and_resume_as_one_process_does(ranks: World, 
     assert apart(hold_state(many)[PART], hold_state(one)[PART])["exp_avg"] <= 1e-5
     many.load_state(state)
     assert hold_state(many) == state
+
+
+@pytest.mark.timeout(900)
+def test_ranks_learn_from_a_served_teachers_likeliest_tokens_as_one_process_does(ranks: World, root: Path) -> None:
+    case, generator = CASES[0], np.random.default_rng(0)
+    settings = replace(
+        TRAINING,
+        teacher=TeacherSettings("Served", Measure(1.0, 4)),
+        loss=PolicyLossSettings(teacher_coefficient=0.5),
+    )
+    samples = []
+    for sample in with_reference(samples_of(3), in_one(root, case)):
+        rows = sum(sample.loss_mask_T)
+        ids = np.stack([generator.choice(100, 4, replace=False) for _ in range(rows)]).astype(np.int32)
+        logprobs = np.log(np.sort(generator.dirichlet([1.0] * 5, rows))[:, :0:-1]).astype(np.float32)
+        top = (array(TOKENS, ids.tobytes()), array(FLOATS, logprobs.tobytes()))
+        samples.append(replace(sample, teacher_top=top))
+    one = TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), settings)
+    many = MegatronTrainer(
+        WorldRanks(ranks, RankSettings(folder_of(root, case), adapter_of(case), ranks.sizes, settings)), "base"
+    )
+    expected, found = one.update(samples).metrics, many.update(samples).metrics
+    assert expected["teacher_divergence"] > 0.1
+    assert found == pytest.approx(dict(expected), rel=1e-5, abs=1e-5)
+    assert apart(hold_state(many)[PART], hold_state(one)[PART])["exp_avg"] <= 1e-5
 
 
 @pytest.mark.timeout(900)

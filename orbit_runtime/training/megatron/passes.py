@@ -22,6 +22,7 @@ from orbit_runtime.training.megatron.owners import Owners
 from orbit_runtime.training.megatron.pipeline import Pipeline
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.passes import LossOf, TrainingPass, accumulate, no_gradient
+from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.types import Sampling
 
 
@@ -38,9 +39,14 @@ class RankPasses:
     """Every rank calls every method, in the same order. All ranks of a replica's last stage get the same log-probs and
     losses."""
 
-    def __init__(self, held: RankPolicy, groups: Groups) -> None:
-        """Args: held: this rank's part (`load_rank_policy`)."""
+    def __init__(self, held: RankPolicy, groups: Groups, teacher: Teacher | None = None) -> None:
+        """
+        Args:
+            held: this rank's part (`load_rank_policy`).
+            teacher: if samples hold its report, the policy is compared with it in each training pass.
+        """
         policy = held.policy
+        self._teacher = teacher if teacher and teacher.compares else None
         self._policy, self._pipeline = policy, held.pipeline
         self._groups = groups
         self._owners = Owners(groups, policy.injected.masters.parameters, policy.injected.masters.places)
@@ -75,18 +81,20 @@ class RankPasses:
     def forward_backward(self, passes: Iterable[TrainingPass], sampling: Sampling, loss_of: LossOf) -> None:
         met = (replace(each, routed_TLC=self._met(each.micro, each.routed_TLC)) for each in passes)
         if self._pipeline is None:
-            accumulate(self._policy, met, sampling, loss_of)
+            accumulate(self._policy, met, sampling, loss_of, self._teacher)
             return
         self._pipeline.run(met, partial(self._begin, self._pipeline, sampling, loss_of), self._finish)
 
     def _begin(self, pipeline: Pipeline, sampling: Sampling, loss_of: LossOf, each: TrainingPass) -> _Begun:
-        policy, packed = self._policy, each.micro.packed
+        policy, packed, teacher, distances_R = self._policy, each.micro.packed, self._teacher, None
         with policy.injected.selection.use(TRAINER_SLOT, dropout=each.dropout):
             if not pipeline.is_last:
                 return _Begun(policy.through(packed, each.routed_TLC), pipeline.take_entered())
             hidden_RN = policy.target_hidden(packed, each.routed_TLC)
             logprobs_R, entropy_R = policy.logprobs_of(hidden_RN, packed, sampling=sampling, seen=each.micro.seen)
-        return _Begun(loss_of(each.micro, logprobs_R, entropy_R, None), pipeline.take_entered())
+            if teacher is not None:
+                distances_R = teacher.distances(hidden_RN, each.micro, teacher.told(each.micro, None))
+        return _Begun(loss_of(each.micro, logprobs_R, entropy_R, distances_R), pipeline.take_entered())
 
     def _finish(self, begun: _Begun) -> None:
         pipeline = self._pipeline

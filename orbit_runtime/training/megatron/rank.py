@@ -51,6 +51,7 @@ from orbit_runtime.training.megatron.sent import Sent, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.state import MOMENTS
+from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.types import Probe, Sample, UpdateResult
 from orbit_runtime.workers.rank_notes import note
@@ -135,7 +136,8 @@ class MegatronRank:
         self.policy = held.policy
         self.policy.recompute(settings.recompute)
         self._masters = self.policy.injected.masters
-        self._passes = RankPasses(held, self._groups)
+        taught = settings.trainer.teacher
+        self._passes = RankPasses(held, self._groups, Teacher(self.policy, taught) if taught else None)
         self._updater = Updater(self._passes, settings.trainer, settings.loss)
         self._outline = outline_of(self.policy.injected)
         self._rotations: dict[str, Tensor] = {}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
 import subprocess
 import sys
+from array import array
+from dataclasses import replace
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orbit_runtime.data.packing import batch_cost, pack_micro_batches, split_mini_batches
-from orbit_runtime.data.records import compress_rollouts, decompress_rollouts
-from orbit_runtime.data.samples import build_samples, spread, trained, with_column
+from orbit_runtime.data.records import compress_rollouts, decompress_rollouts, rollout_from_line, rollout_to_line
+from orbit_runtime.data.samples import build_samples, spread, trained, with_column, with_end
 from orbit_runtime.errors import DataError
 from orbit_runtime.types import Group, Prompt, Rollout, Sample, Turn
 
@@ -73,6 +77,25 @@ def test_a_rollout_record_survives_its_file_to_the_bit() -> None:
     assert decompress_rollouts(compress_rollouts(rollouts)) == rollouts
     with pytest.raises(DataError):
         decompress_rollouts(b"not zstandard")
+
+
+def test_likeliest_tokens_of_a_teacher_take_eight_bytes_and_survive_the_file_to_the_bit() -> None:
+    ids, logprobs = array("i", range(262_000, 262_000 + 12)), array("f", [-index / 3 for index in range(12)])
+    one = replace(rollout(0, 0, 1.0), teacher_top=(ids, logprobs))
+    assert sum(each.itemsize for each in (ids, logprobs)) == 8
+    assert decompress_rollouts(compress_rollouts([one])) == [one]
+    line = rollout_to_line(one)
+    assert rollout_from_line(line) == one
+    assert json.loads(line)["teacher_top"] == [
+        base64.b64encode(each.tobytes()).decode() for each in one.teacher_top or ()
+    ]
+    (sample,) = build_samples([Group(Prompt("p/0", 0, ()), (one,))])
+    assert sample.teacher_top is one.teacher_top
+    assert with_end(sample).teacher_top is None
+    for damaged in (b'"teacher_top":["AAA="]', b'"teacher_top":["AAA=","AAAAAA=="]'):
+        rest = line[: line.index(b'"teacher_top"')] + damaged + b',"cohort":""}'
+        with pytest.raises(DataError):
+            decompress_rollouts(zstandard.ZstdCompressor().compress(rest))
 
 
 def test_records_are_read_where_there_is_little_memory() -> None:

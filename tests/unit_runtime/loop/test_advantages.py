@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -22,8 +23,8 @@ class NoTeacher:
         raise AssertionError("it has none")
 
 
-def batch(groups: Sequence[Group]) -> list[Any]:
-    teacher = {"type": "Served", "over": "Sampled", "endpoints": [{"url": "http://teacher:30000"}]}
+def batch(groups: Sequence[Group], over: str = "Sampled") -> list[Any]:
+    teacher = {"type": "Served", "over": over, "endpoints": [{"url": "http://teacher:30000"}]}
     run = OrbitRun.model_validate({
         "apiVersion": "orbitrl.dev/v1alpha1",
         "kind": "OrbitRun",
@@ -46,6 +47,14 @@ def taught(rewards: Sequence[float | None]) -> Group:
 
 def test_the_column_of_the_teacher_comes_from_the_rollouts() -> None:
     assert [list(each.columns["teacher"]) for each in batch([taught(MIXED), taught(EQUAL)])] == [[0.0, -0.25]] * 2
+
+
+def test_likeliest_tokens_come_with_their_rollout_and_nothing_is_scored() -> None:
+    made, top = group(MIXED), (array("i", [7, 8]), array("f", [-0.5, -1.5]))
+    rollouts = tuple(replace(each, teacher_top=top) for each in made.rollouts_G)
+    found = batch([replace(made, rollouts_G=rollouts)], "TopK")
+    assert [each.teacher_top for each in found] == [top, top]
+    assert all("teacher" not in each.columns for each in found)
 
 
 @pytest.mark.parametrize("rewards", [EQUAL, FAILED])

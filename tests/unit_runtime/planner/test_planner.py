@@ -173,6 +173,21 @@ def test_a_micro_batch_left_open_shrinks_until_it_fits_and_one_that_is_written_d
     assert kept.micro_batch_tokens == 16384
 
 
+def test_a_pass_holds_what_a_teacher_said_of_its_tokens() -> None:
+    """Hidden states of a teacher on the run's base, 2,560 numbers of two bytes; of a served one eight bytes for each of
+    its likeliest tokens; nothing where one number a token is compared."""
+
+    def train(**teacher: object) -> dict[str, int]:
+        made = planned(Machine(H100, 1), algorithm={"teacher": teacher}, training={"microBatchTokens": 8192})
+        return {name: size for name, size in made.phases["train"].items() if name.startswith("teacher's")}
+
+    served = {"type": "Served", "endpoints": [{"url": "http://teacher:30000"}]}
+    assert train() == {"teacher's states": 8192 * 2560 * 2}
+    assert train(**served, over="TopK") == {"teacher's tokens": 8192 * 32 * 8}
+    assert train(**served, over="TopK", topK=64) == {"teacher's tokens": 8192 * 64 * 8}
+    assert train(**served, over="Sampled") == {}
+
+
 def test_following_the_advice_makes_it_fit() -> None:
     small = {"model": {"maxSequenceLength": 1024}, "rollout": {"maxRunningRequests": 16}}
     whole = {"recompute": "None", "microBatchTokens": 16384}

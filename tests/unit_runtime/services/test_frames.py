@@ -38,6 +38,14 @@ def test_records_come_back_equal_and_tuples_of_numbers_stay_tuples() -> None:
             1, 2**64 - 1, tuple(range(100)), Sampling(stop=("a",), logit_bias=((3, 0.5),)), "policy-v1", completion
         ),
         Sample(array("i", [1]), array("b", [1]), {"sampled": array("f", [-0.5])}, 0, 0),
+        Sample(
+            array("i", [1]),
+            array("b", [1]),
+            {},
+            0,
+            0,
+            teacher_top=(array("i", [2**31 - 1, 0]), array("f", [-1e-30, -17.25])),
+        ),
         Scored(tuple(-float(each) for each in range(40)), "tree:1", top_T=tuple(range(40))),
         UpdateResult({"loss": 0.1, "kl": -0.0}, 2, 7),
         Piece(3, "ab"),
