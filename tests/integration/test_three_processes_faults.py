@@ -287,7 +287,6 @@ def test_another_version_is_refused(counter: Counter) -> None:
 APART = {
     "spec.rollout.adapterTransport": {"rollout": {"engine": "SGLang", "adapterTransport": "Broadcast"}},
     "spec.rollout.sleep": {"rollout": {"engine": "SGLang", "sleep": "All"}},
-    "spec.training.trainer": {"training": {"trainer": "Megatron"}},
     "spec.adapter.type": {"adapter": {"type": "Full"}},
 }
 
