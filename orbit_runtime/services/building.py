@@ -7,7 +7,7 @@ side's computations (`trainer_host`, `engine_host`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,12 @@ def check_apart(spec: RunSpec) -> None:
             where="spec.rollout.sleep",
             fix="write None, or use `orbit run`",
         )
+    if spec.training.trainer == "Auto" and spec.placement.nodes > 1:
+        raise UnsupportedError(
+            "three processes read `Auto` as Torch, which does not use several nodes",
+            where="spec.training.trainer",
+            fix="write Megatron, or placement.nodes: 1",
+        )
     if spec.adapter.type == "Full":
         raise UnsupportedError(
             "the whole of a model is trained in one process: each of its states would pass through the orchestrator",
@@ -81,9 +87,8 @@ def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked
         OrbitError: it cannot be resolved here, the model is unavailable, or it is supported in one process only.
     """
     check_apart(manifest.spec)
-    # What `Auto` means must be the same on machines that know nothing of each other.
-    machine = replace(machine_facts(), joins_nodes=False)
-    resolved = with_trainer(resolve(manifest, machine, folder=folder), "Torch")
+    # Whatever GPUs a machine has: all three must decide alike, and none knows the others'.
+    resolved = with_trainer(resolve(manifest, machine_facts(), folder=folder), "Torch")
     search_path = [str(each) for each in (folder, Path.cwd())]
     inputs = Inputs(resolved.run.spec, {}, patience, search_path)
     teacher = open_teacher(resolved.run.spec)
