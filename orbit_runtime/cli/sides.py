@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
 
 TOKEN_VARIABLE = "ORBIT_SERVICE_TOKEN"
-CHILD_PATIENCE_SECONDS = 600.0
+CHILD_PATIENCE_SECONDS = 2400.0
+"""Longer than ranks may take to start (`workers.ranks`), whose error says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
 
 def _end_with_input() -> None:
     def wait() -> None:
-        while sys.stdin.buffer.read(4096):
+        # Not by `sys.stdin.read`: Python aborts (SIGABRT) if it ends while a thread holds that lock.
+        while os.read(sys.stdin.fileno(), 4096):
             pass
         # Whoever started it is gone: nobody asks for what is computed now.
         os._exit(EXIT_STOPPED)

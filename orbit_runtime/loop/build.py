@@ -154,7 +154,7 @@ def build_parts(
     spec = run.spec
     check_engine(spec)
     check_teacher_sampling(spec)
-    if spec.training.trainer == "Megatron":
+    if spec.training.trainer == "Megatron" and given.sides is None:
         check_rank_packages()
     check_servers(spec)
     show.stage("reading prompts")

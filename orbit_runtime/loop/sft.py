@@ -105,7 +105,7 @@ def build_sft(
     Args: sides: set if the trainer is in another process.
     """
     spec = resolved.run.spec
-    if spec.training.trainer == "Megatron":
+    if spec.training.trainer == "Megatron" and sides is None:
         check_rank_packages()
     show.stage("reading demonstrations")
     table = load_prompts(prompt_sources(spec, names, inputs), limit=spec.data.limit)

@@ -61,6 +61,8 @@ class TrainerSide:
     """In this process: what the torch engine samples with."""
     rounding: Mapping[str, str]
     """What decides the order of its sums, hence a run's last bits."""
+    is_over: Callable[[], bool] = lambda: False
+    """Whether no call can succeed any more, after any error: ranks that failed are not started again."""
     explain: Callable[[Mapping[str, Buffer]], str] | None = None
     """How what the newest `score` applied differs from these published files, in words; None: it cannot tell."""
 
@@ -84,14 +86,14 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
     """What the manifest leaves open is as the plan of this machine has it; a torch trainer takes what it is told.
 
     Raises:
-        UnsupportedError: (78) torch is not installed.
+        UnsupportedError: (78) torch is not installed; or as of `check_alone`.
         OrbitError: of the planner, where ranks were asked for and the model cannot be planned or divided.
     """
     _check_torch()
     from orbit_runtime.loop.machine import planned_machine
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner.layout import Layout
-    from orbit_runtime.planner.verdict import plan_as_run
+    from orbit_runtime.planner.verdict import check_alone, plan_as_run
 
     training = resolved.run.spec.training
     alone = Division(
@@ -101,7 +103,7 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
         "None" if training.recompute == "Auto" else training.recompute,
         None,
     )
-    if training.trainer == "Torch" and training.recompute != "Auto":
+    if resolved.asked.spec.training.trainer == "Torch" and training.recompute != "Auto":
         return alone
     try:
         machine = planned_machine(resolved.run.spec.placement, resolved.device)
@@ -111,7 +113,9 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
             # A model that cannot be planned keeps everything.
             return alone
         raise
-    if training.trainer == "Torch" or made.trainer == "Torch":
+    if training.trainer == "Torch":
+        check_alone(made)
+    if made.trainer == "Torch":
         return replace(alone, recompute=made.recompute)
     algorithm = resolved.run.spec.algorithm
     if algorithm.decided_critic is not None or (algorithm.teacher and not algorithm.teacher.is_on_ranks):
@@ -224,6 +228,7 @@ def _build_ranks(
         snapshot=trainer.snapshot,
         policy=None,
         rounding={**rounding_facts(), "ranks": f"{layout.text()}, {threads} threads each"},
+        is_over=lambda: ranks.is_closed,
         explain=trainer.explain,
     )
 

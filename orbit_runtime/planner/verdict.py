@@ -96,6 +96,20 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
     return _with_device_problem(made, run, machine)
 
 
+def check_alone(made: Plan) -> None:
+    """For a run in three processes: all of them read `Auto` as Torch before any machine is planned for.
+
+    Raises:
+        UnsupportedError: (78) the plan of the trainer's machine is ranks.
+    """
+    if made.trainer == "Megatron":
+        raise UnsupportedError(
+            f"three processes read `Auto` as Torch, and one GPU of {made.machine} is not enough for this model",
+            where="spec.training.trainer",
+            fix="write Megatron for all three, or use `orbit run`",
+        )
+
+
 def _with_device_problem(made: Plan, run: OrbitRun, machine: Machine) -> Plan:
     why = device_problem(run.spec.placement, machine.num_gpus)
     if why is None:

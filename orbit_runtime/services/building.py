@@ -64,11 +64,11 @@ def check_apart(spec: RunSpec) -> None:
             where="spec.rollout.sleep",
             fix="write None, or use `orbit run`",
         )
-    if spec.training.trainer == "Megatron":
+    if spec.training.trainer == "Auto" and spec.placement.nodes > 1:
         raise UnsupportedError(
-            "ranks are started by `orbit run`, not yet by `orbit trainer`",
+            "three processes read `Auto` as Torch, which does not use several nodes",
             where="spec.training.trainer",
-            fix="write Torch, or use `orbit run`",
+            fix="write Megatron, or placement.nodes: 1",
         )
     if spec.adapter.type == "Full":
         raise UnsupportedError(
@@ -87,6 +87,7 @@ def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked
         OrbitError: it cannot be resolved here, the model is unavailable, or it is supported in one process only.
     """
     check_apart(manifest.spec)
+    # Whatever GPUs a machine has: all three must decide alike, and none knows the others'.
     resolved = with_trainer(resolve(manifest, machine_facts(), folder=folder), "Torch")
     search_path = [str(each) for each in (folder, Path.cwd())]
     inputs = Inputs(resolved.run.spec, {}, patience, search_path)

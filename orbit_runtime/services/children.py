@@ -22,6 +22,7 @@ MOST_STARTS = 20
 END_SECONDS = 30.0
 """Servers of an inference process are asked to end before they are killed."""
 SHOWN_LINES = 12
+ERROR = "error: "
 
 
 class Children:
@@ -76,13 +77,13 @@ class Children:
             code = process.poll()
             if code is None:
                 continue
-            said = self._said(kind)
+            said, error = self._said(kind)
             if code > 0 and _is_users(code):
                 raise _error_of(code)(f"the {kind} process ended: {said}")
             if self._starts >= MOST_STARTS:
                 raise EngineDiedError(f"the {kind} process ended again and again, at last with {code}: {said}")
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-            self._note(f"the {kind} process ended {how}; starting it again")
+            self._note(f"the {kind} process ended {how}{f': {error}' if error else ''}; starting it again")
             self._start(kind)
 
     def _start(self, kind: str) -> None:
@@ -106,9 +107,15 @@ class Children:
     def _log(self, kind: str) -> Path:
         return Path(self._scratch.name) / f"{kind}.log"
 
-    def _said(self, kind: str) -> str:
+    def _said(self, kind: str) -> tuple[str, str]:
+        """The end of what it wrote, and of that the line that names its error, if there is one."""
         lines = self._log(kind).read_text(errors="replace").strip().splitlines()
-        return "\n".join(lines[-SHOWN_LINES:]).removeprefix("error: ") or "it said nothing"
+        errors_at = [index for index, line in enumerate(lines) if line.startswith(ERROR)]
+        if errors_at:
+            lines = lines[errors_at[-1] :]
+            error = lines[0].removeprefix(ERROR)
+            return "\n".join([error, *lines[1:SHOWN_LINES]]), error
+        return "\n".join(lines[-SHOWN_LINES:]) or "it said nothing", ""
 
 
 def _is_users(code: int) -> bool:

@@ -86,18 +86,21 @@ class Host:
         calls: Mapping[str, Callable[..., Any]],
         reset: Callable[[], None],
         looks: Mapping[str, Callable[[], Any]] = EMPTY,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
             facts: facts for clients; plain values.
             reset: restores the state that a run's first step expects.
             looks: by name, plain values that change; read in a thread of its own while calls go on.
+            is_over: whether the call that has just failed was the last that can be computed here, whatever its error.
         """
         self.boot = uuid.uuid4().hex
         self._facts = dict(facts)
         self._calls = calls
         self._reset = reset
         self._looks = looks
+        self._is_over = is_over
         self._session: _Session | None = None
         self._lost: OrbitError | None = None
         self._tasks: queue.SimpleQueue[tuple[Future[Frame], Callable[[], Any]]] = queue.SimpleQueue()
@@ -108,7 +111,8 @@ class Host:
         """Runs calls until it is stopped.
 
         Raises:
-            OrbitError: (80 to 83) one of `LOST`; the client is told to wait for the next process.
+            OrbitError: one of `LOST` (80 to 83): the client waits for the next process. Or the error, answered, of a
+                call after which this side is over.
         """
         while not stopped():
             try:
@@ -118,15 +122,19 @@ class Host:
             try:
                 future.set_result(frame(task()))
             except OrbitError as error:
-                self._lost = error if isinstance(error, LOST) else None
-                future.set_exception(error)
-                if self._lost is not None:
-                    raise
+                self._fail(future, error)
             except Exception as error:
                 _log.exception("a call failed")
                 told = f"{type(error).__name__}: {error}"
                 kind = OutOfMemoryError if is_out_of_memory(error) else InternalError
-                future.set_exception(kind(f"{self._facts['kind']}: {told[:500]}"))
+                self._fail(future, kind(f"{self._facts['kind']}: {told[:500]}"))
+
+    def _fail(self, future: Future[Frame], error: OrbitError) -> None:
+        if isinstance(error, LOST) or self._is_over():
+            self._lost = error
+        future.set_exception(error)
+        if self._lost is not None:
+            raise error
 
     # --- the thread of HTTP ---
 
@@ -152,7 +160,7 @@ class Host:
         if (method, path) == ("GET", "/health"):
             return 200, b'{"ok":true}'
         if self._lost is not None:
-            raise self._lost
+            raise _Refused(GOES, self._lost)
         if (method, path) == ("GET", "/facts"):
             return 200, json.dumps(self._facts).encode()
         look = self._looks.get(path.removeprefix("/look/"))

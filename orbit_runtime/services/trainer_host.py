@@ -148,4 +148,4 @@ def build_trainer_host(asked: Asked, note: Callable[[str], None], closing: ExitS
         "policy": TypeAdapter(PolicyFacts).dump_python(side.facts, mode="json"),
     }
     calls = TrainerCalls(side)
-    return Host(facts, calls.calls(), calls.reset)
+    return Host(facts, calls.calls(), calls.reset, is_over=side.is_over)

@@ -110,6 +110,11 @@ class RankGroup:
             raise
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the ranks have ended, also after an error."""
+        return self._connection is None
+
+    @property
     def guard_pid(self) -> int:
         return self._guard.pid
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from orbit_runtime.errors import (
 from orbit_runtime.loop.run import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.server import start_server
+from orbit_runtime.services.children import Children
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.frames import pack, unpack
 from orbit_runtime.services.host import CALL, SESSION, Host, start_host
@@ -139,11 +141,13 @@ class Counter:
 
     def __init__(self, port: int = 0) -> None:
         self.calls = 0
+        self.is_over = False
         self.ended: OrbitError | None = None
         self.host = Host(
             {"kind": "trainer", "version": orbit_runtime.__version__, "identity": {}},
             {"add": self.add, "fail": self.fail, "crash": self.crash, "lose": self.lose},
             self.reset,
+            is_over=lambda: self.is_over,
         )
         self.stopped = threading.Event()
         self.server = start_host(self.host, "127.0.0.1", port, TOKEN, body_bytes=1000)
@@ -243,6 +247,20 @@ def test_a_side_that_lost_its_device_ends_with_its_code_and_its_successor_is_tol
     successors[0].server.close()
 
 
+def test_a_side_that_can_do_nothing_more_answers_its_last_call_and_ends_with_that_error(counter: Counter) -> None:
+    connection = line("trainer", counter.server.url, patience=0.3)
+    connection.open("a folder", 1)
+    with pytest.raises(GateError):
+        connection.call("fail")
+    assert counter.ended is None, "another side goes on after such an error"
+    counter.is_over = True
+    with pytest.raises(GateError, match="it fails"):
+        connection.call("fail")
+    with pytest.raises(EngineDiedError, match="it ends: it fails"):
+        connection.call("add", 1)
+    assert isinstance(counter.ended, GateError)
+
+
 def test_a_newer_execution_takes_over_and_another_run_does_not(counter: Counter) -> None:
     older, newer, other = (line("trainer", counter.server.url) for _ in range(3))
     older.open("a folder", 1)
@@ -287,7 +305,7 @@ def test_another_version_is_refused(counter: Counter) -> None:
 APART = {
     "spec.rollout.adapterTransport": {"rollout": {"engine": "SGLang", "adapterTransport": "Broadcast"}},
     "spec.rollout.sleep": {"rollout": {"engine": "SGLang", "sleep": "All"}},
-    "spec.training.trainer": {"training": {"trainer": "Megatron"}},
+    "spec.training.trainer": {"placement": {"nodes": 2}, "rollout": {"engine": "SGLang"}},
     "spec.adapter.type": {"adapter": {"type": "Full"}},
 }
 
@@ -303,6 +321,18 @@ def test_what_one_process_does_alone_is_refused_with_its_field(
     (tmp_path / "run.json").write_text(json.dumps(asked))
     assert run_command([command, str(tmp_path / "run.json")]) == 78
     assert field in capsys.readouterr().err
+
+
+def test_a_child_of_orbit_rl_that_ends_with_a_mistake_of_the_user_is_not_started_again(tmp_path: Path) -> None:
+    asked = copy.deepcopy(ASKED)
+    asked["spec"]["model"] = {"uri": str(tmp_path / "nowhere")}
+    (tmp_path / "run.json").write_text(json.dumps(asked))
+    notes: list[str] = []
+    with Children(("trainer",), tmp_path / "run.json", (), notes.append) as children:
+        os.waitid(os.P_PID, children.pid("trainer"), os.WEXITED | os.WNOWAIT)
+        with pytest.raises(ModelError, match=r"the trainer process ended: .*nowhere"):
+            children.check()
+    assert notes == []
 
 
 STOPS = """

@@ -79,6 +79,7 @@ def test_a_fault_on_one_rank_ends_all_with_its_code(
         assert "_bug" in str(error.__cause__)
     with pytest.raises(OrbitError) as again:
         ranks.call("step", 4)
+    assert ranks.is_closed
     assert again.value is error, "who asks next may be another thread, which has not been told"
 
 

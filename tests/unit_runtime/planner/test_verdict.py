@@ -13,6 +13,7 @@ from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, check_verdict, judge
+from orbit_runtime.planner.verdict import check_alone, plan_as_run
 from orbit_runtime.spec import OrbitRun, load_manifest
 from tests.unit_runtime.planner.test_planner import build
 
@@ -97,6 +98,15 @@ def test_every_example_on_every_machine(name: str, machine: str) -> None:
         with pytest.raises(UnsupportedError) as caught:
             check_verdict(verdict)
         assert caught.value.exit_code == 78
+
+
+def test_three_processes_refuse_auto_where_it_would_be_ranks() -> None:
+    small, large = (load_manifest(EXAMPLES / f"{name}.yaml") for name in ("qwen3-4b", "kimi-k2-6"))
+    assert small.spec.training.trainer == large.spec.training.trainer == "Auto"
+    check_alone(plan_as_run(small, facts_of(small), MACHINES["8 B200"]))
+    with pytest.raises(UnsupportedError, match="one GPU of 8 x B200 is not enough") as caught:
+        check_alone(plan_as_run(large, facts_of(large), MACHINES["8 B200"]))
+    assert caught.value.where == "spec.training.trainer"
 
 
 def test_what_one_gpu_trains_does_so_on_a_node_of_eight_and_says_what_stands_idle() -> None:
