@@ -109,9 +109,7 @@ class AttachedServer:
                     fix=f"start the server, or correct its address; if it runs, {self.describe()}",
                 )
             if self._left.wait(POLL_SECONDS):
-                raise EngineDiedError(
-                    f"{self._url} is not waited for any more", where=self._where, fix=self.describe()
-                )
+                raise EngineDiedError(f"{self._url} is not waited for any more", where=self._where, fix=self.describe())
 
     def is_alive(self) -> bool:
         return is_serving(self._url, seconds=10, headers=self._headers)
