@@ -19,6 +19,7 @@ from rich.console import Console
 
 from orbit_runtime.api.before import check_can_train
 from orbit_runtime.cli.beside import INTERRUPTED, Answer, Pieces, is_wide, printable, show_beside
+from orbit_runtime.cli.serve import check_named
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, UsageError
 
 HELP = "/reset forgets the conversation, /quit ends, Ctrl-C ends an answer"
@@ -87,12 +88,6 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
         return _attach(options)
     if options.api_key_env is not None:
         raise UsageError("a key is used only with an API", where="--api-key-env", fix="give --base-url as well")
-    check_can_train()
-    from orbit_runtime.serve.names import POLICY
-    from orbit_runtime.serve.open import Asked, open_models
-    from orbit_runtime.serve.requests import Limits
-    from orbit_runtime.serve.server import start_serving
-
     adapters = {}
     if options.step is not None:
         if options.source is None:
@@ -100,6 +95,15 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
         adapters[f"step-{options.step}"] = f"{options.source.rstrip('/')}/adapters/policy-v{options.step}"
     if options.adapter is not None:
         adapters["adapter"] = options.adapter
+    # A version's folder that is not there is told with those that are.
+    check_named(options.source, options.model, [] if options.adapter is None else [options.adapter])
+    check_can_train()
+    print("importing torch", file=sys.stderr, flush=True)
+    from orbit_runtime.serve.names import POLICY
+    from orbit_runtime.serve.open import Asked, open_models
+    from orbit_runtime.serve.requests import Limits
+    from orbit_runtime.serve.server import start_serving
+
     # Whatever sampled in the run, one process answers here.
     asked = Asked(options.source, options.model, adapters, engine="Torch")
     opened = open_models(asked, Limits(), lambda line: print(line, file=sys.stderr, flush=True))

@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from orbit_runtime.cli.environment import VARIABLES
+from orbit_runtime.cli.hints import EXAMPLES
 from orbit_runtime.cli.main import app
 from orbit_runtime.observability.engine_metrics import ENGINE_METRICS, PREFIXES, REPLICA_LABEL
 from orbit_runtime.observability.metrics import EVALUATION, METRICS, REWARD_PART, SOURCE
@@ -59,7 +60,7 @@ def render_cli() -> str:
         "shell from which you call it (bash, zsh, fish, PowerShell); `orbit --show-completion` prints the script.",
     ]
     for name, command in commands.items():
-        lines += ["", f"## `orbit {name}`", "", _first(command), "", *_parameters(name, command)]
+        lines += ["", f"## `orbit {name}`", "", _first(command), "", *_parameters(name, command), *_examples(name)]
     lines += ["", "## Exit codes", "", "| code | meaning | who acts |", "|---|---|---|"]
     lines += [f"| {code} | {meaning} | {who} |" for code, meaning, who in EXIT_CODES]
     lines += ["", "With `--json` an error is one JSON object on standard output:",
@@ -74,6 +75,11 @@ def _flat(commands: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield from _flat(command.commands, f"{before}{name} ")
         else:
             yield f"{before}{name}", command
+
+
+def _examples(name: str) -> list[str]:
+    lines = [f"orbit {name} {follows}".rstrip() for follows in EXAMPLES.get(name, ())]
+    return ["", "```sh", *lines, "```"] if lines else []
 
 
 def _first(command: Any) -> str:

@@ -23,13 +23,13 @@ from orbit_runtime.cli.apart import add_commands
 from orbit_runtime.cli.arguments import AsJson, DryRun, Manifest, Out, Overrides
 from orbit_runtime.cli.completion import complete_runs
 from orbit_runtime.cli.data import data
+from orbit_runtime.cli.hints import add_examples, usage_error
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     InternalError,
     OrbitError,
     OutOfMemoryError,
     StoppedOnRequest,
-    UsageError,
     is_out_of_memory,
 )
 
@@ -281,9 +281,11 @@ def chat(
     api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Variable that holds the API's key.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Ask both base and adapter.")] = False,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Send this prompt and exit.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1)] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", min=0.0)] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N")] = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", min=0.0, help="0 always takes the most likely token. [1]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed gives the same answer.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk to a checkpoint: base, adapter, or both."""
@@ -300,7 +302,7 @@ def replay(
     run: Annotated[
         str, typer.Argument(metavar="DIR", help="A run folder: a path or URI.", autocompletion=complete_runs)
     ],
-    steps: Annotated[int | None, typer.Option(min=1, help="Train only this many steps.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Train only this many steps.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train again on a run's recorded rollouts. Needs no engine or rewards; every adapter must be the same."""
@@ -377,7 +379,7 @@ def list_runs(
 
 @app.command()
 def agent(
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")] = 9401,
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port on the loopback interface.")] = 9401,
 ) -> None:
     """Start engine servers for a run in the pod's other container."""
     from orbit_runtime.workers.server_agent import run_agent
@@ -394,6 +396,9 @@ def doctor(
     from orbit_runtime.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(store, as_json))
+
+
+add_examples(app)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -425,7 +430,7 @@ def run_command(arguments: Sequence[str]) -> int:
             return EXIT_STOPPED
         return code
     except TyperException as error:
-        return _fail(_usage_error(error, arguments), as_json)
+        return _fail(usage_error(error), as_json)
     except InternalError as error:
         return _crash(error, arguments, as_json)
     except OrbitError as error:
@@ -447,13 +452,6 @@ def run_command(arguments: Sequence[str]) -> int:
             what = OutOfMemoryError(f"memory ran out: {error}", fix="a machine with more memory, or a smaller model")
             return _fail(what, as_json)
         return _crash(error, arguments, as_json)
-
-
-def _usage_error(error: TyperException, arguments: Sequence[str]) -> UsageError:
-    command = next((argument for argument in arguments if not argument.startswith("-")), "")
-    known = {info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands}
-    path = f"orbit {command}" if command in known else "orbit"
-    return UsageError(error.format_message().rstrip("."), where=path, fix=f"see `{path} --help`")
 
 
 def _fail(error: OrbitError, as_json: bool) -> int:

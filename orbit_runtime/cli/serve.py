@@ -49,13 +49,15 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
         taken. OrbitError: model or adapters cannot be served.
     """
     host, port, token = read_door(options.listen, options.token_file, TOKEN_VARIABLE)
+    limits = read_limits(options.limits)
+    adapters = dict(_named(each) for each in options.adapters)
+    check_named(options.source, options.model, list(adapters.values()))
     check_can_train()
+    print("importing torch", file=sys.stderr, flush=True)
     from orbit_runtime.loop.signals import stop_on_signals
     from orbit_runtime.serve.open import Asked, open_models
     from orbit_runtime.serve.server import start_serving
 
-    limits = read_limits(options.limits)
-    adapters = dict(_named(each) for each in options.adapters)
     stopped = threading.Event()
     with stop_on_signals() as stop:
         stop.on_request = stopped.set
@@ -73,6 +75,22 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
                 serving.check()
             serving.close()
     return EXIT_DONE
+
+
+def check_named(source: str | None, model: str | None, adapters: Sequence[str]) -> None:
+    """What is wrong with these names on this machine is said before torch is imported, which takes seconds.
+
+    Raises:
+        UsageError: neither or both of run and model are named, or a local folder is not there.
+    """
+    if (source is None) == (model is None):
+        raise UsageError(
+            "name either a run or a model",
+            fix="name a run folder, a manifest's file, or --model with --adapter; `orbit ls` lists runs",
+        )
+    for where, what in ((source, "run folder or manifest"), *((each, "adapter or run folder") for each in adapters)):
+        if where is not None and "://" not in where and not Path(where).exists():
+            raise UsageError(f"there is no such {what}", where=where, fix="check the path; `orbit ls` lists runs")
 
 
 def read_door(listen: str, token_file: Path | None, variable: str) -> tuple[str, int, str | None]:

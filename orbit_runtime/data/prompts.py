@@ -186,7 +186,7 @@ def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
                     f"no key {field!r}, which reward {reader!r} reads; the row has: "
                     f"{', '.join(map(repr, sorted(names))) or 'no keys besides the prompt'}",
                     where=f"{each.place(row)} ({each.name}/{row})",
-                    fix="add the key to every row, or name another one in the reward's arguments",
+                    fix="add the key to every row, or name another column in the reward: `arguments: {field: COLUMN}`",
                 )
             found = sorted((first, kind) for kind, (_, first) in kinds.items() if kind != "null" or len(kinds) == 1)
             if "null" in kinds:

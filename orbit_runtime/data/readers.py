@@ -133,11 +133,11 @@ def _listed_rows(file: IO[bytes], where: str) -> IO[bytes] | None:
 def _scan_line(line: bytes, scan: Scan, number: int, offset: int) -> None:
     at = f"line {number}"
     try:
-        row = json.loads(line.decode(), parse_constant=_refuse_constant)
+        row = json.loads(line.decode().rstrip("\r\n"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         scan.refuse(f"{at}: not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})")
     except json.JSONDecodeError as error:
-        scan.refuse(f"{at}: not JSON: {error.msg} at column {error.colno}: {_excerpt(line)}")
+        scan.refuse(f"{at}: not JSON: {error.msg} at column {error.pos + 1}: {_excerpt(line)}")
     except ValueError as error:
         scan.refuse(f"{at}: not JSON: {error}: {_excerpt(line)}")
     except RecursionError:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,10 +97,14 @@ def _open_file(path: Path, where: str, asked: Format, scan: Scan) -> tuple[RowSt
         file = path.open("rb")
     except FileNotFoundError:
         raise DataError(
-            f"the prompts file does not exist: {path.absolute()}", where=where, fix="check the address of these prompts"
+            f"the prompts file does not exist{'' if str(path) == where else f': {path.absolute()}'}",
+            where=where,
+            fix="correct the address in spec.data.prompts; a path is relative to the manifest's folder",
         ) from None
     except OSError as error:
-        raise DataError(f"the prompts file cannot be read: {error.strerror}", where=where) from None
+        raise DataError(
+            f"the prompts file cannot be read: {error.strerror}", where=where, fix="make it readable for this user"
+        ) from None
     if not file.seek(0, io.SEEK_END):
         raise DataError("the prompts file is empty", where=where, fix="give it at least one row with a prompt")
     file.seek(0)
@@ -147,16 +152,18 @@ def _files(path: Path, source: PromptSource) -> tuple[Sequence[Path], Format]:
     if (path / STATE).is_file():
         return [path / name for name in _read_names(path / STATE, "_data_files", source.uri)], "Arrow"
     wanted = [suffix for suffix, kind in SUFFIXES.items() if source.format in ("Auto", kind)]
-    found = sorted(
-        each for each in path.rglob("*")
-        if not any(part.startswith((".", "_")) for part in each.relative_to(path).parts)
-        and format_of(each) is not None and each.is_file()
+    named = (
+        each for each in _named_files(path)
+        if format_of(each) is not None and each.is_file()
         and (source.format == "Auto" or format_of(each) == source.format)
     )  # fmt: skip
+    # A folder that holds something else may hold a disk's worth of it.
+    found = sorted(itertools.islice(named, MAX_FILES + 1))
     kinds = sorted({str(format_of(each)) for each in found})
     if not found or len(found) > MAX_FILES:
+        count = f"more than {MAX_FILES}" if found else "no"
         raise DataError(
-            f"by their names, {len(found)} files in this folder contain rows", where=source.uri,
+            f"by their names, {count} files in this folder contain rows", where=source.uri,
             fix=f"files of one folder are read together: 1 to {MAX_FILES} that end in {', '.join(wanted)}",
         )  # fmt: skip
     if len(kinds) > 1:
@@ -165,6 +172,13 @@ def _files(path: Path, source: PromptSource) -> tuple[Sequence[Path], Format]:
             fix="name one kind in spec.data.prompts[].format, or one file",
         )  # fmt: skip
     return found, source.format
+
+
+def _named_files(path: Path) -> Iterator[Path]:
+    """Files below a folder, without what is hidden: names that begin with `.` or `_`, and what such folders hold."""
+    for folder, folders, files in path.walk():
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        yield from (folder / name for name in files if not name.startswith((".", "_")))
 
 
 def _read_names(path: Path, key: str, where: str) -> list[str]:

@@ -58,6 +58,7 @@ class Scan:
         self.count = 0
         self.problems: list[str] = []
         self.num_problems = 0
+        self._num_without_prompt = 0
         self._prompt_field, self._columns, self._counted = prompt_field, columns, counted
 
     @property
@@ -71,6 +72,7 @@ class Scan:
         if problem is None and size > MAX_ROW:
             problem = f"longer than {MAX_ROW >> 20} MiB"
         if problem:
+            self._num_without_prompt += self.reads_prompts and isinstance(row, dict) and self._prompt_field not in row
             self.refuse(f"{at}: {problem}")
             return
         if self.count % BLOCK == 0:
@@ -96,6 +98,8 @@ class Scan:
         """
         if self.num_problems:
             count = "1 broken row" if self.num_problems == 1 else f"{self.num_problems} broken rows"
+            if self._num_without_prompt == self.num_problems:
+                fix = "name the column that holds the prompt: `promptField` of this entry of spec.data.prompts"
             raise DataError(f"{count}:\n{listed(self.problems, self.num_problems)}", where=where, fix=fix)
         if not self.count:
             raise DataError("the prompts file has no rows", where=where, fix="give it at least one row with a prompt")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from orbit_runtime.spec.data import Prompts
 from orbit_runtime.spec.quantities import read_quantity
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.inputs import code_digest
+from orbit_runtime.workers.entrypoints import MissingModuleError, load_object
 from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.environment_protocol import EnvironmentLimits, EnvironmentTarget
 from orbit_runtime.workers.reward_pool import RewardPool
@@ -85,6 +87,35 @@ def fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> d
     return {str(field): name for field, name in read if field is not None}
 
 
+def check_arguments(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Checks what shipped rewards are given against what they take; a worker checks a user's function.
+
+    Raises:
+        ManifestError: an argument that the reward does not have, or one missing that it needs.
+    """
+    for index, reward in enumerate(spec.environment.rewards):
+        # Those that read a column need nothing else.
+        if reward.type is None or reward.name in functions or (not reward.arguments and reward.type in READS):
+            continue
+        try:
+            function = load_object(REWARDS[reward.type])
+        except MissingModuleError:
+            continue  # a light install; the run's own worker needs it and says so
+        taken = {
+            name: each.default is each.empty for name, each in signature(function).parameters.items()
+            if each.kind is each.KEYWORD_ONLY
+        }  # fmt: skip
+        where, known = f"spec.environment.rewards[{index}].arguments", ", ".join(f"`{name}`" for name in taken)
+        for name in reward.arguments:
+            if name not in taken:
+                raise ManifestError(f"{reward.type} has no argument `{name}`", where=where, fix=f"it takes {known}")
+        missing = [name for name, is_needed in taken.items() if is_needed and name not in reward.arguments]
+        if missing:
+            raise ManifestError(
+                f"{reward.type} needs the argument `{missing[0]}`", where=where, fix=f"add it; it takes {known}"
+            )
+
+
 def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
     """Opens the prompts and imports the reward functions that are on this machine; returns the URIs left unopened.
 
@@ -96,7 +127,7 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
 
     Raises:
         DataError: prompts are missing, unreadable, or lack a column.
-        ManifestError, UsageError: a reward function, or the folder of its code, is missing or cannot be called.
+        ManifestError, UsageError: a reward function, or the folder of its code, is missing or cannot be called so.
     """
     here = [each for each in spec.data.prompts if _is_here(each.uri) and can_open(_source(each))]
     unopened = [each.uri for each in spec.data.prompts if each not in here]
@@ -107,6 +138,7 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
             read_demonstrations(table, here, last_only=spec.data.chat.answers == "Last")
         else:
             check_fields(table, fields_read(spec, {}))
+    check_arguments(spec, {})
     written = [target for target in reward_targets(spec, {}) if _is_entrypoint(spec, target)]
     code = spec.environment.code
     if code is not None and not _is_here(code.uri):

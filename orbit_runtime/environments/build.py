@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from orbit_runtime.environments.asked import check_group_size, reward_targets
+from orbit_runtime.environments.asked import check_arguments, check_group_size, reward_targets
 from orbit_runtime.environments.branching import Branching
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.environments.multi_turn import MultiTurn
@@ -26,7 +26,12 @@ from orbit_runtime.workers.reward_protocol import RewardScorer
 def build_scorer(
     spec: RunSpec, functions: Mapping[str, Callable[..., Any]], search_path: Sequence[str]
 ) -> RewardScorer:
-    """The scorer: worker processes, or threads of this process if functions (by reward name) were given from Python."""
+    """The scorer: worker processes, or threads of this process if functions (by reward name) were given from Python.
+
+    Raises:
+        ManifestError: see `check_arguments`.
+    """
+    check_arguments(spec, functions)
     targets = reward_targets(spec, functions)
     if functions:
         from orbit_runtime.workers.reward_threads import RewardThreads

@@ -150,7 +150,8 @@ class PlainProgress:
 
     def _print(self, line: str) -> None:
         stamp = "" if self._clock is None else f"{self._clock():%Y-%m-%dT%H:%M:%SZ} "
-        _write_line(self._stream, stamp + line)
+        # A table keeps its columns.
+        _write_line(self._stream, "\n".join(stamp + each for each in line.splitlines()))
 
 
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -307,16 +308,15 @@ class _Pace:
         return None if self._seconds is None else max(0, self.total - self.done) * self._seconds
 
     def trend(self, unicode: bool) -> str:
-        """An arrow over the recent steps, and the change since the first one seen."""
+        """The change since the first steps seen, each a mean of up to five steps, and its arrow."""
         if len(self.rewards) < 2:
             return ""
         half = max(1, min(5, len(self.rewards) // 2))
-        recent, before = self.rewards[-half:], self.rewards[-2 * half : -half]
-        change = sum(recent) / len(recent) - sum(before) / len(before)
+        change = (sum(self.rewards[-half:]) - sum(self.rewards[:half])) / half
         spread = max(self.rewards) - min(self.rewards)
         flat = abs(change) <= 0.05 * spread
         up, down, level = ("↑", "↓", "→") if unicode else ("up", "down", "flat")
-        return f"{level if flat else up if change > 0 else down} {self.rewards[-1] - self.rewards[0]:+.3f}"
+        return f"{level if flat else up if change > 0 else down} {change:+.3f}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,7 +71,7 @@ class Wanted:
     engine_version: Literal["Pinned", "Any"] = "Pinned"
     """`Any`: Orbit's plug-in may run in another version of SGLang than the pinned one."""
     where: str = "spec.rollout.endpoints"
-    """The manifest's list of these servers."""
+    """The manifest's list of these servers; for one of them, its entry."""
     who: str = "endpoint"
     """Each of them, in messages."""
 
@@ -79,8 +79,12 @@ class Wanted:
 class AttachedServer:
     """Somebody else's: it is waited for, and never started or stopped."""
 
-    def __init__(self, url: str, *, seconds: float = RETURN_SECONDS, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, url: str, where: str, *, seconds: float = RETURN_SECONDS, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Args: where: the manifest's field that names it."""
         self._url = url.rstrip("/")
+        self._where = where
         self._seconds = seconds
         self._headers = headers or {}
         self._left = threading.Event()
@@ -99,9 +103,13 @@ class AttachedServer:
         until = time.monotonic() + self._seconds
         while not self.is_alive():
             if time.monotonic() > until:
-                raise EngineDiedError(f"{self._url} did not answer within {self._seconds:.0f} s", fix=self.describe())
+                raise EngineDiedError(
+                    f"{self._url} did not answer within {self._seconds:.0f} s",
+                    where=self._where,
+                    fix=f"start the server, or correct its address; if it runs, {self.describe()}",
+                )
             if self._left.wait(POLL_SECONDS):
-                raise EngineDiedError(f"{self._url} is not waited for any more", fix=self.describe())
+                raise EngineDiedError(f"{self._url} is not waited for any more", where=self._where, fix=self.describe())
 
     def is_alive(self) -> bool:
         return is_serving(self._url, seconds=10, headers=self._headers)
@@ -140,17 +148,18 @@ def attach_engine(
     desk = FolderDesk(folder)
     engine = ServedEngine(tokenizer, client, desk=desk, max_running_requests=max_running_requests)
     try:
+        wants = [replace(wanted, where=f"{wanted.where}[{index}]") for index, _ in enumerate(endpoints)]
         replicas = []
-        for index, endpoint in enumerate(endpoints):
-            AttachedServer(endpoint.url, seconds=attach_seconds, headers=endpoint.headers).start()
-            server = AttachedServer(endpoint.url, headers=endpoint.headers)
-            wire, name = Wire(client, server, wanted.where), f"{wanted.who} {index} ({server.url})"
-            api = _ask(engine, name, partial(_recognise, wire, endpoint, wanted))
+        for index, (endpoint, own) in enumerate(zip(endpoints, wants, strict=True)):
+            AttachedServer(endpoint.url, own.where, seconds=attach_seconds, headers=endpoint.headers).start()
+            server = AttachedServer(endpoint.url, own.where, headers=endpoint.headers)
+            wire, name = Wire(client, server, own.where), f"{own.who} {index} ({server.url})"
+            api = _ask(engine, name, own, partial(_recognise, wire, endpoint, own))
             whose: Whose = "Resumed" if wanted.is_resumed else "Others"
             replicas.append(Replica(name, server, api, engine.loaded, whose=whose, tolerance=wanted.tolerance))
-        for replica, about in zip(replicas, engine.attach(replicas), strict=True):
-            check_about(replica.name, about, wanted)
-            _ask(engine, replica.name, partial(_check_inside, replica, wanted, tokenizer))
+        for own, replica, about in zip(wants, replicas, engine.attach(replicas), strict=True):
+            check_about(replica.name, about, own)
+            _ask(engine, replica.name, own, partial(_check_inside, replica, own, tokenizer))
         check_alike({replica.name: replica.about for replica in replicas if replica.about}, wanted.where)
     except BaseException:
         engine.close()
@@ -295,13 +304,14 @@ async def _check_inside(replica: Replica, wanted: Wanted, tokenizer: Tokenizer) 
         await api.check_processed(wanted.probes[0], shaping)
 
 
-def _ask[T](engine: ServedEngine, name: str, work: Callable[[], Awaitable[T]]) -> T:
+def _ask[T](engine: ServedEngine, name: str, wanted: Wanted, work: Callable[[], Awaitable[T]]) -> T:
     async def once() -> T:
         try:
             return await asyncio.wait_for(work(), ATTACH_SECONDS)
         except (LostError, TimeoutError) as error:
             raise EngineDiedError(
                 f"{name} answered, and then no more: {error or 'it took too long'}",
+                where=wanted.where,
                 fix="look at the log of the server",
             ) from None
 

@@ -298,5 +298,6 @@ def _syntax_error(error: Exception, text: str, name: str) -> ManifestError:
     return ManifestError(
         f"not YAML: {problem}" + (f" ({context})" if context else ""),
         where=f"{name}:{line}:{column}",
-        fix="check the indentation, and put text with `: `, `#`, `@` or brackets in quotes",
+        fix="check here and the line before: the indentation, a space after each colon of a field, and quotes around "
+        "text with `: `, `#`, `@` or brackets",
     )

@@ -16,12 +16,14 @@ class EnvironmentLimits(Block):
     """Limits of a multi-turn episode, and of each process of an environment."""
 
     turns: Annotated[int, LATER_IDENTITY, Field(ge=1, le=10_000)] = 8
-    """Answers of the policy in one episode. An episode that reaches a limit is scored as it is."""
+    """Answers of the policy in one episode; where an environment branches (`play`), along each branch. An episode that
+    reaches a limit is scored as it is."""
     tokens: Annotated[int | None, LATER_IDENTITY, Field(ge=1, le=1_048_576)] = None
-    """Tokens that the policy samples in one episode; if unset, as many as `model.maxSequenceLength` leaves. One turn
-    has at most `rollout.sampling.maxNewTokens`."""
+    """Tokens that the policy samples in one episode; where an environment branches, along each branch: all branches
+    together may have more. If unset, as many as `model.maxSequenceLength` leaves. One turn has at most
+    `rollout.sampling.maxNewTokens`."""
     seconds: Annotated[float, LATER_IDENTITY, Field(gt=0, le=86_400)] = 3600.0
-    """Duration of an episode, checked between turns."""
+    """Duration of an episode with all its branches, checked between turns."""
     step_seconds: Annotated[float, LATER_IDENTITY, Field(gt=0, le=86_400)] = 30.0
     """Duration of one answer of the environment, or of one tool call; a longer one is ended. If the environment is too
     slow, the episode is lost as `timeout`; if a tool is, the policy reads an error."""

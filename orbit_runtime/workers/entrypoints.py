@@ -50,7 +50,7 @@ def load_object(target: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise TargetError(f"no module {error.name!r}; searched: {', '.join(map(repr, sys.path))}") from error
+            raise TargetError(f"no module {error.name!r}; searched: {_searched()}") from error
         message = f"module {module_name!r} needs {error.name!r}, which is not installed"
         raise MissingModuleError(message, str(error.name)) from error
     except BaseException as error:  # importing runs user code
@@ -61,6 +61,16 @@ def load_object(target: str) -> Any:
             raise TargetError(f"module {module_name!r} ({_origin(module)}) has no {attribute!r}")
         function = getattr(function, part)
     return function
+
+
+def _searched() -> str:
+    """The folders of the import path that are the user's; Python's own say nothing to them."""
+    standard = os.path.dirname(os.__file__)
+    own = [
+        repr(folder) for folder in sys.path
+        if not folder.startswith(standard) and not folder.endswith(".zip") and "-packages" not in folder
+    ]  # fmt: skip
+    return ", ".join([*own, "installed packages"])
 
 
 def load_function(target: str, names: Sequence[str]) -> Callable[..., Any]:
@@ -92,7 +102,8 @@ def hold_function(function: Any, target: str, names: Sequence[str]) -> Callable[
 def describe(error: BaseException) -> str:
     """Type, message and the line of user code that raised the error, on one line."""
     text = " ".join(str(error).split())[:300]
-    frames = traceback.extract_tb(error.__traceback__)
+    # A syntax error names its own line; its frames are those of whoever imported it.
+    frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
 

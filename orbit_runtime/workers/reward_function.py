@@ -37,9 +37,8 @@ def check_callable(function: Any, target: str, arguments: Mapping[str, Any]) -> 
     try:
         signature.bind("", [], {}, **arguments)
     except TypeError as error:
-        raise TargetError(
-            f"{target!r} cannot be called as (completion, prompt, fields, **{dict(arguments)}): {error}"
-        ) from error
+        named = "".join(f", {name}={value!r}" for name, value in arguments.items())
+        raise TargetError(f"{target!r} cannot be called as (completion, prompt, fields{named}): {error}") from error
 
 
 def call_reward(

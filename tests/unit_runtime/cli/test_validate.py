@@ -10,7 +10,9 @@ import pytest
 
 from orbit_runtime.cli.plan import run_plan
 from orbit_runtime.cli.validate import run_validate
+from orbit_runtime.environments.asked import check_arguments
 from orbit_runtime.errors import DataError, ManifestError, UnsupportedError
+from orbit_runtime.spec import load_manifest
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
 
@@ -107,6 +109,35 @@ def test_what_only_the_plan_can_know_of_sizes_is_said(name: str, capsys: pytest.
 def test_a_model_that_is_not_on_this_machine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_validate(EXAMPLE, [f"model.uri={tmp_path}/none"], as_json=False)
     assert f"not opened, as it is not on this machine: {tmp_path}/none\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("reward", "words", "fix"),
+    [
+        ("{name: a, type: ExactMatch, arguments: {fields: answer}}", "ExactMatch has no argument `fields`", "`field`"),
+        ("{name: a, type: Pattern}", "Pattern needs the argument `pattern`", "`pattern`, `whole`, `most`"),
+        ("{name: a, type: Length, arguments: {free: 4}}", "Length needs the argument `limit`", "`free`, `limit`"),
+    ],
+)
+def test_what_a_shipped_reward_does_not_take_or_lacks_is_no_valid_manifest(reward: str, words: str, fix: str) -> None:
+    with pytest.raises(ManifestError, match=words) as caught:
+        run_validate(EXAMPLE, [f"environment.rewards=[{reward}]"], as_json=True)
+    assert caught.value.where == "spec.environment.rewards[0].arguments"
+    assert fix in str(caught.value.fix)
+
+
+def test_every_shipped_reward_takes_the_arguments_that_the_guide_names() -> None:
+    rewards = (
+        "{name: a, type: Math, arguments: {field: answer}}",
+        "{name: b, type: MultipleChoice, arguments: {choices: ABCD}}",
+        "{name: c, type: Code, arguments: {field: answer, all_or_nothing: false, seconds: 1, memory_mib: 64}}",
+        "{name: d, type: Length, arguments: {free: 4, limit: 9, unit: words}}",
+        "{name: e, type: Pattern, arguments: {pattern: a, whole: false, most: 2}}",
+        "{name: f, type: Judge, arguments: {url: 'http://a/v1', model: m, rubric: r, api_key_env: KEY}}",
+    )
+    run = load_manifest(EXAMPLE, [f"environment.rewards=[{', '.join(rewards)}]"])
+    assert len(run.spec.environment.rewards) == 6
+    check_arguments(run.spec, {})
 
 
 def test_the_prompts_of_an_evaluation_are_opened_too(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

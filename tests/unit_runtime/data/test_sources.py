@@ -20,6 +20,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orbit_runtime.data import rows
 from orbit_runtime.data.order import Permutation, shuffled
 from orbit_runtime.data.prompts import (
     ALL_ENCODED,
@@ -197,7 +198,7 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("column.parquet", table_of(question=["q"]), "row 1: no key 'prompt'; the row has: 'question'"),
     ("none.parquet", table_of(prompt=pyarrow.array([], pyarrow.string())), "has no rows"),
     ("empty.parquet", lambda path: path.touch(), "is empty"),
-    ("folder", lambda path: path.mkdir(), "0 files in this folder"),
+    ("folder", lambda path: path.mkdir(), "no files in this folder"),
     ("saved", lambda path: (path.mkdir(), (path / "state.json").write_text("{}")), "not what `datasets` writes"),
     (
         "splits",
@@ -216,6 +217,56 @@ def test_a_broken_source_is_one_error_that_names_it(
         load_prompts([PromptSource(str(tmp_path / name))])
     assert caught.value.exit_code == 65
     assert name in str(caught.value.where)
+
+
+def test_a_row_without_a_prompt_tells_which_field_names_the_column(tmp_path: Path) -> None:
+    source = PromptSource(str(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n' * 3)
+    with pytest.raises(DataError, match="3 broken rows") as caught:
+        load_prompts([source])
+    assert "`promptField` of this entry of spec.data.prompts" in str(caught.value.fix)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n{"prompt": \n')
+    with pytest.raises(DataError, match="2 broken rows") as caught:
+        load_prompts([source])
+    assert "one JSON object a line" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_a_line_that_ends_too_early_is_told_at_its_end(end: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "q", "answer"' + end.encode())
+    with pytest.raises(DataError, match="line 1: not JSON: Expecting ':' delimiter at column 25"):
+        load_prompts([PromptSource(str(tmp_path / "rows.jsonl"))])
+
+
+def test_a_prompts_file_that_is_absent_is_named_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "none.jsonl")
+    with pytest.raises(DataError) as caught:
+        load_prompts([PromptSource(path)])
+    assert str(caught.value).count(path) == 1
+    assert "relative to the manifest's folder" in str(caught.value.fix)
+
+
+def test_what_a_folder_hides_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "part").mkdir()
+    write_parquet(tmp_path / "part" / "a.parquet", ROWS)
+    for hidden in (".venv", "_old", "part/.cache"):
+        (tmp_path / hidden / "deep").mkdir(parents=True)
+        (tmp_path / hidden / "deep" / "b.parquet").write_text("never opened")
+    listed: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(str(path)) or scandir(path))
+    assert len(load_prompts([PromptSource(str(tmp_path))]).prompts_P) == len(ROWS)
+    assert not [path for path in listed if "deep" in path]
+
+
+def test_a_folder_of_too_many_files_is_refused_without_counting_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_FILES", 2)
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_bytes(jsonl(ROWS))
+    with pytest.raises(DataError, match="more than 2 files in this folder contain rows"):
+        load_prompts([PromptSource(str(tmp_path))])
 
 
 def test_kinds_of_one_folder_are_not_mixed(tmp_path: Path) -> None:

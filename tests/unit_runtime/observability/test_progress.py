@@ -11,6 +11,7 @@ from fakes.run_folder import synthetic_row
 from rich.console import Console
 
 from orbit_runtime.observability.logs import LogFormat
+from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.observability.progress import (
     JsonProgress,
     LiveProgress,
@@ -84,6 +85,10 @@ def test_lines_of_text_begin_with_their_time_and_tell_the_stages_of_the_start() 
     progress.stage("loading the model, 1.2 GiB")
     play(progress, steps=1)
     first, step, note = stream.getvalue().splitlines()
+    progress.note("target  layers\nq_proj       4")
+    assert stream.getvalue().splitlines()[3:] == [
+        "2026-11-24T22:05:01Z target  layers", "2026-11-24T22:05:01Z q_proj       4"
+    ]  # fmt: skip
     assert first == "2026-11-24T22:05:01Z start: loading the model, 1.2 GiB"
     assert step.startswith("2026-11-24T22:05:01Z step 1/5  reward ")
     assert note.endswith("the newest checkpoint was damaged (step 3)"), "a step's stages are not printed"
@@ -152,6 +157,27 @@ def test_the_live_lines_fit_the_width(width: int) -> None:
     progress.close()
     assert all(line.cell_len <= width for line in lines)
     assert "59/100" in lines[0].plain
+
+
+@pytest.mark.parametrize(
+    ("rewards", "trend"),
+    [
+        # Lower than at the start, though the last two are above the two before.
+        ([0.5, 0.1, 0.2, 0.3, 0.2], "↓ -0.050"),
+        ([0.1, 0.2, 0.9, 0.5], "↑ +0.550"),
+        ([0.3, 0.3, 0.3], "→ +0.000"),
+        ([0.3], ""),
+    ],
+)
+def test_the_arrow_and_the_number_of_the_trend_say_the_same(rewards: list[float], trend: str) -> None:
+    console = Console(file=Terminal(), force_terminal=True, width=120, color_system=None, legacy_windows=False)
+    progress = LiveProgress(console)
+    progress.start(total=9, resumed_at=0)
+    for step, reward in enumerate(rewards, 1):
+        progress.step(MetricsRow({**synthetic_row(step, total=9), "reward_mean": reward}))
+    told = progress.lines()[1].plain
+    progress.close()
+    assert f"reward {rewards[-1]:.4f} {trend}   " in told
 
 
 def test_closing_without_starting_is_harmless() -> None:

@@ -186,7 +186,8 @@ def test_an_endpoint_that_is_absent_is_named(servers: list[FakeServer], tmp_path
     server.stop()
     with pytest.raises(EngineDiedError, match=url) as caught:
         attach_engine([Endpoint(url)], WANTED, Words(), folder=tmp_path, max_running_requests=4, attach_seconds=0.1)
-    assert caught.value.exit_code == 82
+    assert (caught.value.exit_code, caught.value.where) == (82, "spec.rollout.endpoints[0]")
+    assert "start the server, or correct its address" in str(caught.value.fix)
 
 
 def test_log_probs_from_before_the_temperature_are_noticed(servers: list[FakeServer], tmp_path: Path) -> None:

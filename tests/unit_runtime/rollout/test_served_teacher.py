@@ -137,7 +137,7 @@ def test_what_cannot_teach_is_refused_where_the_manifest_names_it(servers: list[
     assert "up to 1024 tokens, this run's are up to 1025" in str(short)
     mixed = refused(servers, FakeServer(), vllm())
     assert isinstance(mixed, UnsupportedError)
-    assert [each.where for each in (other, locked, mixed)] == [FIELD] * 3
+    assert [each.where for each in (other, locked, mixed)] == [f"{FIELD}[0]", f"{FIELD}[0]", FIELD]
 
 
 def test_servers_of_a_teacher_are_not_asked_for_adapters(servers: list[FakeServer]) -> None:

@@ -359,7 +359,8 @@ WHOLE = [
     (
         "spec: a: b\n",
         "run.yaml:1:8: not YAML: mapping values are not allowed here\n"
-        "  fix: check the indentation, and put text with `: `, `#`, `@` or brackets in quotes",
+        "  fix: check here and the line before: the indentation, a space after each colon of a field, and quotes "
+        "around text with `: `, `#`, `@` or brackets",
     ),
     (
         "spec:\n  - \x01\n",

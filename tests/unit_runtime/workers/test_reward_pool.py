@@ -97,7 +97,7 @@ def test_a_worker_that_dies_costs_one_call(pool: RewardPool) -> None:
         ("no_such_module:score", "no module 'no_such_module'"),
         ("fakes.bad_rewards:missing", "has no 'missing'"),
         ("fakes.bad_rewards:never", "async"),
-        ("fakes.bad_rewards:too_few", "cannot be called"),
+        ("fakes.bad_rewards:too_few", "cannot be called as (completion, prompt, fields):"),
         ("fakes.bad_rewards", "module:function"),
     ],
 )
@@ -106,6 +106,23 @@ def test_a_reward_that_cannot_be_loaded_is_an_error_at_start(target: str, words:
         RewardPool([RewardTarget("score", target)], num_workers=1, search_path=[TESTS])
     assert words in str(caught.value)
     assert caught.value.exit_code == 64
+
+
+def test_a_module_that_is_not_found_is_told_with_the_folders_of_the_user_only(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError) as caught:
+        RewardPool([RewardTarget("score", "no_such_module:score")], num_workers=1, search_path=[str(tmp_path)])
+    searched = caught.value.message.partition("searched: ")[2]
+    assert searched.startswith(repr(str(tmp_path)))
+    assert searched.endswith(", installed packages")
+    assert "-packages" not in searched
+    assert str(Path(os.__file__).parent) not in searched
+
+
+def test_a_syntax_error_is_named_by_its_own_line(tmp_path: Path) -> None:
+    (tmp_path / "slip.py").write_text("x = 1\ndef score(completion, prompt, fields)\n    return 1\n")
+    with pytest.raises(ManifestError, match=r"(?m)SyntaxError: expected ':' \(slip\.py, line 2\)$") as caught:
+        RewardPool([RewardTarget("score", "slip:score")], num_workers=1, search_path=[str(tmp_path)])
+    assert "importlib" not in str(caught.value)
 
 
 def test_no_worker_outlives_a_parent_that_was_killed_not_even_one_that_spins() -> None:

@@ -1,0 +1,35 @@
+"""`orbit serve` and `orbit chat`: what is wrong with their arguments is said before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ALL_IN_ONE = (
+    "import json, sys; from orbit_runtime.cli.main import run_command; "
+    "codes = [run_command(each) for each in json.loads(sys.argv[1])]; "
+    "print(json.dumps([codes, 'torch' in sys.modules]))"
+)
+
+
+def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
+    here, none = str(tmp_path), str(tmp_path / "none")
+    tiny = ["--model", "builtin://tiny-adder"]
+    cases = [
+        (["serve", none], f"{none}: there is no such run folder or manifest"),
+        (["serve"], "name either a run or a model"),
+        (["serve", *tiny, "--adapter", f"a={none}"], f"{none}: there is no such adapter or run folder"),
+        (["serve", *tiny, "--adapter", "sums"], "--adapter: 'sums' names no adapter"),
+        (["serve", here, "--limit", "choice=1"], "--limit: there is no limit 'choice'"),
+        (["chat", none, "--prompt", "1+1="], f"{none}: there is no such run folder or manifest"),
+        (["chat", "--prompt", "1+1="], "name either a run or a model"),
+        (["chat", here, "--adapter", none], f"{none}: there is no such adapter or run folder"),
+    ]
+    asked = json.dumps([arguments for arguments, _ in cases])
+    ended = subprocess.run([sys.executable, "-c", ALL_IN_ONE, asked], capture_output=True, text=True)
+    assert json.loads(ended.stdout) == [[64] * len(cases), False], ended.stderr
+    said = ended.stderr.splitlines()
+    assert said[::2] == [f"error: {words}" for _, words in cases]
+    assert all(line.startswith("  fix: ") for line in said[1::2])
