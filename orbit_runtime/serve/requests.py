@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -229,8 +230,11 @@ def parse_body[Body: _Body](kind: type[Body], data: bytes) -> Body:
         return kind.model_validate(given, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise APIError(400, f"{where}: {first['msg']}", param=str(first["loc"][0]) if first["loc"] else None) from None
+        where, said = ".".join(map(str, first["loc"])), first["msg"]
+        if first["type"] == "extra_forbidden":
+            meant = get_close_matches(where, kind.model_fields, 1)
+            said = "this server has no such field" + (f"; did you mean `{meant[0]}`?" if meant else "")
+        raise APIError(400, f"{where}: {said}", param=str(first["loc"][0]) if first["loc"] else None) from None
 
 
 FIELDS = {

@@ -54,6 +54,19 @@ def test_other_choices_are_refused_by_name(choice: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("max_token", "max_token: this server has no such field; did you mean `max_tokens`?"),
+        ("beams", "beams: this server has no such field"),
+    ],
+)
+def test_a_field_that_is_none_is_told_with_the_one_that_was_meant(field: str, said: str) -> None:
+    with pytest.raises(APIError) as caught:
+        body(**{field: 4})
+    assert (caught.value.status, caught.value.param, caught.value.message) == (400, field, said)
+
+
+@pytest.mark.parametrize(
     "call", [3, {}, {"function": {"name": "add", "arguments": "{"}}, {"function": {"name": 3, "arguments": "{}"}},
              {"function": {"name": "add", "arguments": "[1]"}}],
 )  # fmt: skip
