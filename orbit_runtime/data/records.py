@@ -132,9 +132,11 @@ def _build_experts(row: Mapping[str, Any] | None) -> RoutedExperts | None:
 def _build_top(row: Sequence[str] | None) -> TopTokens | None:
     if row is None:
         return None
-    ids, logprobs = array(TOKENS), array(FLOATS)
-    for column, text in zip((ids, logprobs), row, strict=True):
-        column.frombytes(base64.b64decode(text))
+    told_ids, told_logprobs = row
+    ids: array[int] = array(TOKENS)
+    ids.frombytes(base64.b64decode(told_ids))
+    logprobs: array[float] = array(FLOATS)
+    logprobs.frombytes(base64.b64decode(told_logprobs))
     return ids, logprobs
 
 
