@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from orbit_runtime.api.before import check_can_train
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import EXIT_DONE, UsageError
+from orbit_runtime.serve.names import check_one_source
 
 if TYPE_CHECKING:
     from orbit_runtime.serve.requests import Limits
@@ -83,11 +84,7 @@ def check_named(source: str | None, model: str | None, adapters: Sequence[str]) 
     Raises:
         UsageError: neither or both of run and model are named, or a local folder is not there.
     """
-    if (source is None) == (model is None):
-        raise UsageError(
-            "name either a run or a model",
-            fix="name a run folder, a manifest's file, or --model with --adapter; `orbit ls` lists runs",
-        )
+    check_one_source(source, model)
     for where, what in ((source, "run folder or manifest"), *((each, "adapter or run folder") for each in adapters)):
         if where is not None and "://" not in where and not Path(where).exists():
             raise UsageError(f"there is no such {what}", where=where, fix="check the path; `orbit ls` lists runs")

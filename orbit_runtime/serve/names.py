@@ -1,6 +1,7 @@
-"""What a model name stands for. Torch-free, because it is all that the process that speaks HTTP knows of a model.
+"""What a model name stands for, and what a server was asked to serve. Torch-free: the process that speaks HTTP knows no
+more of a model, and commands check what they were given before they import torch.
 
-Belongs here: the record. Does not belong here: slots and their proof (`policies`).
+Belongs here: the record and the check. Does not belong here: slots and their proof (`policies`).
 """
 
 from __future__ import annotations
@@ -8,8 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from orbit_runtime.errors import UsageError
+
 POLICY = "policy"
 """The model name of an adapter without a name."""
+
+
+def check_one_source(source: str | None, model: str | None) -> None:
+    """Raises UsageError if neither or both of a run and a model were named."""
+    if (source is None) == (model is None):
+        raise UsageError(
+            "name either a run or a model",
+            fix="name a run folder, a manifest's file, or --model with --adapter; `orbit ls` lists runs",
+        )
 
 
 @dataclass(frozen=True)

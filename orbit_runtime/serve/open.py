@@ -29,7 +29,7 @@ from orbit_runtime.policy import load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.news import StreamingEngine
 from orbit_runtime.serve.held import Held, open_servers
-from orbit_runtime.serve.names import POLICY
+from orbit_runtime.serve.names import POLICY, check_one_source
 from orbit_runtime.serve.policies import Base, Policies, config_of, open_policy
 from orbit_runtime.serve.requests import Limits
 from orbit_runtime.spec import OrbitRun, Resolved, load_manifest, resolve
@@ -99,11 +99,7 @@ def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Op
         OrbitError: a model or adapter is missing or damaged, servers did not start, or an adapter could not be proven
             live.
     """
-    if (asked.source is None) == (asked.model is None):
-        raise UsageError(
-            "name either a run or a model to serve",
-            fix="name a run folder, a manifest's file, or --model with --adapter",
-        )
+    check_one_source(asked.source, asked.model)
     source = _of_model(asked, note) if asked.source is None else _of_run(asked, note)
     template = source.resolved.run.spec.data.chat.template_arguments if source.resolved else {}
     if source.resolved:
