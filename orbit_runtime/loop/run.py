@@ -46,6 +46,7 @@ from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import Given, Sides
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
+from orbit_runtime.loop.stalled import end_stalled
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
 from orbit_runtime.loop.teacher import check_teacher
@@ -61,6 +62,7 @@ from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.whole import check_whole
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
+from orbit_runtime.workers.stalls import watch_stalls
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
 """Name of the attempt, set by the operator. Such a start takes over from an execution that still looks alive."""
@@ -126,6 +128,7 @@ def run(
             if sides is not None:
                 sides.watch(stop, show.note)
             given = Given(rewards, loss, advantages, search_path, sides)
+            closing.enter_context(watch_stalls(end_stalled(store, execution, show, webhooks)))
             with told_where_memory_ran_out(show):
                 ended, report = _run(resolved, store, execution, show, stop, given, closing)
         except StoppedOnRequest as request:
