@@ -32,7 +32,7 @@ from orbit_runtime.errors import (
     StoppedOnRequest,
     is_out_of_memory,
 )
-from orbit_runtime.workers.stalls import own_process
+from orbit_runtime.workers.stalls import end_process, own_process, watch_stalls
 
 app = typer.Typer(
     name="orbit",
@@ -408,7 +408,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     own_process()
     # The interpreter's last collection would walk through all of torch and transformers, for more than a second.
     atexit.register(gc.freeze)
-    code = run_command(arguments)
+    with watch_stalls(end_process):
+        code = run_command(arguments)
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -17,7 +17,7 @@ from orbit_runtime.loop.telling import tell_the_end
 from orbit_runtime.observability.last_words import add_last_words, words_of
 from orbit_runtime.observability.notify import Webhook
 from orbit_runtime.storage import Execution, Store
-from orbit_runtime.workers.stalls import Stall, owns_process
+from orbit_runtime.workers.stalls import FIX, Stall, owns_process
 
 
 def end_stalled(store: Store, execution: Execution, show: Show, webhooks: list[Webhook]) -> Callable[[Stall], None]:
@@ -30,7 +30,7 @@ def end_stalled(store: Store, execution: Execution, show: Show, webhooks: list[W
             f"{stall.what} did not end within {stall.seconds:.0f} s (stage {show.current}, step {step}): the device "
             f"does not answer; what every thread was doing is in {stacks_name(step)}",
             where=store.uri,
-            fix="see the driver's log (`dmesg`, Xid errors); the same command goes on from the newest checkpoint",
+            fix=f"{FIX}: it goes on from the newest checkpoint",
         )
         # Whatever fails here, the process ends: its GPU is of no use to anybody until it does.
         with suppress(Exception):

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import faulthandler
 import itertools
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from orbit_runtime.errors import StalledError
 from orbit_runtime.workers.stacks import MAX_STACK
 
 STALL_SECONDS = 1800.0
 """For one decoding step or one micro-batch, which take seconds. Longer than the compilation of any kernel."""
 LOOK_SECONDS = 5.0
+FIX = "see the driver's log (`dmesg`, Xid errors), then start the same command again"
 WATCHED = frozenset({"cuda"})
 """Types of devices that can fail to answer. On a CPU a large model may honestly take this long."""
 
@@ -56,6 +61,7 @@ def device_work(what: str, device_type: str) -> Iterator[None]:
     if device_type not in WATCHED or thread in _under_way:
         yield
         return
+    _watch.start()
     _under_way[thread] = (next(_numbers), what)
     try:
         yield
@@ -65,33 +71,58 @@ def device_work(what: str, device_type: str) -> Iterator[None]:
 
 @contextmanager
 def watch_stalls(on_stall: Callable[[Stall], None]) -> Iterator[None]:
-    """While active, `on_stall` is called, once and from another thread, when a piece of work does not end in time.
+    """While active, `on_stall` is called from another thread, once, when a piece of work does not end in time.
+
+    Of nested ones the innermost is called.
+    """
+    _watch.handlers.append(on_stall)
+    try:
+        yield
+    finally:
+        _watch.handlers.remove(on_stall)
+
+
+def end_process(stall: Stall) -> None:
+    """What to do about it where nothing needs to be kept: ends this process with 83, once the stacks are told."""
+    error = StalledError(f"{stall.what} did not end within {stall.seconds:.0f} s: the device does not answer", fix=FIX)
+    print(f"error: {error}\n{stall.stacks}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
+class _Watch:
+    """The thread that looks, from the first piece of work on.
 
     Time is counted by looking: while the process is stopped, or the machine asleep, nobody looks and none passes.
     """
-    ended = threading.Event()
 
-    def look() -> None:
+    def __init__(self) -> None:
+        self.handlers: list[Callable[[Stall], None]] = []
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def start(self) -> None:
+        """Cheap where it looks already."""
+        if self.handlers and (self._thread is None or not self._thread.is_alive()):
+            with self._starting:
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = threading.Thread(target=self._look, name="orbit-stalls", daemon=True)
+                    self._thread.start()
+
+    def _look(self) -> None:
         first_seen: dict[int, int] = {}
-        looks = 0
-        while not ended.wait(LOOK_SECONDS):
-            looks += 1
+        told: set[int] = set()
+        for looks in itertools.count():
+            time.sleep(LOOK_SECONDS)
             now = list(_under_way.values())
             first_seen = {number: first_seen.get(number, looks) for number, _ in now}
             for number, what in now:
                 seconds = (looks - first_seen[number]) * LOOK_SECONDS
-                if seconds >= STALL_SECONDS:
-                    on_stall(Stall(what, seconds, _stacks()))
-                    return
+                if seconds >= STALL_SECONDS and number not in told and self.handlers:
+                    told.add(number)
+                    self.handlers[-1](Stall(what, seconds, _stacks()))
 
-    thread = threading.Thread(target=look, name="orbit-stalls", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        if threading.current_thread() is not thread:
-            thread.join(1.0)
+
+_watch = _Watch()
 
 
 def _stacks() -> str:

@@ -90,3 +90,17 @@ def test_a_cpu_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with watch_stalls(found.append), device_work("a large model", "cpu"):
         time.sleep(0.1)
     assert found == []
+
+
+def test_a_command_without_a_run_ends_with_83_and_tells_the_stacks() -> None:
+    code = (
+        "import threading; from orbit_runtime.workers import stalls\n"
+        "stalls.STALL_SECONDS, stalls.LOOK_SECONDS = 0.2, 0.05\n"
+        "with stalls.watch_stalls(stalls.end_process), stalls.device_work('a step of sampling', 'cuda'):\n"
+        "    threading.Event().wait()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=100, capture_output=True, text=True)
+    assert ended.returncode == 83
+    assert "error: a step of sampling did not end within" in ended.stderr
+    assert "dmesg" in ended.stderr
+    assert "in wait" in ended.stderr
