@@ -11,12 +11,13 @@ import math
 import mmap
 from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, groupby, islice
 
 import torch
 from torch import Tensor
 
-from orbit_runtime.digests import PIECE_BYTES, Pieces, cut, hash_pieces
+from orbit_runtime.digests import PIECE_BYTES, Piece, PieceHasher, Pieces, cut, hash_pieces
 from orbit_runtime.model_info.headers import parse_header
 
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
@@ -25,6 +26,8 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _NARROW = torch.bfloat16.itemsize
 _OWN_PAGES_BYTES = 1 << 20
 """Temporary memory of at least this size gets pages of its own; see `_rounded`."""
+_SERIAL_VALUES = 30_000
+"""Values that torch computes with in the calling thread alone (its grain has 32768); they stay in a core's cache."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -125,16 +128,39 @@ def assemble(shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces]) 
 
 
 def tensor_pieces[K](tensors: Iterable[tuple[K, Tensor]]) -> dict[K, Pieces]:
-    """The pieces of each named tensor, narrowed if that is exact. Few tensors at a time are kept."""
+    """The pieces of each named tensor, narrowed if that is exact; those of another tensor otherwise.
+
+    Other threads narrow and hash at the same time, a few values after another, so nothing of a tensor on the host is
+    copied. Few tensors at a time are kept.
+    """
     counts: dict[K, int] = {}
 
     def counted() -> Iterator[Tensor]:
         for name, tensor in tensors:
             counts[name] = -(-tensor.numel() * _NARROW // PIECE_BYTES)
-            yield tensor
+            yield tensor.detach()
 
-    pieces = iter(hash_pieces(runs(counted(), narrow_where_exact, _NARROW)))
+    hasher = PieceHasher()
+    for device, group in groupby(counted(), key=lambda tensor: tensor.device.type):
+        if device != "cpu":
+            for data in runs(group, narrow_where_exact, _NARROW):
+                hasher.add(data)
+            continue
+        for tensor in group:
+            for part in tensor.reshape(-1).split(PIECE_BYTES // _NARROW) if tensor.numel() else ():
+                hasher.add_made(part.numel() * _NARROW, partial(_hash_narrowed, part))
+    pieces = iter(hasher.result())
     return {name: tuple(islice(pieces, count)) for name, count in counts.items()}
+
+
+def _hash_narrowed(values: Tensor) -> Piece:
+    digest = hashlib.sha256()
+    for part in values.split(len(values) if values.dtype == torch.bfloat16 else _SERIAL_VALUES):
+        narrow = _narrow(part)
+        if narrow is None:
+            return Piece(values.nbytes, hashlib.sha256(_bytes(values)).hexdigest())
+        digest.update(_bytes(narrow))
+    return Piece(values.numel() * _NARROW, digest.hexdigest())
 
 
 def narrowed(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -118,7 +119,7 @@ class DividedFile:
     """Sorted by name."""
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Bytes of the header and of each tensor."""
         return [len(self.header), *(math.prod(entry.shape) * self.dtype.itemsize for entry in self.entries)]
