@@ -19,10 +19,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 
 PIECE_BYTES = 1 << 24
@@ -57,17 +57,13 @@ class PieceHasher:
         self._found: list[list[Piece] | Future[list[Piece]]] = []
         self._waiting: deque[tuple[Future[list[Piece]], int]] = deque()
         self._waiting_bytes = 0
-        self._batch: list[Callable[[], Piece]] = []
+        self._batch: list[memoryview] = []
         self._batch_bytes = 0
 
     def add(self, data: Buffer) -> None:
         view = memoryview(data)
-        self.add_made(view.nbytes, partial(_hash, view))
-
-    def add_made(self, size: int, make: Callable[[], Piece]) -> None:
-        """Adds a piece of about `size` bytes whose bytes do not exist yet; another thread calls `make`."""
-        self._batch.append(make)
-        self._batch_bytes += size
+        self._batch.append(view)
+        self._batch_bytes += view.nbytes
         if self._batch_bytes >= _BATCH_BYTES:
             self._submit()
 
@@ -77,7 +73,7 @@ class PieceHasher:
             future, done = self._waiting.popleft()
             future.result()
             self._waiting_bytes -= done
-        future = _pool().submit(_call_all, self._batch)
+        future = _pool().submit(_hash_all, self._batch)
         self._found.append(future)
         self._waiting.append((future, size))
         self._waiting_bytes += size
@@ -85,7 +81,7 @@ class PieceHasher:
 
     def result(self) -> Pieces:
         # The last of them here: short files need no other thread.
-        self._found.append(_call_all(self._batch))
+        self._found.append(_hash_all(self._batch))
         self._batch, self._batch_bytes = [], 0
         return tuple(chain.from_iterable(each.result() if isinstance(each, Future) else each for each in self._found))
 
@@ -144,12 +140,8 @@ def is_older_scheme(digest: str) -> bool:
     return not digest.startswith(SCHEME)
 
 
-def _call_all(batch: Iterable[Callable[[], Piece]]) -> list[Piece]:
-    return [make() for make in batch]
-
-
-def _hash(view: memoryview) -> Piece:
-    return Piece(view.nbytes, hashlib.sha256(view).hexdigest())
+def _hash_all(batch: Iterable[memoryview]) -> list[Piece]:
+    return [Piece(view.nbytes, hashlib.sha256(view).hexdigest()) for view in batch]
 
 
 @cache

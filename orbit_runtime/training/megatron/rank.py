@@ -208,7 +208,8 @@ class MegatronRank:
                 names = layer.held_names(kind) if isinstance(layer, AdaptedExpertLinear) else layer.file_names(kind)
                 tensors = tuple(entry.tensors[name].detach() for name in names)
                 before = applied.setdefault(f"{entry.module}.{kind}", tensors)
-                if not all(map(torch.equal, before, tensors)):
+                # Comparing a tensor with itself reads all of it.
+                if before is not tensors and not all(map(torch.equal, before, tensors)):
                     raise InternalError(f"one pass applied two different values of {entry.module}.{kind}")
         return applied
 
@@ -339,6 +340,7 @@ class MegatronRank:
             size: bytes of a value in the file.
             told: leave out values that another rank writes.
         """
+        end = window.size
         for spot in window.spots:
             held = self._outline.get(spot.key)
             if held is None or ((told or spot.what in MOMENTS) and not self._owns(spot.key)):
@@ -351,7 +353,7 @@ class MegatronRank:
             elif isinstance(own, tuple):
                 own = own[0]
             if own.numel() == runs.num_values:
-                for position, span in spans(runs, own.detach(), spot.position, window.size, size):
+                for position, span in spans(runs, own.detach(), spot.position, end, size):
                     yield spot, position, span
             else:
                 filled.is_exact = False
