@@ -252,8 +252,7 @@ class AdapterSink(AdapterMemory, Protocol):
         """Writes one whole file of `size` bytes; returns the digest of each piece (those of `digests`, in order)."""
 
     def fill(self, name: str, sizes: Sequence[int], write: Iterable[int]) -> Pieces:
-        """Reserves a file, whose parts have these sizes, and iterates over `write`, which fills it at `places[name]`
-        and yields how many of its first bytes are there: whole parts, which are hashed meanwhile."""
+        """Reserves a file of these parts. `write` fills it at `places[name]` and yields how far whole parts are there."""
 
 
 class StateWriter(Protocol):
