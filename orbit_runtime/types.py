@@ -252,7 +252,7 @@ class AdapterSink(AdapterMemory, Protocol):
         """Writes one whole file of `size` bytes; returns the digest of each piece (those of `digests`, in order)."""
 
     def fill(self, name: str, sizes: Sequence[int], write: Iterable[int]) -> Pieces:
-        """Reserves a file of these parts. `write` fills it at `places[name]` and yields how far whole parts are there."""
+        """Reserves a file of these parts. `write` fills it at `places[name]`, and yields how much of it is there."""
 
 
 class StateWriter(Protocol):
