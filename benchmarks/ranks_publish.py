@@ -2,7 +2,8 @@
 
 A publish is what the run's process waits for: ranks write, and the bytes are hashed. The trainer's part of the proof is
 a pass over the canary, and the digest of what it multiplied by. Memory is private memory above what the process had
-before: neither the run's process nor a rank may come near the adapter's size.
+before: neither the run's process nor a rank may come near the adapter's size. Processor seconds are those of all these
+processes together; other programs disturb them less than the time that passes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -95,12 +96,17 @@ def copy(files: list[memoryview]) -> float:
 
 
 @contextmanager
-def watched(found: dict[str, int], stage: str) -> Iterator[None]:
-    """Records in `found` the peak private memory in MiB above that at the start, of this process and of any child."""
+def watched(found: dict[str, int], spent: dict[str, list[float]], stage: str) -> Iterator[None]:
+    """Records in `found` the peak private memory in MiB above that at the start, of this process and of any child; in
+    `spent` the processor seconds of all of them."""
+    seconds = processor_seconds()
     before, peak, done = private_memory(), dict[int, int](), threading.Event()
+
+    watching = [0.0]
 
     def watch() -> None:
         while not done.wait(0.01):
+            watching[0] = time.thread_time()
             for pid, size in private_memory().items():
                 peak[pid] = max(peak.get(pid, 0), size - before.get(pid, size))
 
@@ -111,6 +117,7 @@ def watched(found: dict[str, int], stage: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+        spent.setdefault(stage, []).append(processor_seconds() - seconds - watching[0])
         own = peak.pop(os.getpid(), 0)
         for who, size in (("run", own), ("a rank", max(peak.values(), default=0))):
             found[f"{stage}, {who}"] = max(found.get(f"{stage}, {who}", 0), size >> 10)
@@ -130,6 +137,16 @@ def private_memory() -> dict[int, int]:
     return {pid: size for pid, size in sizes.items() if is_below(pid, parents)}
 
 
+def processor_seconds() -> float:
+    """Of this process and all its living descendants."""
+    ticks = 0
+    for pid in private_memory():
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def is_below(pid: int, parents: dict[int, int]) -> bool:
     while pid in parents and pid != os.getpid():
         pid = parents[pid]
@@ -145,28 +162,33 @@ def measure(options: argparse.Namespace) -> Measured:
     from orbit_runtime.adapters.buffer import publishable
 
     sizes = (1,) if options.smallest else tuple(options.mebibytes)
-    rows, memory = [], {}
+    rows, memory, processor = [], {}, {}
     for mebibytes in sizes:
         with ExitStack() as closing:
             trainer = build(mebibytes, closing)
             turns: list[tuple[float, float, float]] = []
             found: dict[str, int] = {}
+            spent: dict[str, list[float]] = {}
             for turn in range(1 + (1 if options.smallest else options.repetitions)):
                 start = time.perf_counter()
-                with watched(found, "publish"):
+                with watched(found, spent, "publish"):
                     adapter = publishable(trainer, turn)
                 published = time.perf_counter() - start
                 start = time.perf_counter()
-                with watched(found, "proof"):
+                with watched(found, spent, "proof"):
                     trainer.score(CANARY)
                 scored = time.perf_counter() - start
                 views = [memoryview(data).cast("B") for data in adapter.files.values()]
                 size = sum(view.nbytes for view in views)
+                begun = time.process_time()
                 copied = copy(views)
+                spent.setdefault("copy", []).append(time.process_time() - begun)
                 if turn:
                     turns.append((published, scored, copied))
                 del adapter, views
         memory[f"{mebibytes} MiB"] = found
+        # Without the first turn, like the times.
+        processor[f"{mebibytes} MiB"] = {stage: round(statistics.median(each[1:]), 3) for stage, each in spent.items()}
         publish, score, once = ([each[index] for each in turns] for index in range(3))
         both = [one + other for one, other in zip(publish, score, strict=True)]
         for name, seconds, target in (("publish", publish, None), ("publish and the trainer's proof", both, 0.5)):
@@ -179,7 +201,11 @@ def measure(options: argparse.Namespace) -> Measured:
             )  # fmt: skip
     return Measured(
         rows,
-        {"private memory above, MiB": memory, "target of it, MiB": LIMIT_MIB},
+        {
+            "private memory above, MiB": memory,
+            "target of it, MiB": LIMIT_MIB,
+            "processor seconds, all processes": processor,
+        },
         {"model": "tiny-moe-adder INT4, LoRA of rank 128 on each of many experts", "threads of a rank": 1},
     )
 

@@ -23,13 +23,14 @@ from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 PIECE_BYTES = 1 << 24
 """Part of the format: another value gives other digests."""
 SCHEME = "tree:"
 """Begins every digest made here. One that begins otherwise was made by an Orbit that hashed whole files in a row."""
-_INLINE_BYTES = 1 << 16
-"""Smaller pieces are hashed faster than they are handed to another thread."""
+_BATCH_BYTES = 1 << 20
+"""Small pieces are handed to another thread together: handing one over takes as long as hashing 30 KiB."""
 _IN_FLIGHT_BYTES = 2 * PIECE_BYTES
 
 
@@ -48,29 +49,41 @@ class PieceHasher:
     """Hashes pieces as they go by, beside whoever produces them; for one thread.
 
     A piece that was added must not change until `result`, or until as many bytes again were added. What waits to be
-    hashed is at most two pieces of the largest size.
+    hashed is at most two pieces of the largest size, or what is given.
     """
 
-    def __init__(self) -> None:
-        self._found: list[Piece | Future[Piece]] = []
-        self._waiting: deque[Future[Piece]] = deque()
-        self._sizes: deque[int] = deque()
+    def __init__(self, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
+        self._in_flight_bytes = in_flight_bytes
+        self._found: list[list[Piece] | Future[list[Piece]]] = []
+        self._waiting: deque[tuple[Future[list[Piece]], int]] = deque()
+        self._waiting_bytes = 0
+        self._batch: list[memoryview] = []
+        self._batch_bytes = 0
 
     def add(self, data: Buffer) -> None:
         view = memoryview(data)
-        if view.nbytes < _INLINE_BYTES:
-            self._found.append(_hash(view))
-            return
-        while self._waiting and sum(self._sizes) + view.nbytes > _IN_FLIGHT_BYTES:
-            self._waiting.popleft().result()
-            self._sizes.popleft()
-        future = _pool().submit(_hash, view)
+        self._batch.append(view)
+        self._batch_bytes += view.nbytes
+        if self._batch_bytes >= _BATCH_BYTES:
+            self._submit()
+
+    def _submit(self) -> None:
+        size = self._batch_bytes
+        while self._waiting and self._waiting_bytes + size > self._in_flight_bytes:
+            future, done = self._waiting.popleft()
+            future.result()
+            self._waiting_bytes -= done
+        future = _pool().submit(_hash_all, self._batch)
         self._found.append(future)
-        self._waiting.append(future)
-        self._sizes.append(view.nbytes)
+        self._waiting.append((future, size))
+        self._waiting_bytes += size
+        self._batch, self._batch_bytes = [], 0
 
     def result(self) -> Pieces:
-        return tuple(each.result() if isinstance(each, Future) else each for each in self._found)
+        # The last of them here: short files need no other thread.
+        self._found.append(_hash_all(self._batch))
+        self._batch, self._batch_bytes = [], 0
+        return tuple(chain.from_iterable(each.result() if isinstance(each, Future) else each for each in self._found))
 
 
 def cut(data: Buffer, sizes: Iterable[int] | None = None) -> Iterator[memoryview]:
@@ -127,8 +140,8 @@ def is_older_scheme(digest: str) -> bool:
     return not digest.startswith(SCHEME)
 
 
-def _hash(view: memoryview) -> Piece:
-    return Piece(view.nbytes, hashlib.sha256(view).hexdigest())
+def _hash_all(batch: Iterable[memoryview]) -> list[Piece]:
+    return [Piece(view.nbytes, hashlib.sha256(view).hexdigest()) for view in batch]
 
 
 @cache

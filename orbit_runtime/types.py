@@ -251,8 +251,8 @@ class AdapterSink(AdapterMemory, Protocol):
     def write(self, name: str, size: int, pieces: Iterable[Buffer]) -> Pieces:
         """Writes one whole file of `size` bytes; returns the digest of each piece (those of `digests`, in order)."""
 
-    def fill(self, name: str, sizes: Sequence[int], write: Callable[[], None]) -> Pieces:
-        """Reserves a file, whose parts have these sizes, and calls `write`, which fills it at `places[name]`."""
+    def fill(self, name: str, sizes: Sequence[int], write: Iterable[int]) -> Pieces:
+        """Reserves a file of these parts. `write` fills it at `places[name]`, and yields how much of it is there."""
 
 
 class StateWriter(Protocol):

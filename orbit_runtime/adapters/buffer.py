@@ -17,7 +17,8 @@ import os
 import secrets
 import tempfile
 import weakref
-from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Buffer, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -28,6 +29,10 @@ from orbit_runtime.types import AdapterFiles, AdapterMemory, Trainer
 
 SMALL_BYTES = 1 << 16
 """Files up to this size are held as `bytes`: settings are parsed and compared."""
+_BLOCK_BYTES = 1 << 20
+"""Requested at a time: still in a core's cache when it is written."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux, which Python does not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +72,26 @@ class AdapterBuffer:
         assert position == start + size, f"{name} has {position - start} bytes, not {size}"
         return hasher.result()
 
-    def fill(self, name: str, sizes: Sequence[int], write: Callable[[], None]) -> Pieces:
+    def fill(self, name: str, sizes: Sequence[int], write: Iterable[int]) -> Pieces:
         """
         Raises:
             OutOfMemoryError: as from `write`; whoever fills the file raises it.
         """
         size = sum(sizes)
-        start = self.reserve(name, size)
-        write()
-        return hash_pieces(cut(read_place(self._descriptor, start, size), sizes))
+        start = self.allot(name, size)
+        if size <= SMALL_BYTES:
+            deque(write, maxlen=0)
+            return hash_pieces(cut(read_place(self._descriptor, start, size), sizes))
+        # What lies here needs no other memory while it waits.
+        hasher, hashed = PieceHasher(in_flight_bytes=size), 0
+        pieces = cut(read_place(self._descriptor, start, size), sizes)
+        for end in write:
+            while hashed < end:
+                piece = next(pieces)
+                hasher.add(piece)
+                hashed += piece.nbytes
+        assert hashed == size, f"{name} has {hashed} bytes, not {size}"
+        return hasher.result()
 
     def reserve(self, name: str, size: int) -> int:
         """The place of a file that is written later; returns its first byte."""
@@ -83,6 +99,15 @@ class AdapterBuffer:
         self.places[name] = (start, size)
         # Files are mapped separately, and a mapping starts at a page boundary.
         self._end = -(-(start + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return start
+
+    def allot(self, name: str, size: int) -> int:
+        """`reserve` for writing through a `MappedPlace`. The memory is taken only when it is written to."""
+        start = self.reserve(name, size)
+        try:
+            os.ftruncate(self._descriptor, start + size)
+        except OSError as error:
+            raise _told(error, 0, start + size) from None
         return start
 
     def files(self) -> dict[str, Buffer]:
@@ -132,17 +157,63 @@ def write_place(descriptor: int, view: memoryview, position: int, end: int) -> i
         try:
             written = os.pwrite(descriptor, view, position)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise
-            raise OutOfMemoryError(
-                f"the adapter needs {end / 2**20:.0f} MiB of this machine's memory, and {position / 2**20:.0f} MiB "
-                f"could be had: {os.strerror(error.errno).lower()}",
-                where="publish",
-                fix="give the run more memory, or lower spec.adapter's rank or block size",
-            ) from None
+            raise _told(error, position, end) from None
         position += written
         view = view[written:]
     return position
+
+
+def _told(error: OSError, position: int, end: int) -> OSError | OutOfMemoryError:
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EFAULT):
+        return error
+    return OutOfMemoryError(
+        f"the adapter needs {end / 2**20:.0f} MiB of this machine's memory, and {position / 2**20:.0f} MiB "
+        f"could be had: {os.strerror(error.errno).lower()}",
+        where="publish",
+        fix="give the run more memory, or lower spec.adapter's rank or block size",
+    )
+
+
+class MappedPlace:
+    """A place to write to without system calls, which the kernel makes one after the other for all writers of a memory.
+
+    Its pages are requested before they are written to: what a machine without memory answers then is an error, and not
+    a signal that ends the process. No view of it may be left when the memory is sealed.
+    """
+
+    def __init__(self, descriptor: int, start: int, size: int) -> None:
+        """Args: descriptor: open for reading and writing; the place lies within the file."""
+        self._descriptor = descriptor
+        self._offset = start % mmap.ALLOCATIONGRANULARITY
+        self._start = start - self._offset
+        self._mapping = mmap.mmap(descriptor, self._offset + size, offset=self._start)
+        self._blocks: set[int] = set()
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """The bytes from `begin` to `end` of this place, to be written.
+
+        Raises:
+            OutOfMemoryError: this machine has no memory left for them.
+        """
+        first, last = self._offset + begin, self._offset + end
+        for block in range(first // _BLOCK_BYTES, -(-last // _BLOCK_BYTES)):
+            if block not in self._blocks:
+                self._request(block * _BLOCK_BYTES)
+                self._blocks.add(block)
+        return memoryview(self._mapping)[first:last]
+
+    def _request(self, begin: int) -> None:
+        size = min(_BLOCK_BYTES, len(self._mapping) - begin)
+        try:
+            try:
+                self._mapping.madvise(_POPULATE_WRITE, begin, size)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Before Linux 5.14. This takes them too, but one writer after the other.
+                os.posix_fallocate(self._descriptor, self._start + begin, size)
+        except OSError as error:
+            raise _told(error, self._start + begin, self._start + len(self._mapping)) from None
 
 
 def read_place(descriptor: int, start: int, size: int) -> Buffer:

@@ -34,11 +34,10 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         sizes = [tensor.numel() for tensor in tensors]
-        # Rounded where it is to lie: at no time are all of them there in fp32 once more.
-        narrow = torch.empty(sum(sizes), dtype=torch.bfloat16, device=tensors[0].device)
-        for part, tensor in zip(narrow.split_with_sizes(sizes), tensors, strict=True):
-            part.copy_(tensor.reshape(-1))
-        parts = narrow.to(dtype).split_with_sizes(sizes)
+        parts = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device).split_with_sizes(sizes)
+        for part, tensor in zip(parts, tensors, strict=True):
+            # Rounded where it is to lie: at no time are all of them there once more, be it in fp32 or in BF16.
+            part.copy_(tensor.reshape(-1) if dtype == torch.bfloat16 else tensor.reshape(-1).to(torch.bfloat16))
         return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
 
     @staticmethod

@@ -25,6 +25,8 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _NARROW = torch.bfloat16.itemsize
 _OWN_PAGES_BYTES = 1 << 20
 """Temporary memory of at least this size gets pages of its own; see `_rounded`."""
+_CACHED_BYTES = 1 << 20
+"""Of values on the host, converted at a time: what one operation writes is in a core's cache for the next."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -89,7 +91,9 @@ def dump_narrowed(tensors: Mapping[str, Tensor]) -> bytes:
     return dump(narrow, torch.bfloat16 if is_narrow and tensors else torch.float32)
 
 
-def runs(tensors: Iterable[Tensor], convert: Callable[[Tensor], Tensor], itemsize: int) -> Iterator[memoryview]:
+def runs(
+    tensors: Iterable[Tensor], convert: Callable[[Tensor], Tensor], itemsize: int, *, host_group: int = PIECE_BYTES
+) -> Iterator[memoryview]:
     """The bytes of each tensor, little-endian, in pieces as defined in `digests`.
 
     Small tensors are converted and copied from their device many at a time, large ones in parts.
@@ -97,13 +101,14 @@ def runs(tensors: Iterable[Tensor], convert: Callable[[Tensor], Tensor], itemsiz
     Args:
         convert: function of one-dimensional values.
         itemsize: bytes per value by which large tensors are split; at most four.
+        host_group: bytes of small tensors that are converted together, if they are on the host.
     """
-    for group in _groups(tensors):
+    for group in _groups(tensors, host_group):
         if isinstance(group, Tensor):
             for part in group.detach().reshape(-1).split(PIECE_BYTES // itemsize):
                 yield _bytes(convert(part))
             continue
-        values = convert(flat(group))
+        values = convert(_adjacent(group))
         data, position = _bytes(values), 0
         for tensor in group:
             end = position + tensor.numel() * values.element_size()
@@ -133,7 +138,7 @@ def tensor_pieces[K](tensors: Iterable[tuple[K, Tensor]]) -> dict[K, Pieces]:
             counts[name] = -(-tensor.numel() * _NARROW // PIECE_BYTES)
             yield tensor
 
-    pieces = iter(hash_pieces(runs(counted(), narrow_where_exact, _NARROW)))
+    pieces = iter(hash_pieces(runs(counted(), narrow_where_exact, _NARROW, host_group=_CACHED_BYTES)))
     return {name: tuple(islice(pieces, count)) for name, count in counts.items()}
 
 
@@ -203,17 +208,34 @@ def build_header(ordered: Mapping[str, Sequence[int]], dtype: torch.dtype, metad
     return len(text).to_bytes(8, "little") + text
 
 
-def _groups(tensors: Iterable[Tensor]) -> Iterator[Tensor | list[Tensor]]:
-    """In order: a large tensor alone, small ones together until they fill a piece."""
+def _adjacent(tensors: Sequence[Tensor]) -> Tensor:
+    """`flat`, without a copy if the tensors follow each other in memory, as the rows of one tensor do."""
+    first, size = tensors[0].detach(), 0
+    for tensor in tensors:
+        if not (
+            tensor.is_contiguous()
+            and tensor.dtype == first.dtype
+            and tensor.device == first.device
+            and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and tensor.storage_offset() == first.storage_offset() + size
+        ):
+            return flat(tensors)
+        size += tensor.numel()
+    return first.as_strided((size,), (1,))
+
+
+def _groups(tensors: Iterable[Tensor], host_group: int = PIECE_BYTES) -> Iterator[Tensor | list[Tensor]]:
+    """In order: a large tensor alone, small ones together until they fill a piece or a group."""
     group: list[Tensor] = []
     size = 0
     for tensor in tensors:
         # Whatever the target dtype, a value has at most four bytes.
         num_bytes = 4 * tensor.numel()
-        if group and size + num_bytes > PIECE_BYTES:
+        limit = host_group if tensor.device.type == "cpu" else PIECE_BYTES
+        if group and size + num_bytes > limit:
             yield group
             group, size = [], 0
-        if num_bytes > PIECE_BYTES:
+        if num_bytes > limit:
             yield tensor
         elif num_bytes:
             group.append(tensor)

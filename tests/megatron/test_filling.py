@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from functools import partialmethod
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.megatron import outline, trainer
 from orbit_runtime.training.megatron.groups import Sizes
-from orbit_runtime.training.megatron.outline import DividedFile, Entry, Held, build_divided, held_runs
+from orbit_runtime.training.megatron.outline import DividedFile, Entry, Held, Window, build_divided, held_runs
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from tests.fakes.held_state import hold_state
@@ -112,7 +111,7 @@ def test_windows_that_begin_within_a_tensor_and_ranks_elsewhere_give_the_same_fi
         assert score == one.score(tokens)[0].applied_digest
 
         # A window for each piece.
-        monkeypatch.setattr(DividedFile, "windows", partialmethod(DividedFile.windows, limit=1))
+        monkeypatch.setattr(DividedFile, "windows", windows_of(1))
         assert publishable(many, 1).digest == published.digest
         assert many.score(tokens)[0].applied_digest == score
 
@@ -141,10 +140,13 @@ def test_a_state_is_taken_from_windows_that_end_within_tensors(
     step(many, 0)
     trained = hold_state(many)
     monkeypatch.setattr(outline, "PIECE_BYTES", 600)
-    monkeypatch.setattr(DividedFile, "windows", partialmethod(DividedFile.windows, limit=1000))
+    monkeypatch.setattr(DividedFile, "windows", windows_of(1000))
     if is_elsewhere:
         monkeypatch.setattr(trainer, "opening_of", lambda memory: Opening("/proc/self/mem", "/memfd:elsewhere"))
+    many.score((5, 9, 3, 77))
+    assert min(ranks.call(count_applied)) > 0
     step(many, 1)
+    assert ranks.call(count_applied) == [0, 0], "what a proof applied is not held during the next update"
     after = hold_state(many)
     assert after != trained
     for state in (trained, untrained, after):
@@ -168,6 +170,10 @@ def write_nothing(groups: object, rank: int) -> None:
         rank_here()._owns = lambda key: False  # type: ignore[method-assign]
 
 
+def count_applied(groups: object) -> int:
+    return len(rank_here()._applied)
+
+
 def test_memory_that_was_given_back_is_not_written_to() -> None:
     memory = AdapterBuffer()
     opening = opening_of(memory)
@@ -176,6 +182,11 @@ def test_memory_that_was_given_back_is_not_written_to() -> None:
     del memory
     with pytest.raises(OSError, match=r"given back|No such file"), opened(opening, os.O_WRONLY):
         pass
+
+
+def windows_of(limit: int) -> Callable[..., Iterator[Window]]:
+    honest = DividedFile.windows
+    return lambda file, _asked=0: honest(file, limit)
 
 
 def on_ranks(ranks: World, root: Path, case: Case) -> MegatronTrainer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -118,7 +119,7 @@ class DividedFile:
     """Sorted by name."""
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Bytes of the header and of each tensor."""
         return [len(self.header), *(math.prod(entry.shape) * self.dtype.itemsize for entry in self.entries)]
@@ -206,11 +207,12 @@ def spans(runs: Runs, own: Tensor, position: int, end: int, size: int) -> Iterat
         size: bytes of a value.
     """
     # Masters and moments are contiguous, so these are views of them.
-    own_RL = own.contiguous().view(len(runs.starts), runs.length)
-    for row, first in zip(own_RL, position + runs.starts * size, strict=True):
-        begin, stop = max(int(first), 0), min(int(first) + runs.length * size, end)
+    values, length = own.contiguous().view(-1), runs.length
+    for number, first in enumerate((position + runs.starts * size).tolist()):
+        begin, stop = max(first, 0), min(first + length * size, end)
         if begin < stop:
-            yield begin, row[(begin - int(first)) // size : (stop - int(first)) // size]
+            origin = number * length - first // size
+            yield begin, values[origin + begin // size : origin + stop // size]
 
 
 def split_entries(what: What, key: str, source: str, held: Held, shape: tuple[int, ...]) -> list[Entry]:

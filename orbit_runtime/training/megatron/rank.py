@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.buffer import Opening, opened, read_place, write_place
+from orbit_runtime.adapters.buffer import MappedPlace, Opening, opened, read_place
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
@@ -156,6 +156,8 @@ class MegatronRank:
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         """Returns the same numbers on every rank."""
         note(step=self._updater.steps + 1)
+        # Only for `explain`; the passes need the memory for what they round.
+        self._applied = {}
         return self._updater.update(samples_D)
 
     def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
@@ -171,7 +173,7 @@ class MegatronRank:
     def score(self, token_ids_T: Sequence[int]) -> RankScore:
         """Every replica scores the same tokens: with the masters rounded as for publishing, and with the bare base."""
         first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
-        policy = self.policy
+        policy, self._applied = self.policy, {}
         batch = policy.pack([Branch(0, first, rest)])
         with torch.no_grad():
             with policy.injected.selection.use(TRAINER_SLOT), policy.traced() as trace:
@@ -206,7 +208,8 @@ class MegatronRank:
                 names = layer.held_names(kind) if isinstance(layer, AdaptedExpertLinear) else layer.file_names(kind)
                 tensors = tuple(entry.tensors[name].detach() for name in names)
                 before = applied.setdefault(f"{entry.module}.{kind}", tensors)
-                if not all(map(torch.equal, before, tensors)):
+                # Comparing a tensor with itself reads all of it.
+                if before is not tensors and not all(map(torch.equal, before, tensors)):
                     raise InternalError(f"one pass applied two different values of {entry.module}.{kind}")
         return applied
 
@@ -283,22 +286,21 @@ class MegatronRank:
         Raises:
             OutOfMemoryError: the machine has no memory left for it.
         """
-        filled = Filled()
+        filled, place = Filled(), None
         with ExitStack() as stack:
-            descriptor = None
             # On another machine than the run's process there is no such memory.
             with suppress(OSError):
-                descriptor = stack.enter_context(opened(opening, os.O_WRONLY))
+                place = MappedPlace(stack.enter_context(opened(opening, os.O_RDWR)), start, window.size)
             for spot, position, own in self._spans(window, dtype.itemsize, filled, told=True):
-                values = own.to(dtype)
-                if spot.what == "applied" and not torch.equal(values.to(own.dtype), own):
+                if spot.what == "applied" and not torch.equal(own.to(dtype).to(own.dtype), own):
                     filled.is_exact = False
-                data = values.cpu().contiguous().view(torch.uint8).numpy()
-                filled.bytes += data.nbytes
-                if descriptor is None:
-                    filled.sent.append((position, data))
+                size = own.numel() * dtype.itemsize
+                filled.bytes += size
+                if place is None:
+                    filled.sent.append((position, own.to(dtype).cpu().contiguous().view(torch.uint8).numpy()))
                 else:
-                    write_place(descriptor, memoryview(data), start + position, start + window.size)
+                    # Rounded where it is to lie.
+                    torch.frombuffer(place.view(position, position + size), dtype=dtype).copy_(own)
         return filled
 
     def take(self, window: Window, opening: Opening, start: int, data: bytes | None) -> bool:
@@ -338,6 +340,7 @@ class MegatronRank:
             size: bytes of a value in the file.
             told: leave out values that another rank writes.
         """
+        end = window.size
         for spot in window.spots:
             held = self._outline.get(spot.key)
             if held is None or ((told or spot.what in MOMENTS) and not self._owns(spot.key)):
@@ -350,7 +353,7 @@ class MegatronRank:
             elif isinstance(own, tuple):
                 own = own[0]
             if own.numel() == runs.num_values:
-                for position, span in spans(runs, own.detach(), spot.position, window.size, size):
+                for position, span in spans(runs, own.detach(), spot.position, end, size):
                     yield spot, position, span
             else:
                 filled.is_exact = False

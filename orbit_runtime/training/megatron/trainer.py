@@ -14,7 +14,7 @@ from collections import ChainMap
 from collections.abc import Buffer, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import groupby, islice
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ from orbit_runtime.errors import GateError, InternalError, UnsupportedError
 from orbit_runtime.policy.facts import PolicyFacts, join_facts
 from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.training.megatron.outline import (
+    WINDOW_BYTES,
     DividedFile,
     Entry,
     Held,
@@ -69,6 +70,8 @@ from orbit_runtime.types import (
 )
 
 WINDOW = "window"
+SHARED_WINDOWS = 16
+"""Windows of a large file that ranks write where it is read: enough to hash one while they write the next."""
 PATIENCE_SECONDS = 1800.0
 """Ranks report every layer that they begin. Longer than a collective's timeout, whose error is more specific."""
 
@@ -121,6 +124,8 @@ class MegatronTrainer:
         self._outlines = [each.outline for each in facts]
         self._held: Mapping[str, Held] = ChainMap(*[dict(outline) for outline in self._outlines])
         self._master_keys = sorted(key for key, held in self._held.items() if _module(key) == held.owner)
+        self._is_shared = False
+        """Whether every rank was able to write to this machine's memory when it last had to."""
         self._reader: StateWriter | None = None
         """Writer that may still be reading masters and moments."""
 
@@ -166,14 +171,17 @@ class MegatronTrainer:
     def publish(self, sink: AdapterSink) -> AdapterManifest:
         """Every rank writes its parts where the sink's files lie; of ranks on other machines they come through this
         process, a window at a time."""
-        self._call("prepare_publish")
+        if self._config.type == "OFT":
+            self._call("prepare_publish")
         settings = config_json(self._config, self._base_model)
         found = {CONFIG_FILE: sink.write(CONFIG_FILE, len(settings), cut(settings))}
-        for name, file in self._files().items():
-            found[name] = sink.fill(name, file.sizes, partial(self._write, file, sink, name))
+        for name, file in self._files.items():
+            found[name] = sink.fill(name, file.sizes, self._write(file, sink, name))
         return AdapterManifest(found)
 
+    @cached_property
     def _files(self) -> dict[str, DividedFile]:
+        # Made once: with experts it has 100,000 tensors and more.
         if self._config.type == "LoRA":
             return {MODEL_FILE: build_divided(map(_in_peft, self._entries("lora")), torch.bfloat16)}
         parameters, turned = map(_in_peft, self._entries("master")), self._entries("rotations")
@@ -182,12 +190,15 @@ class MegatronTrainer:
             ROTATIONS_FILE: build_divided(turned, torch.bfloat16),
         }
 
-    def _write(self, file: DividedFile, sink: AdapterSink, name: str) -> None:
+    def _write(self, file: DividedFile, sink: AdapterSink, name: str) -> Iterator[int]:
         start, size = sink.places[name]
         write_place(sink.descriptor, memoryview(file.header), start, start + size)
-        for window in file.windows():
+        yield len(file.header)
+        limit = max(WINDOW_BYTES, size // SHARED_WINDOWS) if self._is_shared else WINDOW_BYTES
+        for window in file.windows(limit):
             if not self._fill(window, file.dtype, sink, start + window.start):
                 raise InternalError(f"a rank holds other sizes than it told, from {window.spots[0].key} on")
+            yield window.start + window.size
 
     def _fill(self, window: Window, dtype: torch.dtype, memory: AdapterMemory, start: int) -> bool:
         """Whether the ranks' values are exact in `dtype` and have the expected shapes.
@@ -196,6 +207,7 @@ class MegatronTrainer:
             InternalError: the ranks' parts are not the whole window.
         """
         filled: list[Filled] = self._call("fill", window, dtype, opening_of(memory), start)
+        self._is_shared = not any(one.sent for one in filled)
         for position, data in (each for one in filled for each in one.sent):
             write_place(memory.descriptor, memoryview(data), start + position, start + window.size)
         is_exact = all(each.is_exact for each in filled)
@@ -207,7 +219,7 @@ class MegatronTrainer:
     def _read(self, window: Window, dtype: torch.dtype) -> Buffer | None:
         """A window's bytes, in memory of its own; None if they are not exact."""
         memory = AdapterBuffer()
-        start = memory.reserve(WINDOW, window.size)
+        start = memory.allot(WINDOW, window.size)
         return read_place(memory.descriptor, start, window.size) if self._fill(window, dtype, memory, start) else None
 
     def _entries(self, what: What) -> list[Entry]:
@@ -259,8 +271,12 @@ class MegatronTrainer:
             if sentences
         )
 
+    @cached_property
+    def _applied_entries(self) -> list[Entry]:
+        return self._entries("applied")
+
     def _applied_digest(self, results: Sequence[RankScore], scalings: frozenset[float | None]) -> str | None:
-        entries = self._entries("applied")
+        entries = self._applied_entries
         by_name = self._hashed_whole(results)
         file = build_divided([entry for entry in entries if entry.name not in by_name], torch.bfloat16)
         found: list[Piece] = []

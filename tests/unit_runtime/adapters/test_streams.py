@@ -7,16 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from orbit_runtime.adapters import buffer as buffer_module
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.buffer import AdapterBuffer, shared
+from orbit_runtime.adapters.buffer import AdapterBuffer, MappedPlace, shared
 from orbit_runtime.adapters.files import MODEL_FILE, file_pieces, files_digest, pieces_of
 from orbit_runtime.digests import PIECE_BYTES, cut, hash_pieces, tree_digest
+from orbit_runtime.errors import OutOfMemoryError
 from orbit_runtime.types import AdapterFiles
 
 LARGE = PIECE_BYTES // 2 + 12_345
@@ -64,6 +67,23 @@ def test_tensors_widened_from_a_file_have_the_digests_of_that_file() -> None:
     assert found != pieces_of({MODEL_FILE: data})[MODEL_FILE], "what BF16 would hide shows"
 
 
+def test_a_tensor_has_the_pieces_of_its_values_however_it_lies() -> None:
+    given = torch.randn(300, 400, generator=torch.Generator().manual_seed(1)).bfloat16()
+    laid = {"narrow": given, "wide": given.float(), "turned": given.t().contiguous().t(), "rows": given.float()[:150]}
+    found = tensorfile.tensor_pieces(laid.items())
+    assert found["narrow"] == found["wide"] == found["turned"]
+    assert found["rows"] == hash_pieces([given[:150].contiguous().view(torch.uint8).numpy()])
+    for value in (-0.0, float("nan"), 1.0 + 2.0**-20):
+        other = given.float()
+        other[299, 399] = value
+        assert tensorfile.tensor_pieces([("x", other)])["x"] != found["wide"]
+    # Rows of one tensor are not copied, whichever of them there are; others are.
+    for rows in ([*given.float()], [*given.float()][7:90], [*given.float()][::2], [*given.float()][::-1]):
+        found = tensorfile.tensor_pieces(enumerate(rows))
+        wanted = hash_pieces([row.bfloat16().view(torch.uint8).numpy() for row in rows])
+        assert tuple(piece for each in found.values() for piece in each) == wanted
+
+
 def test_a_file_that_another_program_wrote_has_a_digest_too() -> None:
     """`safetensors` orders tensors by size of dtype and name, not as we do."""
     data = save({"z": torch.zeros(3, dtype=torch.bfloat16), "a": torch.ones(2)})
@@ -90,6 +110,48 @@ def test_the_memory_holds_files_as_they_were_written_and_gives_them_without_copy
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(descriptor)
     assert files == content, "a view holds the memory"
+
+
+@pytest.mark.parametrize("sizes", [(8, 100, 3), (16, PIECE_BYTES + 4, 0, 200_000)])
+def test_a_file_that_others_fill_is_hashed_as_far_as_it_is_there(sizes: tuple[int, ...]) -> None:
+    buffer, content = AdapterBuffer(), os.urandom(sum(sizes))
+    buffer.write("before", 10, [bytes(10)])
+
+    def write() -> Iterator[int]:
+        start, end = buffer.places["a"][0], 0
+        for size in sizes:
+            os.pwrite(buffer.descriptor, content[end : end + size], start + end)
+            end += size
+            yield end
+
+    assert buffer.fill("a", sizes, write()) == hash_pieces(cut(content, sizes))
+    assert buffer.files()["a"] == content
+
+
+@pytest.mark.parametrize("advice", [buffer_module._POPULATE_WRITE, 9999], ids=["Linux 5.14", "before"])
+def test_a_mapped_place_is_written_to_and_nothing_beside_it(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
+    monkeypatch.setattr(buffer_module, "_POPULATE_WRITE", advice)
+    size = 3_000_001
+    buffer, content = AdapterBuffer(), bytearray(os.urandom(size))
+    start = buffer.allot("a", size)
+    os.pwrite(buffer.descriptor, content, start)
+    place = MappedPlace(buffer.descriptor, start + 5001, 2_500_000)
+    for begin, end in ((0, 1), (5, 5), (1_000_000, 1_100_000), (2_499_000, 2_500_000)):
+        content[5001 + begin : 5001 + end] = bytes(end - begin)
+        place.view(begin, end)[:] = bytes(end - begin)
+    with pytest.raises(OSError, match="busy"):
+        buffer.seal()
+    del place
+    assert buffer.files()["a"] == content
+
+
+def test_a_page_that_cannot_be_had_is_an_error_of_the_writer_and_no_signal() -> None:
+    buffer = AdapterBuffer()
+    place = MappedPlace(buffer.descriptor, buffer.allot("a", 4 << 20), 4 << 20)
+    place.view(0, 10)[:] = bytes(10)
+    os.ftruncate(buffer.descriptor, 1 << 20)
+    with pytest.raises(OutOfMemoryError, match="needs 4 MiB of this machine's memory, and 2 MiB could be had"):
+        place.view((2 << 20) + 7, (2 << 20) + 8)
 
 
 def test_memory_that_cannot_be_had_is_told_and_nothing_of_it_is_left() -> None:
