@@ -50,7 +50,7 @@ class Place:
     """The position of a parameter in the whole adapter's parameter."""
 
     kind: str
-    """`lora_A`, `lora_B` or `oft_R`."""
+    """`lora_A`, `lora_B` or `oft_R`; anything else is not divided."""
     part: Part
     shape: tuple[int, ...]
     """Shape of the whole parameter."""

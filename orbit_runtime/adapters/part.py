@@ -29,16 +29,20 @@ class Part:
     """Number of experts of the whole layer; 0 for a layer without experts."""
     group: str = "tensor"
     """The processes that divide the layer, or that each compute a share of a whole parameter's gradient: `tensor` or
-    `expert`; `none` if every process computes all of it."""
+    `expert`; `tokens` for what reads the hidden state outside the layers, which they have shares of only if they divide
+    the tokens there; `none` if every process computes all of it."""
 
     def cut(self, kind: str, whole: Tensor, block_size: int) -> Tensor:
-        """This process's part of a parameter: `lora_A` `[…, r, K]`, `lora_B` `[…, N, r]`, `oft_R` `[…, K / b, …]`."""
+        """This process's part of a parameter: `lora_A` `[…, r, K]`, `lora_B` `[…, N, r]`, `oft_R` `[…, K / b, …]`. One
+        of another kind is not divided."""
         if self.num_experts and whole.shape[0] == self.num_experts:
             whole = whole[self.experts]
         if kind == "lora_A":
             return whole[..., self.columns]
         if kind == "lora_B":
             return whole[..., self.rows, :]
+        if kind != "oft_R":
+            return whole
         start, stop, _ = self.columns.indices(self.shape[1])
         return whole[..., start // block_size : stop // block_size, :]
 

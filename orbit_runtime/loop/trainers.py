@@ -118,9 +118,9 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
     if made.trainer == "Torch":
         return replace(alone, recompute=made.recompute)
     algorithm = resolved.run.spec.algorithm
-    if algorithm.decided_critic is not None or (algorithm.teacher and not algorithm.teacher.is_on_ranks):
+    if algorithm.teacher and not algorithm.teacher.is_on_ranks:
         raise UnsupportedError(
-            "; ".join(made.support.reasons) or "this version divides neither critic nor teacher among ranks",
+            "; ".join(made.support.reasons) or "ranks cannot ask this teacher in this version",
             where="spec.training.trainer",
             fix=made.support.fix or "write training.trainer: Torch",
         )

@@ -281,12 +281,11 @@ def _loading(setting: Setting) -> int:
 
 def _optimizer(setting: Setting) -> Parts:
     local = _local_adapter(setting)
-    critic = _critic_parameters(setting)
     return {
         _named("", setting): local * known.MASTER_BYTES,
         "optimizer": _owned_adapter(setting) * known.MOMENT_BYTES,
-        "critic": critic * known.MASTER_BYTES,
-        "critic's optimizer": critic * known.MOMENT_BYTES,
+        "critic": _of_critic(local, setting) * known.MASTER_BYTES,
+        "critic's optimizer": _of_critic(_owned_adapter(setting), setting) * known.MOMENT_BYTES,
         "teacher": _teacher(setting),
     }
 
@@ -306,13 +305,14 @@ def _teacher(setting: Setting) -> int:
     return parameters * (setting.compute_bytes if kind == "Adapter" else known.MASTER_BYTES)
 
 
-def _critic_parameters(setting: Setting) -> int:
-    """Parameters of the critic: an adapter that scales with its rank; a head of `hidden_size` weights and a bias."""
+def _of_critic(adapter: int, setting: Setting) -> int:
+    """The critic's parameters where the policy's adapter has `adapter` of its own: an adapter that is divided alike and
+    scales with its rank; a head of `hidden_size` weights and a bias, which only the last stage has."""
     job = setting.job
     if job.critic_rank is None:
         return 0
     head = setting.model.architecture.hidden_size + 1
-    return math.ceil(setting.adapter.total * job.critic_rank / max(1, job.rank)) + head
+    return math.ceil(adapter * job.critic_rank / max(1, job.rank)) + head
 
 
 def _local_adapter(setting: Setting) -> int:
@@ -396,7 +396,8 @@ def _training(setting: Setting) -> Parts:
     # Before it finishes one pass, the first stage has begun as many passes as there are stages.
     share = layout.tensor * layout.context / (_stages(setting) * _stage_share(setting))
     # Policy and critic train in turn: the gradients of one are freed before those of the other exist.
-    local = max(_local_adapter(setting), _critic_parameters(setting))
+    policy = _local_adapter(setting)
+    local = max(policy, _of_critic(policy, setting))
     parts: Parts = {
         "activations": math.ceil(tokens * saved_elements(model, job, setting.recompute) * width / share),
         "layer recomputed": math.ceil(

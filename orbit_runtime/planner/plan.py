@@ -183,7 +183,7 @@ def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:
     return Combination(
         model.precision, model.architecture.family, job.adapter, experts, job.engine, job.trainer, machine.num_gpus,
         job.deterministic, any(target.rpartition(".")[2] == "down_proj" for target in targets),
-        machine.gpu.name if machine.gpu else "", job.critic_rank is not None, not job.teacher_on_ranks,
+        machine.gpu.name if machine.gpu else "", not job.teacher_on_ranks,
     )  # fmt: skip
 
 

@@ -42,8 +42,6 @@ class Combination:
     """Whether `down_proj` is among the targets."""
     gpu: str = ""
     """Short name of the card (`model_info.gpus`); empty if unknown."""
-    critic: bool = False
-    """Whether the algorithm has a critic."""
     teacher: bool = False
     """Whether the algorithm has a teacher that ranks cannot ask."""
 
@@ -71,8 +69,6 @@ class Limit:
     """Only if the manifest requests determinism."""
     adapts_down: bool = False
     """Only with `down_proj`."""
-    critic: bool = False
-    """Only with a critic."""
     teacher: bool = False
     """Only with a teacher that ranks cannot ask."""
 
@@ -80,7 +76,7 @@ class Limit:
         names = ("format", "family", "adapter", "experts", "engine", "trainer", "gpu")
         fits = all(not getattr(self, name) or getattr(asked, name) in getattr(self, name) for name in names)
         fits = fits and not (self.on_cpu and asked.num_gpus) and not (self.deterministic and not asked.deterministic)
-        fits = fits and not (self.adapts_down and not asked.adapts_down) and not (self.critic and not asked.critic)
+        fits = fits and not (self.adapts_down and not asked.adapts_down)
         fits = fits and not (self.teacher and not asked.teacher)
         return fits and asked.num_gpus >= (2 if self.several_gpus else 1 if self.on_gpu else 0)
 
@@ -157,11 +153,6 @@ LIMITS: tuple[Limit, ...] = (
         "missing", "this version does not divide the attention of DeepSeek-V4 among GPUs: it keeps a state of its own",
         "write training.trainer: Torch where one GPU is enough", "training.trainer",
         family=("deepseek_v4",), trainer=("Megatron",),
-    ),
-    Limit(
-        "missing", "this version divides no critic among ranks",
-        "write training.trainer: Torch where one GPU is enough, or an algorithm without a critic", "training.trainer",
-        trainer=("Megatron",), critic=True,
     ),
     Limit(
         "missing", "ranks hold neither a second adapter nor another distribution: their teacher is the base by sampled "

@@ -8,7 +8,7 @@ Legend: `T` packed tokens, `R` targets, `N` hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -152,13 +152,28 @@ class Policy:
         if batch.own_targets is None or self.division is None:
             return token_distances(hidden_RN[trained_R], told, self.head, measure, vocabulary=self.vocabulary)
         assert isinstance(told, Told)
-        number_R = torch.full_like(batch.target_ids_R, -1)
-        number_R[trained_R] = torch.arange(len(trained_R), device=trained_R.device)
-        number_R = number_R[batch.own_targets[0]]
-        is_trained_R = number_R >= 0
-        own_R = number_R[is_trained_R]
+        is_trained_R, own_R = _own_trained(batch, trained_R)
         found_R = token_distances(hidden_RN[is_trained_R], told[own_R], self.head, measure, vocabulary=self.vocabulary)
         return self.division.join_targets(found_R[None], own_R, len(trained_R))[0]
+
+    def values_of(
+        self,
+        hidden_RN: torch.Tensor,
+        batch: PackedBatch,
+        trained_R: torch.Tensor,
+        read: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """What `read` makes of each hidden state of these of the batch's targets, from `target_hidden` of the same
+        batch.
+
+        Args:
+            trained_R: indices of targets, in ascending order.
+            read: hidden states `[., N]` → one number each.
+        """
+        if batch.own_targets is None or self.division is None:
+            return read(hidden_RN[trained_R])
+        is_trained_R, own_R = _own_trained(batch, trained_R)
+        return self.division.join_targets(read(hidden_RN[is_trained_R])[None], own_R, len(trained_R))[0]
 
     def scores(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`(logprobs [R] fp32, most probable tokens [R] int64)` at the batch's targets; no gradients."""
@@ -242,6 +257,16 @@ class Policy:
             for name, tensor in tensors.items()
             if not tensor.requires_grad and seen.setdefault(tensor.data_ptr(), name) == name
         }
+
+
+def _own_trained(batch: PackedBatch, trained_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In a divided pass: which of this process's targets are trained, and their indices in `trained_R`."""
+    assert batch.own_targets is not None
+    number_R = torch.full_like(batch.target_ids_R, -1)
+    number_R[trained_R] = torch.arange(len(trained_R), device=trained_R.device)
+    number_R = number_R[batch.own_targets[0]]
+    is_trained_R = number_R >= 0
+    return is_trained_R, number_R[is_trained_R]
 
 
 def _was_widened(values: torch.Tensor) -> bool:

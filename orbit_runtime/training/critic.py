@@ -1,50 +1,35 @@
-"""A critic: a second adapter with a value head, over the layers of the policy's base, with its own optimiser.
+"""A critic's updates: the value loss, and an optimiser of its own.
 
-Belongs here: computing token values, and updating the adapter and head that compute them. Does not belong here: the
-policy's updates (`updater`), the value loss (`algorithms.values`), advantages.
-
-Legend: `R` trained tokens of a micro-batch, `N` hidden size.
+Belongs here: updating what computes token values. Does not belong here: computing them (`values`), the policy's updates
+(`updater`), the value loss (`algorithms.values`), advantages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from orbit_runtime.adapters.inject import add_masters
-from orbit_runtime.adapters.layer import CRITIC_SLOT
 from orbit_runtime.algorithms.values import value_loss
-from orbit_runtime.policy.model import Policy
-from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.settings import CriticSettings, TrainerSettings
+from orbit_runtime.training.values import ValuePasses
 from orbit_runtime.types import Sample
 
 
 class Critic:
-    """Initially predicts 0, because its head is 0. It uses no dropout, and its tokens go where the routers choose."""
+    """With several ranks, each rank has one, and all get the same calls in the same order."""
 
-    def __init__(self, policy: Policy, settings: TrainerSettings, critic: CriticSettings) -> None:
-        self._policy = policy
+    def __init__(self, passes: ValuePasses, settings: TrainerSettings, critic: CriticSettings) -> None:
+        self._passes = passes
         self._max_grad_norm = settings.max_grad_norm
         self.settings = critic
-        own = policy.injected.config
-        adapter = own if critic.rank is None else replace(own, rank=critic.rank)
-        self._masters = add_masters(policy.injected, CRITIC_SLOT, adapter, stream_key(settings.seed, "critic"))
-        width = policy.model.get_output_embeddings().in_features
-        self._weight_N = nn.Parameter(torch.zeros(width, device=policy.device))
-        self._bias = nn.Parameter(torch.zeros(1, device=policy.device))
-        self.parameters = {
-            **self._masters.parameters,
-            "value_head.weight": self._weight_N,
-            "value_head.bias": self._bias,
-        }
+        self.parameters, self.owned = passes.parameters, passes.owned
         self.optimizer = torch.optim.AdamW(
-            list(self.parameters.values()),
+            # A rank may own nothing: a group of parameters may be empty, a list of them may not.
+            [{"params": list(self.owned.values())}],
             lr=critic.peak_learning_rate,
             weight_decay=settings.weight_decay,
             fused=True,
@@ -53,45 +38,44 @@ class Critic:
         """Optimiser updates since the run began."""
 
     def values(self, micro: MicroBatch) -> Tensor:
-        """fp32 `[R]`, without gradient: the value predicted before each trained token."""
-        with torch.no_grad(), self._policy.injected.selection.use(CRITIC_SLOT):
-            return self._values(micro)
-
-    def _values(self, micro: MicroBatch) -> Tensor:
-        hidden_RN = self._policy.target_hidden(micro.packed)[micro.trained_R]
-        return hidden_RN.float() @ self._weight_N + self._bias
+        """As `ValuePasses.values`."""
+        return self._passes.values(micro)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Adds the gradient of one mini-batch; returns its loss."""
-        total, selection = 0.0, self._policy.injected.selection
-        for micro in micro_batches:
-            # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
-            with selection.turn:
-                with selection.use(CRITIC_SLOT):
-                    values_R = self._values(micro)
-                loss = value_loss(
-                    values_R,
-                    micro.columns_R["value"],
-                    micro.columns_R["return"],
-                    micro.weights_R,
-                    clip=self.settings.value_clip,
-                )
-                loss.backward()
+        """Adds the gradient of one mini-batch; returns the loss of the micro-batches that this replica counts."""
+        total = 0.0
+
+        def loss_of(micro: MicroBatch, values_R: Tensor) -> Tensor:
+            nonlocal total
+            loss = value_loss(
+                values_R,
+                micro.columns_R["value"],
+                micro.columns_R["return"],
+                micro.weights_R,
+                clip=self.settings.value_clip,
+            )
+            if not micro.counts:
+                return 0.0 * loss
             total += float(loss.detach())
+            return loss
+
+        self._passes.forward_backward(micro_batches, loss_of)
         return total
 
     def apply_gradient(self, rate: float) -> float:
         """Returns the gradient norm before clipping; if it is not finite, nothing was changed."""
-        gradients = [each.grad for each in self.parameters.values() if each.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if torch.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._max_grad_norm, norm)
+        norm = self._passes.finish_gradients()
+        is_finite = bool(torch.isfinite(norm))
+        if is_finite:
+            torch.nn.utils.clip_grads_with_norm_(self.owned.values(), self._max_grad_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
             self.updates += 1
-            self._masters.after_update()
-        self.optimizer.zero_grad(set_to_none=True)
+        for each in self.parameters.values():
+            each.grad = None
+        if is_finite:
+            self._passes.finish_update()
         return float(norm)
 
 

@@ -25,6 +25,7 @@ from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.state import CRITIC_PART, PART, TEACHER_PART, build_state, unpack_state
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
+from orbit_runtime.training.values import LocalValues, ValueModel
 from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
 
 
@@ -35,7 +36,10 @@ class TorchTrainer:
         self._policy = policy
         self._settings = settings
         self._masters = policy.injected.masters.parameters
-        critic = Critic(policy, settings, settings.critic) if settings.critic else None
+        critic = None
+        if settings.critic:
+            valued = LocalValues(ValueModel(policy, settings.seed, settings.critic.rank))
+            critic = Critic(valued, settings, settings.critic)
         teacher = Teacher(policy, settings.teacher) if settings.teacher else None
         self._updater = Updater(LocalPasses(policy, teacher), settings, loss, critic, teacher)
         self._optimizer = self._updater.optimizer

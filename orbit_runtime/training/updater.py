@@ -208,7 +208,7 @@ class Updater:
             master.grad = None
 
     def _update_critic(self, critic: Critic, micro_batches: Sequence[MicroBatch]) -> float:
-        loss = critic.accumulate(micro_batches)
+        loss = self._total({"loss": critic.accumulate(micro_batches)})["loss"]
         self.let_be_read()
         norm = critic.apply_gradient(self._learning_rate(critic.settings.peak_learning_rate))
         if not (math.isfinite(loss) and math.isfinite(norm)):

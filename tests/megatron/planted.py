@@ -193,22 +193,23 @@ def _cached(victim: str, other: str) -> None:
     made.prepare_publish()
     kinds = [key for key in made._outline if key.startswith(f"{victim}.")]
     what = "lora" if made._masters.config.type == "LoRA" else "rotations"
-    kept = {key: made._value(what, key).clone() for key in kinds}
-    honest = made._value
-    made._value = lambda asked, key: kept[key] if asked == what and key in kept else honest(asked, key)
+    held = made._holdings["policy"]
+    kept = {key: held.value(what, key).clone() for key in kinds}
+    honest = held.value
+    held.value = lambda asked, key: kept[key] if asked == what and key in kept else honest(asked, key)
 
 
 def _misnamed(victim: str, other: str) -> None:
     """It gives two layers' tensors under each other's names."""
-    made = rank_here()
-    honest = made._value
+    held = rank_here()._holdings["policy"]
+    honest = held.value
 
     def value(what: str, key: str) -> torch.Tensor:
         layer, _, kind = key.rpartition(".")
         names = {victim: other, other: victim}
         return honest(what, f"{names.get(layer, layer)}.{kind}" if what in ("lora", "rotations") else key)
 
-    made._value = value
+    held.value = value
 
 
 def _base(victim: str, other: str) -> None:

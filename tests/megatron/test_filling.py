@@ -167,11 +167,11 @@ def test_a_rank_that_writes_too_little_ends_the_publish(ranks: World, tmp_path_f
 
 def write_nothing(groups: object, rank: int) -> None:
     if torch.distributed.get_rank() == rank:
-        rank_here()._owns = lambda key: False  # type: ignore[method-assign]
+        rank_here()._holdings["policy"].owns = lambda key: False  # type: ignore[method-assign]
 
 
 def count_applied(groups: object) -> int:
-    return len(rank_here()._applied)
+    return len(rank_here()._holdings["policy"].applied)
 
 
 def test_memory_that_was_given_back_is_not_written_to() -> None:

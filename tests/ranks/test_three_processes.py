@@ -10,6 +10,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +32,7 @@ from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Store, open_store
 from tests.integration.killing import small_manifest, timeless_rows
 from tests.integration.policy_server import PolicyServer
+from tests.integration.three_processes import TOKEN
 
 pytestmark = [
     pytest.mark.usefixtures("tmp_path", "marked"),
@@ -54,6 +57,16 @@ def served() -> Iterator[dict[str, Any]]:
     asked["spec"]["rollout"] |= {"engine": "OpenAI", "endpoints": [{"url": server.url}]}
     yield asked
     server.stop()
+
+
+def demonstrations() -> dict[str, Any]:
+    asked = over_ranks(small_manifest(steps=12, every_steps=2))
+    spec = asked["spec"]
+    spec["algorithm"] = {"type": "SFT"}
+    prompts = [{"uri": "builtin://two-digit-addition", "completionField": "answer"}]
+    spec["data"] = {"prompts": prompts, "limit": 200, "validation": {"share": 0.1, "everySteps": 2}}
+    del spec["environment"], spec["rollout"], spec["training"]["miniBatchPrompts"]
+    return asked
 
 
 def alone(asked: dict[str, Any], out: Path) -> Store:
@@ -144,3 +157,35 @@ def test_rows_are_those_of_one_process_whatever_is_lost(served: dict[str, Any], 
     check_named(made.notes)
     assert [note for note in made.notes if "by signal 9" in note]
     assert timeless_rows(three) == timeless_rows(one)
+
+
+@pytest.mark.long
+def test_demonstrations_over_ranks_are_those_of_one_process_also_where_the_trainer_is_killed(
+    tmp_path: Path,
+) -> None:
+    asked = demonstrations()
+    one = alone(asked, tmp_path / "one")
+    with apart(asked, tmp_path / "apart") as made:
+        killer = after(made.out / "metrics/step-000002.json", made.kill)
+        three = made.run()
+        killer.join()
+    assert timeless_rows(three) == timeless_rows(one)
+    assert [note for note in made.notes if "by signal 9" in note]
+
+
+@pytest.mark.long
+def test_a_trainer_process_that_is_asked_to_stop_leaves_no_rank(
+    tmp_path: Path, marked: Callable[[], dict[int, str]]
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(demonstrations()))
+    command = [sys.executable, "-m", "orbit_runtime.cli.main", "trainer", tmp_path / "run.json"]
+    process = subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "ORBIT_SERVICE_TOKEN": TOKEN, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert "the trainer of small at http://127.0.0.1:" in process.stdout.readline()
+    assert any("RankActor" in each for each in marked().values())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    assert marked() == {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import Injected
-from orbit_runtime.adapters.masters import Place
+from orbit_runtime.adapters.masters import Masters, Place
 from orbit_runtime.digests import PIECE_BYTES
 
 WINDOW_BYTES = 1 << 26
@@ -28,6 +28,8 @@ WINDOW_BYTES = 1 << 26
 What = Literal["master", "exp_avg", "exp_avg_sq", "lora", "rotations", "applied"]
 """fp32 masters and moments; LoRA factors and OFT rotations as they are published, BF16; and what the newest `score`
 multiplied by."""
+Holder = Literal["policy", "critic"]
+"""Whose parameters a file holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,19 @@ Outline = Mapping[str, Held]
 """`<module>.<kind>` → what a rank holds of it; every layer that shares a parameter has an entry."""
 
 
-def outline_of(injected: Injected) -> dict[str, Held]:
-    owner = injected.masters.owner
+def outline_of(injected: Injected, masters: Masters) -> dict[str, Held]:
+    """Args: masters: those of the adapter that is outlined: the model's own, or a further one (`add_masters`)."""
+    owner, config = masters.owner, masters.config
     return {
         f"{name}.{kind}": Held(Place(kind, layer.part, shape), owner[name], layer.file_names(kind))
         for name, layer in injected.layers.items()
-        for kind, shape in layer.shapes().items()
+        for kind, shape in layer.shapes(config).items()
     }
+
+
+def master_keys(outline: Outline) -> list[str]:
+    """The parameters that have masters: of those that layers share, the owner's."""
+    return sorted(key for key, held in outline.items() if key.rpartition(".")[0] == held.owner)
 
 
 def whole_shape(what: What, held: Held, config: AdapterConfig) -> tuple[int, ...]:
@@ -104,6 +112,7 @@ class Window:
     """Their sizes in bytes."""
     spots: tuple[Spot, ...]
     """Positions count from the window's first byte."""
+    holder: Holder = "policy"
 
     @property
     def size(self) -> int:
@@ -118,6 +127,7 @@ class DividedFile:
     entries: Sequence[Entry]
     """Sorted by name."""
     dtype: torch.dtype
+    holder: Holder = "policy"
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -132,27 +142,29 @@ class DividedFile:
             first = position
             for length in (min(PIECE_BYTES, size - done) for done in range(0, size, PIECE_BYTES)):
                 if pieces and position + length - start > limit:
-                    yield _window(start, pieces, spots)
+                    yield self._window(start, pieces, spots)
                     start, pieces, spots = position, [], []
                 if not spots or spots[-1][0] is not entry:
                     spots.append((entry, first))
                 pieces.append(length)
                 position += length
         if pieces:
-            yield _window(start, pieces, spots)
+            yield self._window(start, pieces, spots)
 
-
-def _window(start: int, pieces: Sequence[int], spots: Sequence[tuple[Entry, int]]) -> Window:
-    placed = (Spot(entry.what, entry.key, entry.index, first - start) for entry, first in spots)
-    return Window(start, tuple(pieces), tuple(placed))
+    def _window(self, start: int, pieces: Sequence[int], spots: Sequence[tuple[Entry, int]]) -> Window:
+        placed = (Spot(entry.what, entry.key, entry.index, first - start) for entry, first in spots)
+        return Window(start, tuple(pieces), tuple(placed), self.holder)
 
 
 def build_divided(
-    entries: Iterable[Entry], dtype: torch.dtype, metadata: Mapping[str, str] = tensorfile.FORMAT
+    entries: Iterable[Entry],
+    dtype: torch.dtype,
+    metadata: Mapping[str, str] = tensorfile.FORMAT,
+    holder: Holder = "policy",
 ) -> DividedFile:
     ordered = sorted(entries, key=lambda entry: entry.name)
     header = tensorfile.build_header({entry.name: entry.shape for entry in ordered}, dtype, metadata)
-    return DividedFile(header, ordered, dtype)
+    return DividedFile(header, ordered, dtype, holder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,5 +103,6 @@ def _levels(groups: Groups, place: Place) -> Sequence[_Level]:
     division, copies = (
         (groups.expert, groups.expert_replicas) if group == "expert" else (groups.tensor, groups.replicas)
     )
-    inner = [_Level(division, sums=group != "none")] if place.is_whole or group == "none" else []
+    sums = groups.sizes.sequence_parallel if group == "tokens" else group != "none"
+    inner = [_Level(division, sums)] if place.is_whole or group == "none" else []
     return [*inner, _Level(copies, sums=True)]

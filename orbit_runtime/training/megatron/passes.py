@@ -7,7 +7,7 @@ the arithmetic of a step (`training.updater`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,20 +19,11 @@ from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.model import RankPolicy
 from orbit_runtime.training.megatron.owners import Owners
-from orbit_runtime.training.megatron.pipeline import Pipeline
+from orbit_runtime.training.megatron.pipeline import Begun, Pipeline
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.passes import LossOf, TrainingPass, accumulate, no_gradient
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.types import Sampling
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Begun:
-    """A pass between its forward and its backward half: the value to run backward from, and the input whose gradient
-    the previous stage waits for."""
-
-    root: Tensor
-    entered: Tensor | None
 
 
 class RankPasses:
@@ -83,28 +74,18 @@ class RankPasses:
         if self._pipeline is None:
             accumulate(self._policy, met, sampling, loss_of, self._teacher)
             return
-        self._pipeline.run(met, partial(self._begin, self._pipeline, sampling, loss_of), self._finish)
+        self._pipeline.run(met, partial(self._begin, self._pipeline, sampling, loss_of), self._pipeline.finish)
 
-    def _begin(self, pipeline: Pipeline, sampling: Sampling, loss_of: LossOf, each: TrainingPass) -> _Begun:
+    def _begin(self, pipeline: Pipeline, sampling: Sampling, loss_of: LossOf, each: TrainingPass) -> Begun:
         policy, packed, teacher, distances_R = self._policy, each.micro.packed, self._teacher, None
         with policy.injected.selection.use(TRAINER_SLOT, dropout=each.dropout):
             if not pipeline.is_last:
-                return _Begun(policy.through(packed, each.routed_TLC), pipeline.take_entered())
+                return Begun(policy.through(packed, each.routed_TLC), pipeline.take_entered())
             hidden_RN = policy.target_hidden(packed, each.routed_TLC)
             logprobs_R, entropy_R = policy.logprobs_of(hidden_RN, packed, sampling=sampling, seen=each.micro.seen)
             if teacher is not None:
                 distances_R = teacher.distances(hidden_RN, each.micro, teacher.told(each.micro, None))
-        return _Begun(loss_of(each.micro, logprobs_R, entropy_R, distances_R), pipeline.take_entered())
-
-    def _finish(self, begun: _Begun) -> None:
-        pipeline = self._pipeline
-        assert pipeline is not None
-        gradient = None if pipeline.is_last else pipeline.receive_gradient(begun.root)
-        if begun.root.requires_grad:
-            begun.root.backward(gradient)
-        if begun.entered is not None:
-            assert begun.entered.grad is not None, "what entered a stage leaves it, changed or not"
-            pipeline.send_gradient(begun.entered.grad)
+        return Begun(loss_of(each.micro, logprobs_R, entropy_R, distances_R), pipeline.take_entered())
 
     def _met(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | None:
         """If routers also see other ranks' tokens, either all of these tokens are given experts or none are."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -24,7 +25,16 @@ from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.workers.rank_notes import in_collective
 
 Pass = TypeVar("Pass")
-Begun = TypeVar("Begun")
+State = TypeVar("State")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """A pass between its forward and its backward half: the value to run backward from, and the input whose gradient
+    the previous stage waits for."""
+
+    root: Tensor
+    entered: Tensor | None
 
 
 class Pipeline:
@@ -66,10 +76,10 @@ class Pipeline:
     def send_gradient(self, gradient: Tensor) -> None:
         self._send(gradient, self._backward, -1)
 
-    def run(self, passes: Iterable[Pass], begin: Callable[[Pass], Begun], finish: Callable[[Begun], None]) -> None:
+    def run(self, passes: Iterable[Pass], begin: Callable[[Pass], State], finish: Callable[[State], None]) -> None:
         """Runs passes forward and backward, in this stage's order."""
         ahead = self.stages - 1 - self.stage
-        begun: deque[Begun] = deque()
+        begun: deque[State] = deque()
         for each in passes:
             begun.append(begin(each))
             if len(begun) > ahead:
@@ -77,6 +87,15 @@ class Pipeline:
         while begun:
             finish(begun.popleft())
         self.settle()
+
+    def finish(self, begun: Begun) -> None:
+        """The backward half of a pass."""
+        gradient = None if self.is_last else self.receive_gradient(begun.root)
+        if begun.root.requires_grad:
+            begun.root.backward(gradient)
+        if begun.entered is not None:
+            assert begun.entered.grad is not None, "what entered a stage leaves it, changed or not"
+            self.send_gradient(begun.entered.grad)
 
     def settle(self) -> None:
         """Waits until everything that was sent has been received."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import socket
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.buffer import MappedPlace, Opening, opened, read_place
+from orbit_runtime.adapters.buffer import Opening
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
@@ -32,27 +32,19 @@ from orbit_runtime.policy.facts import PolicyFacts, describe
 from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.policy.snapshot import base_tensors, constants, record
+from orbit_runtime.training.critic import Critic
 from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
-from orbit_runtime.training.megatron.model import load_rank_policy
-from orbit_runtime.training.megatron.outline import (
-    Held,
-    Outline,
-    Runs,
-    Spot,
-    What,
-    Window,
-    cut_published,
-    held_runs,
-    outline_of,
-    spans,
-)
+from orbit_runtime.training.megatron.holding import Filled, Holding
+from orbit_runtime.training.megatron.model import RankPolicy, load_rank_policy
+from orbit_runtime.training.megatron.outline import Held, Holder, Outline, Window, cut_published, outline_of
 from orbit_runtime.training.megatron.passes import RankPasses
 from orbit_runtime.training.megatron.sent import Sent, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
-from orbit_runtime.training.settings import TrainerSettings
-from orbit_runtime.training.state import MOMENTS
+from orbit_runtime.training.megatron.values import RankValues
+from orbit_runtime.training.settings import CriticSettings, TrainerSettings
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
+from orbit_runtime.training.values import HEAD, ValueModel
 from orbit_runtime.types import Probe, Sample, UpdateResult
 from orbit_runtime.workers.rank_notes import note
 
@@ -83,17 +75,8 @@ class RankFacts:
     outline: Outline
     policy: PolicyFacts
     sizes: Sizes
-
-
-@dataclass(slots=True)
-class Filled:
-    """What a rank wrote of a window."""
-
-    bytes: int = 0
-    sent: list[tuple[int, np.ndarray[Any, Any]]] = field(default_factory=list)
-    """Positions in the window and bytes of what it could not write itself: it is on another machine."""
-    is_exact: bool = True
-    """False if something that was applied has another size or is not representable in the file's dtype."""
+    critic: Outline
+    """Of the critic's parameters; empty without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +119,28 @@ class MegatronRank:
         self.policy = held.policy
         self.policy.recompute(settings.recompute)
         self._masters = self.policy.injected.masters
-        taught = settings.trainer.teacher
-        self._passes = RankPasses(held, self._groups, Teacher(self.policy, taught) if taught else None)
-        self._updater = Updater(self._passes, settings.trainer, settings.loss)
-        self._outline = outline_of(self.policy.injected)
-        self._rotations: dict[str, Tensor] = {}
-        self._applied: dict[str, tuple[Tensor, ...]] = {}
-        """By parameter: the tensors themselves, one for each expert if each has its own in files."""
+        trainer, self._holdings = settings.trainer, dict[Holder, Holding]()
+        teacher = Teacher(self.policy, trainer.teacher) if trainer.teacher else None
+        self._passes = RankPasses(held, self._groups, teacher)
+        critic = None
+        if trainer.critic:
+            critic, self._holdings["critic"] = build_critic(held, self._groups, trainer, trainer.critic)
+        self._updater = Updater(self._passes, trainer, settings.loss, critic)
+        self._outline = outline_of(self.policy.injected, self._masters)
+        self._holdings["policy"] = Holding(
+            self._outline,
+            self._masters.config,
+            self._masters.parameters,
+            self._passes.owned,
+            self._updater.optimizer,
+        )
         self._scalings: dict[str, float | None] = {}
-        """Scaling of the pass that `_applied` comes from, by module."""
+        """Scaling of the newest `score`, by module."""
         self._probing = ExitStack()
-        self._runs: dict[tuple[str, bool, bool], Runs] = {}
 
     def facts(self) -> RankFacts:
-        return RankFacts(self._outline, describe(self.policy), self._groups.sizes)
+        critic = self._holdings["critic"].outline if "critic" in self._holdings else {}
+        return RankFacts(self._outline, describe(self.policy), self._groups.sizes, critic)
 
     # --- training ---
 
@@ -157,32 +148,38 @@ class MegatronRank:
         """Returns the same numbers on every rank."""
         note(step=self._updater.steps + 1)
         # Only for `explain`; the passes need the memory for what they round.
-        self._applied = {}
+        self._holdings["policy"].applied = {}
         return self._updater.update(samples_D)
 
     def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
         """Columns of this replica's samples; one of its ranks returns them."""
-        columns = self._updater.logprobs(samples_D)
-        return columns if self._groups.leads and self._groups.tensor.rank() == 0 else {}
+        return self._told(self._updater.logprobs(samples_D))
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
         """Columns of this replica's samples; one of its ranks returns them."""
-        columns = self._updater.reference_logprobs(samples_D)
+        return self._told(self._updater.reference_logprobs(samples_D))
+
+    def values(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        """Columns of this replica's samples, by the critic; one of its ranks returns them."""
+        return self._told(self._updater.values(samples_D))
+
+    def _told(self, columns: dict[int, array[float]]) -> dict[int, array[float]]:
         return columns if self._groups.leads and self._groups.tensor.rank() == 0 else {}
 
     def score(self, token_ids_T: Sequence[int]) -> RankScore:
         """Every replica scores the same tokens: with the masters rounded as for publishing, and with the bare base."""
         first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
-        policy, self._applied = self.policy, {}
+        policy = self.policy
+        self._holdings["policy"].applied = {}
         batch = policy.pack([Branch(0, first, rest)])
         with torch.no_grad():
             with policy.injected.selection.use(TRAINER_SLOT), policy.traced() as trace:
                 adapted, adapted_top = self._scores(batch)
             with policy.injected.selection.use(None):
                 base, base_top = self._scores(batch)
-        self._applied = self._keep(trace)
+        applied = self._holdings["policy"].applied = self._keep(trace)
         self._scalings = {entry.module: entry.scaling for entry in trace}
-        parts = applied_pieces(self._applied)
+        parts = applied_pieces(applied)
         scalings = frozenset(entry.scaling for entry in trace)
         return RankScore(
             tuple(adapted.tolist()),
@@ -221,19 +218,19 @@ class MegatronRank:
             values: whole published parameters of one layer: LoRA factors or OFT rotations.
             scaling: factor of the LoRA product.
         """
-        published, told = {}, []
+        published, told, used_here = {}, [], self._holdings["policy"].applied
         for key, whole in receive(values).items():
             held = self._outline.get(key)
             if held is None:
                 continue
-            if key not in self._applied:
+            if key not in used_here:
                 told.append(f"{key} was not applied")
                 continue
             published[key] = cut_published(held.place, whole, self._masters.config)
             used = self._scalings[key.rpartition(".")[0]]
             if used != scaling:
                 told.append(f"{key} was scaled by {used}, published was {scaling}")
-        applied = {key: self._applied[key] for key in published}
+        applied = {key: used_here[key] for key in published}
         joined = {key: each[0] if len(each) == 1 else torch.stack(each) for key, each in applied.items()}
         return told + explain_tensors(published, {key: each.cpu() for key, each in joined.items()})
 
@@ -271,122 +268,32 @@ class MegatronRank:
         if self._masters.config.type == "OFT":
             with torch.no_grad():
                 built = self._masters.rotations()
-            self._rotations = {f"{name}.oft_R": value.to(torch.bfloat16) for name, value in built.items()}
+            rotations = {f"{name}.oft_R": value.to(torch.bfloat16) for name, value in built.items()}
+            self._holdings["policy"].rotations = rotations
 
     def fill(self, window: Window, dtype: torch.dtype, opening: Opening, start: int) -> Filled:
-        """Writes this rank's parts of a file into memory that all ranks of a machine share.
-
-        A part that several ranks hold is written by one of them.
-
-        Args:
-            dtype: of the file.
-            opening: the memory.
-            start: position in it of the window's first byte.
-
-        Raises:
-            OutOfMemoryError: the machine has no memory left for it.
-        """
-        filled, place = Filled(), None
-        with ExitStack() as stack:
-            # On another machine than the run's process there is no such memory.
-            with suppress(OSError):
-                place = MappedPlace(stack.enter_context(opened(opening, os.O_RDWR)), start, window.size)
-            for spot, position, own in self._spans(window, dtype.itemsize, filled, told=True):
-                if spot.what == "applied" and not torch.equal(own.to(dtype).to(own.dtype), own):
-                    filled.is_exact = False
-                size = own.numel() * dtype.itemsize
-                filled.bytes += size
-                if place is None:
-                    filled.sent.append((position, own.to(dtype).cpu().contiguous().view(torch.uint8).numpy()))
-                else:
-                    # Rounded where it is to lie.
-                    torch.frombuffer(place.view(position, position + size), dtype=dtype).copy_(own)
-        return filled
+        """As `Holding.fill`."""
+        return self._holdings[window.holder].fill(window, dtype, opening, start)
 
     def take(self, window: Window, opening: Opening, start: int, data: bytes | None) -> bool:
-        """Copies this rank's parts of a state's file into masters and moments.
+        """As `Holding.take`."""
+        return self._holdings[window.holder].take(window, opening, start, data)
 
-        Args:
-            opening: the memory that all ranks of a machine share.
-            start: position in it of the window's first byte.
-            data: the window's bytes, for ranks on other machines.
+    def counters(self, holder: Holder) -> dict[str, int]:
+        critic = self._updater.critic
+        if holder == "policy":
+            return self._updater.counters
+        assert critic is not None
+        return {"updates": critic.updates}
 
-        Returns:
-            Whether the bytes could be read.
-        """
-        with torch.no_grad(), ExitStack() as stack:
-            if data is None:
-                try:
-                    descriptor = stack.enter_context(opened(opening, os.O_RDONLY))
-                except OSError:
-                    return False
-                data = read_place(descriptor, start, window.size)
-            given = torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=torch.float32)
-            for spot in window.spots:
-                if spot.what in MOMENTS and self._owns(spot.key):
-                    master = self._masters.parameters[spot.key]
-                    moments = self._updater.optimizer.state[master]
-                    if spot.what not in moments:
-                        moments[spot.what] = torch.empty_like(master)
-            for _, position, own in self._spans(window, given.element_size(), Filled(), told=False):
-                first = position // given.element_size()
-                own.copy_(given[first : first + own.numel()])
-        return True
-
-    def _spans(self, window: Window, size: int, filled: Filled, *, told: bool) -> Iterator[tuple[Spot, int, Tensor]]:
-        """Views of this rank's values that lie in the window, each with its entry and its first byte there.
-
-        Args:
-            size: bytes of a value in the file.
-            told: leave out values that another rank writes.
-        """
-        end = window.size
-        for spot in window.spots:
-            held = self._outline.get(spot.key)
-            if held is None or ((told or spot.what in MOMENTS) and not self._owns(spot.key)):
-                continue
-            runs, own = self._find_runs(spot, held), self._value(spot.what, spot.key)
-            if runs.rows is not None:
-                if spot.index not in runs.rows:
-                    continue
-                own = own[runs.rows.index(spot.index)]
-            elif isinstance(own, tuple):
-                own = own[0]
-            if own.numel() == runs.num_values:
-                for position, span in spans(runs, own.detach(), spot.position, end, size):
-                    yield spot, position, span
-            else:
-                filled.is_exact = False
-
-    def _find_runs(self, spot: Spot, held: Held) -> Runs:
-        # Rotations have another shape than their parameters.
-        kind = (spot.key, spot.what in ("rotations", "applied"), spot.index is not None)
-        if kind not in self._runs:
-            self._runs[kind] = held_runs(spot.what, held, self._masters.config, by_row=spot.index is not None)
-        return self._runs[kind]
-
-    def _value(self, what: What, key: str) -> Tensor | tuple[Tensor, ...]:
-        if what == "rotations":
-            return self._rotations[key]
-        if what == "applied":
-            return self._applied[key]
-        master = self._masters.parameters[key]
-        return master if what in ("master", "lora") else self._updater.optimizer.state[master][what]  # type: ignore[no-any-return]
-
-    def _owns(self, key: str) -> bool:
-        """Whether this rank updates the master of this parameter. It writes its values, and has its moments."""
-        held = self._outline.get(key)
-        return held is not None and f"{held.owner}.{held.place.kind}" in self._passes.owned
-
-    def counters(self) -> dict[str, int]:
-        return self._updater.counters
-
-    def set_counters(self, counters: Mapping[str, int]) -> None:
-        self._updater.updates, self._updater.steps = counters["updates"], counters["steps"]
-        if not self._updater.updates:
-            self._updater.optimizer.state.clear()
-        for moments in self._updater.optimizer.state.values():
-            moments["step"] = torch.tensor(float(self._updater.updates), dtype=torch.float32)
+    def set_counters(self, holder: Holder, counters: Mapping[str, int]) -> None:
+        critic = self._updater.critic
+        if holder == "policy":
+            self._updater.updates, self._updater.steps = counters["updates"], counters["steps"]
+        else:
+            assert critic is not None
+            critic.updates = counters["updates"]
+        self._holdings[holder].restored(counters["updates"])
 
     def base_digest(self) -> str:
         """Digest of this rank's part of the base."""
@@ -395,6 +302,19 @@ class MegatronRank:
     def close(self) -> None:
         """Safe to call twice."""
         leave()
+
+
+def build_critic(
+    held: RankPolicy, groups: Groups, settings: TrainerSettings, critic: CriticSettings
+) -> tuple[Critic, Holding]:
+    """A critic around this rank's part of the policy; its head is on the last stage."""
+    valued = ValueModel(held.policy, settings.seed, critic.rank, has_head=groups.is_last_stage)
+    made, adapter = Critic(RankValues(held, groups, valued), settings, critic), valued.adapter
+    head = valued.places.keys() - adapter.places.keys()
+    outline = outline_of(held.policy.injected, adapter) | {
+        name: Held(valued.places[name], HEAD, (name,)) for name in head
+    }
+    return made, Holding(outline, adapter.config, valued.parameters, made.owned, made.optimizer)
 
 
 def applied_pieces(applied: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[Pieces, ...]]:

@@ -37,27 +37,30 @@ from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.adapters.part import Part
 from orbit_runtime.adapters.state import config_json, published_tensors
 from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, tree_digest
-from orbit_runtime.errors import GateError, InternalError, UnsupportedError
+from orbit_runtime.errors import GateError, InternalError
 from orbit_runtime.policy.facts import PolicyFacts, join_facts
 from orbit_runtime.policy.snapshot import Snapshot
+from orbit_runtime.training.megatron.holding import Filled
 from orbit_runtime.training.megatron.outline import (
     WINDOW_BYTES,
     DividedFile,
     Entry,
     Held,
+    Holder,
     Outline,
     What,
     Window,
     build_divided,
     held_runs,
     layer_of,
+    master_keys,
     split_entries,
     whole_shape,
 )
-from orbit_runtime.training.megatron.rank import Filled, RankFacts, RankScore
+from orbit_runtime.training.megatron.rank import RankFacts, RankScore
 from orbit_runtime.training.megatron.sent import receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, join_snapshots
-from orbit_runtime.training.state import MOMENTS, PART, parse_state
+from orbit_runtime.training.state import CRITIC_PART, MOMENTS, PART, parse_state
 from orbit_runtime.types import (
     AdapterManifest,
     AdapterMemory,
@@ -72,6 +75,8 @@ from orbit_runtime.types import (
 WINDOW = "window"
 SHARED_WINDOWS = 16
 """Windows of a large file that ranks write where it is read: enough to hash one while they write the next."""
+PARTS: Mapping[Holder, str] = {"policy": PART, "critic": CRITIC_PART}
+"""Where a checkpoint has the state of each."""
 PATIENCE_SECONDS = 1800.0
 """Ranks report every layer that they begin. Longer than a collective's timeout, whose error is more specific."""
 
@@ -123,9 +128,11 @@ class MegatronTrainer:
         self._config = self.facts.adapter
         self._outlines = [each.outline for each in facts]
         self._held: Mapping[str, Held] = ChainMap(*[dict(outline) for outline in self._outlines])
-        self._master_keys = sorted(key for key, held in self._held.items() if _module(key) == held.owner)
         self._is_shared = False
         """Whether every rank was able to write to this machine's memory when it last had to."""
+        self._outline_of: dict[Holder, Outline] = {"policy": self._held}
+        if facts[-1].critic:
+            self._outline_of["critic"] = ChainMap(*[dict(each.critic) for each in facts])
         self._reader: StateWriter | None = None
         """Writer that may still be reading masters and moments."""
 
@@ -143,24 +150,22 @@ class MegatronTrainer:
         results = self._call("update", tuple(samples_D))
         return results[0]  # type: ignore[no-any-return]
 
-    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        raise UnsupportedError(
-            "ranks hold no critic in this version",
-            where="spec.training.trainer",
-            fix="write training.trainer: Torch where one GPU is enough, or an algorithm without a critic",
-        )
-
     def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = ChainMap(*self._call("logprobs", tuple(samples_D)))
-        return [columns[index] for index in range(len(samples_D))]
+        return self._columns("logprobs", samples_D)
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = ChainMap(*self._call("reference_logprobs", tuple(samples_D)))
-        return [columns[index] for index in range(len(samples_D))]
+        return self._columns("reference_logprobs", samples_D)
+
+    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        return self._columns("values", samples_D)
 
     def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         """Ranks hold no second adapter, so the teacher is the base."""
         return self.reference_logprobs(samples_D)
+
+    def _columns(self, method: str, samples_D: Sequence[Sample]) -> list[array[float]]:
+        columns = ChainMap(*self._call(method, tuple(samples_D)))
+        return [columns[index] for index in range(len(samples_D))]
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         with self._turn:
@@ -343,18 +348,20 @@ class MegatronTrainer:
 
     def save_state(self, writer: StateWriter) -> None:
         self._let_be_read()
-        file = self._state_file(self._call("counters")[0])
-        writer.write(PART, sum(file.sizes), partial(self._pieces, file))
+        for holder in self._outline_of:
+            file = self._state_file(holder, self._call("counters", holder)[0])
+            writer.write(PARTS[holder], sum(file.sizes), partial(self._pieces, file))
         self._reader = writer
 
-    def _state_file(self, counters: Mapping[str, int]) -> DividedFile:
+    def _state_file(self, holder: Holder, counters: Mapping[str, int]) -> DividedFile:
         kinds: tuple[What, ...] = ("master", *(MOMENTS if counters["updates"] else ()))
+        outline = self._outline_of[holder]
         entries = [
-            Entry(f"{what}/{key}", what, key, None, self._held[key].place.shape)
+            Entry(f"{what}/{key}", what, key, None, outline[key].place.shape)
             for what in kinds
-            for key in self._master_keys
+            for key in master_keys(outline)
         ]
-        return build_divided(entries, torch.float32, {"counters": json.dumps(counters, sort_keys=True)})
+        return build_divided(entries, torch.float32, {"counters": json.dumps(counters, sort_keys=True)}, holder)
 
     def _pieces(self, file: DividedFile) -> Iterator[Buffer]:
         yield file.header
@@ -370,17 +377,22 @@ class MegatronTrainer:
             self._reader = None
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None:
-        """Puts one window after another where every rank reads its parts of it."""
         self._let_be_read()
-        shapes = {key: self._held[key].place.shape for key in self._master_keys}
-        _, counters = parse_state(parts[PART], shapes)
-        file, data = self._state_file(counters), memoryview(parts[PART]).cast("B")
+        for holder, outline in self._outline_of.items():
+            # A run that starts from another run's adapter may have a critic although that run had none.
+            if holder == "policy" or PARTS[holder] in parts:
+                self._load_part(holder, outline, parts[PARTS[holder]])
+
+    def _load_part(self, holder: Holder, outline: Outline, part: Buffer) -> None:
+        """Puts one window after another where every rank reads its parts of it."""
+        _, counters = parse_state(part, {key: outline[key].place.shape for key in master_keys(outline)})
+        file, data = self._state_file(holder, counters), memoryview(part).cast("B")
         # Behind the header tensors lie as they would be written now.
         values = data[data.nbytes - sum(file.sizes[1:]) :]
         for window in file.windows():
             first = window.start - len(file.header)
             self._give(window, values[first : first + window.size])
-        self._call("set_counters", counters)
+        self._call("set_counters", holder, counters)
 
     def _give(self, window: Window, data: memoryview) -> None:
         memory = AdapterBuffer()
@@ -392,10 +404,6 @@ class MegatronTrainer:
 
 def _sha256(text: str) -> str:
     return sha256(text.encode()).hexdigest()
-
-
-def _module(key: str) -> str:
-    return key.rpartition(".")[0]
 
 
 def _in_peft(entry: Entry) -> Entry:

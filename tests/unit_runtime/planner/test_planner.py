@@ -188,6 +188,20 @@ def test_a_pass_holds_what_a_teacher_said_of_its_tokens() -> None:
     assert train(**served, over="Sampled") == {}
 
 
+def test_a_critic_is_divided_like_the_policys_adapter_and_has_a_head() -> None:
+    """Half the policy's rank, and for hidden states of 2,560 numbers a head of as many weights and a bias."""
+    head = 2560 + 1
+    for machine, trainer, ranks in ((Machine(H100, 1), "Torch", 1), (Machine(H100, 8), "Megatron", 8)):
+        lora = {"type": "LoRA", "lora": {"rank": 16}}
+        critic = {"type": "PPO", "groupSize": 1, "critic": {"rank": 8}}
+        made = planned(machine, adapter=lora, algorithm=critic)
+        parts = made.phases["train"]
+        assert (made.trainer, made.fits) == (trainer, True)
+        assert parts["critic"] == parts["adapter"] // 2 + head * 4
+        assert parts["optimizer"] == parts["adapter"] * 2 // ranks
+        assert parts["critic's optimizer"] == parts["optimizer"] // 2 + head * 8
+
+
 def test_following_the_advice_makes_it_fit() -> None:
     small = {"model": {"maxSequenceLength": 1024}, "rollout": {"maxRunningRequests": 16}}
     whole = {"recompute": "None", "microBatchTokens": 16384}

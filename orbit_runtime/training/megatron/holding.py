@@ -1,0 +1,174 @@
+"""What a rank holds of a set of parameters, as the files see it that all ranks write and read together.
+
+Belongs here: copying a rank's values to and from their places in a window of a file. Does not belong here: where values
+lie (`outline`), files (`trainer`), passes and updates (`rank`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from orbit_runtime.adapters.buffer import MappedPlace, Opening, opened, read_place
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.training.megatron.outline import Held, Outline, Runs, Spot, What, Window, held_runs, spans
+from orbit_runtime.training.state import MOMENTS
+
+
+@dataclass(slots=True)
+class Filled:
+    """What a rank wrote of a window."""
+
+    bytes: int = 0
+    sent: list[tuple[int, np.ndarray[Any, Any]]] = field(default_factory=list)
+    """Positions in the window and bytes of what it could not write itself: it is on another machine."""
+    is_exact: bool = True
+    """False if something that was applied has another size or is not representable in the file's dtype."""
+
+
+class Holding:
+    """A rank's parts of the parameters of one adapter, and of their moments."""
+
+    def __init__(
+        self,
+        outline: Outline,
+        config: AdapterConfig,
+        parameters: Mapping[str, nn.Parameter],
+        owned: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """
+        Args:
+            outline: this rank's.
+            owned: the parameters that this rank updates. It writes their values, and has their moments.
+        """
+        self.outline = outline
+        self._config = config
+        self._parameters = parameters
+        self._owned = owned
+        self._optimizer = optimizer
+        self.rotations: Mapping[str, Tensor] = {}
+        """OFT: rotations as they are published, by parameter."""
+        self.applied: Mapping[str, tuple[Tensor, ...]] = {}
+        """What the newest `score` multiplied by, by parameter: one tensor for each expert if each has its own in
+        files."""
+        self._runs: dict[tuple[str, bool, bool], Runs] = {}
+
+    def fill(self, window: Window, dtype: torch.dtype, opening: Opening, start: int) -> Filled:
+        """Writes this rank's parts of a file into memory that all ranks of a machine share.
+
+        A part that several ranks hold is written by one of them.
+
+        Args:
+            dtype: of the file.
+            opening: the memory.
+            start: position in it of the window's first byte.
+
+        Raises:
+            OutOfMemoryError: the machine has no memory left for it.
+        """
+        filled, place = Filled(), None
+        with ExitStack() as stack:
+            # On another machine than the run's process there is no such memory.
+            with suppress(OSError):
+                place = MappedPlace(stack.enter_context(opened(opening, os.O_RDWR)), start, window.size)
+            for spot, position, own in self._spans(window, dtype.itemsize, filled, told=True):
+                if spot.what == "applied" and not torch.equal(own.to(dtype).to(own.dtype), own):
+                    filled.is_exact = False
+                size = own.numel() * dtype.itemsize
+                filled.bytes += size
+                if place is None:
+                    filled.sent.append((position, own.to(dtype).cpu().contiguous().view(torch.uint8).numpy()))
+                else:
+                    # Rounded where it is to lie.
+                    torch.frombuffer(place.view(position, position + size), dtype=dtype).copy_(own)
+        return filled
+
+    def take(self, window: Window, opening: Opening, start: int, data: bytes | None) -> bool:
+        """Copies this rank's parts of a state's file into masters and moments.
+
+        Args:
+            opening: the memory that all ranks of a machine share.
+            start: position in it of the window's first byte.
+            data: the window's bytes, for ranks on other machines.
+
+        Returns:
+            Whether the bytes could be read.
+        """
+        with torch.no_grad(), ExitStack() as stack:
+            if data is None:
+                try:
+                    descriptor = stack.enter_context(opened(opening, os.O_RDONLY))
+                except OSError:
+                    return False
+                data = read_place(descriptor, start, window.size)
+            given = torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=torch.float32)
+            for spot in window.spots:
+                if spot.what in MOMENTS and self.owns(spot.key):
+                    master = self._parameters[spot.key]
+                    moments = self._optimizer.state[master]
+                    if spot.what not in moments:
+                        moments[spot.what] = torch.empty_like(master)
+            for _, position, own in self._spans(window, given.element_size(), Filled(), told=False):
+                first = position // given.element_size()
+                own.copy_(given[first : first + own.numel()])
+        return True
+
+    def restored(self, updates: int) -> None:
+        """Call once all windows of a state were taken, which was saved after this number of updates."""
+        if not updates:
+            self._optimizer.state.clear()
+        for moments in self._optimizer.state.values():
+            moments["step"] = torch.tensor(float(updates), dtype=torch.float32)
+
+    def value(self, what: What, key: str) -> Tensor | tuple[Tensor, ...]:
+        if what == "rotations":
+            return self.rotations[key]
+        if what == "applied":
+            return self.applied[key]
+        master = self._parameters[key]
+        return master if what in ("master", "lora") else self._optimizer.state[master][what]  # type: ignore[no-any-return]
+
+    def owns(self, key: str) -> bool:
+        """Whether this rank updates the master of this parameter."""
+        held = self.outline.get(key)
+        return held is not None and f"{held.owner}.{held.place.kind}" in self._owned
+
+    def _spans(self, window: Window, size: int, filled: Filled, *, told: bool) -> Iterator[tuple[Spot, int, Tensor]]:
+        """Views of this rank's values that lie in the window, each with its entry and its first byte there.
+
+        Args:
+            size: bytes of a value in the file.
+            told: leave out values that another rank writes.
+        """
+        end = window.size
+        for spot in window.spots:
+            held = self.outline.get(spot.key)
+            if held is None or ((told or spot.what in MOMENTS) and not self.owns(spot.key)):
+                continue
+            runs, own = self._find_runs(spot, held), self.value(spot.what, spot.key)
+            if runs.rows is not None:
+                if spot.index not in runs.rows:
+                    continue
+                own = own[runs.rows.index(spot.index)]
+            elif isinstance(own, tuple):
+                own = own[0]
+            if own.numel() == runs.num_values:
+                for position, span in spans(runs, own.detach(), spot.position, end, size):
+                    yield spot, position, span
+            else:
+                filled.is_exact = False
+
+    def _find_runs(self, spot: Spot, held: Held) -> Runs:
+        # Rotations have another shape than their parameters.
+        kind = (spot.key, spot.what in ("rotations", "applied"), spot.index is not None)
+        if kind not in self._runs:
+            self._runs[kind] = held_runs(spot.what, held, self._config, by_row=spot.index is not None)
+        return self._runs[kind]

@@ -1,0 +1,139 @@
+"""The value model of a critic: a second adapter around the layers of the policy's base, and a head over what they give.
+
+Belongs here: its parameters, its passes, and the interface between them and an update, with its implementation by a
+policy in this process. Does not belong here: updates (`critic`), ranks (`megatron`).
+
+Legend: `R` trained tokens of a micro-batch, `N` hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from orbit_runtime.adapters.inject import add_masters
+from orbit_runtime.adapters.layer import CRITIC_SLOT
+from orbit_runtime.adapters.masters import Place
+from orbit_runtime.adapters.part import Part
+from orbit_runtime.policy.model import Policy
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.training.micro_batches import MicroBatch
+
+HEAD = "value_head"
+
+
+class ValueModel:
+    """Initially predicts 0, because its head is 0. It uses no dropout, and its tokens go where the routers choose.
+
+    Its passes are `policy`'s, with `CRITIC_SLOT` selected.
+    """
+
+    def __init__(self, policy: Policy, seed: int, rank: int | None, *, has_head: bool = True) -> None:
+        """
+        Args:
+            seed: of the run.
+            rank: LoRA rank; None for the policy's.
+            has_head: whether this process holds the policy's last layer, and so the head.
+        """
+        self.policy = policy
+        own = policy.injected.config
+        adapter = own if rank is None else replace(own, rank=rank)
+        self.adapter = add_masters(policy.injected, CRITIC_SLOT, adapter, stream_key(seed, "critic"))
+        head: dict[str, nn.Parameter] = {}
+        if has_head:
+            width = policy.model.get_output_embeddings().in_features
+            head = {
+                f"{HEAD}.{kind}": nn.Parameter(torch.zeros(size, device=policy.device))
+                for kind, size in (("weight", width), ("bias", 1))
+            }
+        self._head = head
+        self.parameters: Mapping[str, nn.Parameter] = {**self.adapter.parameters, **head}
+        """fp32: the adapter's, and `value_head.weight` `[N]` and `value_head.bias` `[1]`."""
+        outside = Part(group="tokens")
+        self.places: Mapping[str, Place] = {
+            **self.adapter.places,
+            **{name: Place(name.rpartition(".")[2], outside, tuple(each.shape)) for name, each in head.items()},
+        }
+
+    def trained(self, micro: MicroBatch) -> Tensor:
+        """fp32 `[R]`: the value predicted before each trained token."""
+        hidden_RN = self.policy.target_hidden(micro.packed)
+        return self.policy.values_of(hidden_RN, micro.packed, micro.trained_R, self._read)
+
+    def _read(self, hidden_RN: Tensor) -> Tensor:
+        return hidden_RN.float() @ self._head[f"{HEAD}.weight"] + self._head[f"{HEAD}.bias"]
+
+
+ValueLossOf = Callable[[MicroBatch, Tensor], Tensor]
+"""(micro-batch, fp32 values `[R]`) → the scalar to run backward from."""
+
+
+class ValuePasses(Protocol):
+    """Like `passes.Passes`: with several ranks, every rank calls every method, in the same order."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """What this process holds of the value model."""
+        ...
+
+    @property
+    def owned(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that this process updates, and keeps moments of."""
+        ...
+
+    def values(self, micro: MicroBatch) -> Tensor:
+        """fp32 `[R]` without gradient. A process without the last layer returns zeros."""
+        ...
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_of: ValueLossOf) -> None:
+        """Adds the gradient of each micro-batch's loss. Processes without the last layer do not call `loss_of`."""
+        ...
+
+    def finish_gradients(self) -> Tensor:
+        """Completes the gradients of `owned`; returns the norm of all parameters' gradients."""
+        ...
+
+    def finish_update(self) -> None:
+        """Call after `owned` was updated."""
+        ...
+
+
+class LocalValues:
+    """A policy in this process."""
+
+    def __init__(self, model: ValueModel) -> None:
+        self._model = model
+        self.parameters = model.parameters
+        self.owned = model.parameters
+        self.finish_update = model.adapter.after_update
+
+    def values(self, micro: MicroBatch) -> Tensor:
+        return no_gradient(self._model, micro)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_of: ValueLossOf) -> None:
+        accumulate(self._model, micro_batches, loss_of)
+
+    def finish_gradients(self) -> Tensor:
+        gradients = [each.grad for each in self.parameters.values() if each.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+
+def no_gradient(model: ValueModel, micro: MicroBatch) -> Tensor:
+    """`ValuePasses.values` for a policy whose passes return every value in this process."""
+    with torch.no_grad(), model.policy.injected.selection.use(CRITIC_SLOT):
+        return model.trained(micro)
+
+
+def accumulate(model: ValueModel, micro_batches: Sequence[MicroBatch], loss_of: ValueLossOf) -> None:
+    """`ValuePasses.forward_backward` for such a policy: one micro-batch after another."""
+    selection = model.policy.injected.selection
+    for micro in micro_batches:
+        # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
+        with selection.turn:
+            with selection.use(CRITIC_SLOT):
+                values_R = model.trained(micro)
+            loss_of(micro, values_R).backward()
