@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from orbit_runtime.errors import UsageError
 
@@ -58,8 +59,9 @@ MEANT = {
 
 
 def add_examples(app: typer.Typer, before: str = "") -> None:
-    """Puts the examples of each command below its help."""
+    """Puts the examples of each command below its help, and names its arguments plainly."""
     for info in app.registered_commands:
+        info.cls = Command
         name = before + (info.name or info.callback.__name__ if info.callback else "")
         lines = [f"  orbit {name} {follows}".rstrip() for follows in EXAMPLES.get(name, ())]
         if lines:
@@ -68,6 +70,20 @@ def add_examples(app: typer.Typer, before: str = "") -> None:
     for group in app.registered_groups:
         if group.typer_instance is not None:
             add_examples(group.typer_instance, f"{before}{group.typer_instance.info.name} ")
+
+
+class Command(TyperCommand):
+    """An argument is shown by its name alone: typer would add a Python type, such as `<list[str]>`."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for each in self.params:
+            if each.param_type_name == "argument":
+                each.display_type_rich = _no_type  # type: ignore[method-assign]
+
+
+def _no_type(ctx: object) -> None:
+    return None
 
 
 def usage_error(error: Any) -> UsageError:
