@@ -5,7 +5,7 @@ Belongs here: words only; a test parses every example. Does not belong here: com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
@@ -82,14 +82,21 @@ class Command(TyperCommand):
                 each.display_type_rich = _no_type  # type: ignore[method-assign]
 
 
+def _command_of(arguments: Sequence[str]) -> str:
+    """The parser does not always say where it stopped, such as at an option without its value."""
+    words = [each for each in arguments if not each.startswith("-")]
+    found = [" ".join(words[:count]) for count in (2, 1) if " ".join(words[:count]) in EXAMPLES]
+    return f"orbit {found[0]}" if found else "orbit"
+
+
 def _no_type(ctx: object) -> None:
     return None
 
 
-def usage_error(error: Any) -> UsageError:
+def usage_error(error: Any, arguments: Sequence[str]) -> UsageError:
     """Of the parser's exception: which command, and where to read on."""
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "orbit"
+    path = context.command_path if context is not None else _command_of(arguments)
     message = error.format_message().rstrip(".")
     word = message.removeprefix("No such command '").partition("'")[0] if message.startswith("No such command") else ""
     if word in MEANT and path == "orbit":

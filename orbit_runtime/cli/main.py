@@ -430,7 +430,7 @@ def run_command(arguments: Sequence[str]) -> int:
             return EXIT_STOPPED
         return code
     except TyperException as error:
-        return _fail(usage_error(error), as_json)
+        return _fail(usage_error(error, arguments), as_json)
     except InternalError as error:
         return _crash(error, arguments, as_json)
     except OrbitError as error:

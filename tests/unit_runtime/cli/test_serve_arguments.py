@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,19 @@ ALL_IN_ONE = (
     "codes = [run_command(each) for each in json.loads(sys.argv[1])]; "
     "print(json.dumps([codes, 'torch' in sys.modules]))"
 )
+
+
+def test_a_busy_port_is_told_before_torch_is_imported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        example = str(Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml")
+        commands = [
+            [*each, "--listen", f"127.0.0.1:{port}"]
+            for each in (["serve", "--model", "builtin://tiny-adder"], ["trainer", example], ["inference", example])
+        ]
+        ended = subprocess.run([sys.executable, "-c", ALL_IN_ONE, json.dumps(commands)], capture_output=True, text=True)
+    assert json.loads(ended.stdout) == [[73] * 3, False], ended.stderr
+    assert ended.stderr.count(f"error: --listen: port {port} is in use\n  fix: choose another port") == 3
 
 
 def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
