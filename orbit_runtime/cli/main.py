@@ -33,6 +33,9 @@ from orbit_runtime.errors import (
     is_out_of_memory,
 )
 
+COMPLETION_VARIABLE = "_ORBIT_COMPLETE"
+"""Set by the script that `--install-completion` writes."""
+
 app = typer.Typer(
     name="orbit",
     help="RL post-training of adapters on a frozen, quantised base: one manifest, one command.",
@@ -418,7 +421,8 @@ def run_command(arguments: Sequence[str]) -> int:
     """One command; returns its exit code."""
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
-    if not arguments:
+    # A shell asks for completions without arguments, and would show the help at each TAB.
+    if not arguments and COMPLETION_VARIABLE not in os.environ:
         with command.make_context("orbit", [], resilient_parsing=True) as context:
             print(command.get_help(context), file=sys.stderr)
     try:
