@@ -23,7 +23,7 @@ from orbit_runtime.cli.beside import INTERRUPTED, Answer, Pieces, is_wide, print
 from orbit_runtime.cli.serve import check_named
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, UsageError
 
-HELP = "/reset forgets the conversation, /quit ends, Ctrl-C ends an answer"
+HELP = "/reset forgets the conversation, /quit ends, /help says this, Ctrl-C ends an answer"
 FIRST_SECONDS = 600.0
 
 
@@ -73,8 +73,11 @@ def run_chat(options: ChatOptions, *, as_json: bool) -> int:
             match question.strip():
                 case "":
                     continue
-                case "/quit":
+                case "/quit" | "/exit":
                     break
+                case "/help":
+                    print(HELP, file=sys.stderr, flush=True)
+                    continue
                 case "/reset":
                     for talk in talks:
                         talk.messages.clear()

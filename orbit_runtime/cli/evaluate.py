@@ -122,9 +122,7 @@ def _check_models(models: Models) -> None:
     local = {"--weights-dir": models.weights_dir, "--steps": models.steps, "--adapter": models.adapter}
     given = [name for name, value in local.items() if value is not None]
     if models.base_url is not None and given:
-        raise UsageError(
-            "a model behind an API is not a checkpoint", where=given[0], fix="remove it, or --base-url"
-        )
+        raise UsageError("a model behind an API is not a checkpoint", where=given[0], fix="remove it, or --base-url")
     if models.adapter is not None and models.weights_dir is not None:
         raise UsageError("this is one adapter of its own", where="--adapter", fix="remove it, or --weights-dir")
     if (models.base_url is None) != (models.model is None):
