@@ -15,8 +15,9 @@ export MKL_NUM_THREADS ?= 2
 SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 \
 	--dist loadfile --no-loadscope-reorder
 
-SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.py \
-	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing \
+SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.py::test_plain_sglang_gives_the_trainers_logprobs \
+	tests/engines/test_plain_sglang.py::test_as_noisy_as_bf16_on_a_gpu \
+	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing[SGLang] \
 	tests/engines/test_ranks_run.py::test_a_rank_that_is_killed_is_named_nothing_stays_and_one_process_goes_on
 
 PURE := agents api errors types seeds spec storage workers model_info planner algorithms data environments observability
@@ -36,8 +37,8 @@ dev:
 quickstart: install ## train the shipped model with LoRA on its INT4 base (two cores, no GPU)
 	$(BIN)/orbit run examples/quickstart.yaml --out runs/quickstart
 
-test: dev ## the run, its parts, the operator's logic, the structure (Python only)
-	$(SPREAD) -m "not long"
+test: dev ## the run, its parts, the operator's logic (Python only; the structure: make check)
+	$(SPREAD) -m "not long" --ignore tests/architecture
 
 test-long: dev ## what the other tests of this list leave out: every benchmark at its smallest size, examples, precisions and notebooks that learn, the guide of SFT, the pages for Python, kills under load (long)
 	$(SPREAD) -m long tests/integration tests/models
@@ -60,10 +61,10 @@ test-ray: dev ## ranks of a trainer as Ray's actors: the faults that they can ha
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long" tests/ranks
 
 test-bridges: dev ## environments of Gymnasium, SkyRL-Gym and verifiers, from manifests (makes an environment with these packages, once)
-	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m "not long" tests/bridges
+	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest --numprocesses logical --maxprocesses 2 -m "not long" tests/bridges
 
 test-sglang: dev ## a sample of test-engines: the contract with LoRA and OFT, SGLang without our plug-in, a killed server (Linux; the same environment)
-	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest $(SGLANG_SAMPLE)
+	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest --numprocesses logical --maxprocesses 2 --dist loadfile $(SGLANG_SAMPLE)
 
 test-engines: dev ## the engine contract against a real SGLang server (Linux; makes an environment of 10 GB, once)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest tests/engines

@@ -32,6 +32,7 @@ from orbit_runtime.errors import (
     StoppedOnRequest,
     is_out_of_memory,
 )
+from orbit_runtime.workers.stalls import own_process
 
 COMPLETION_VARIABLE = "_ORBIT_COMPLETE"
 """Set by the script that `--install-completion` writes."""
@@ -407,6 +408,7 @@ add_examples(app)
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script. Never returns: every ending is an exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    own_process()
     # The interpreter's last collection would walk through all of torch and transformers, for more than a second.
     atexit.register(gc.freeze)
     code = run_command(arguments)

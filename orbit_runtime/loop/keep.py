@@ -197,10 +197,13 @@ def keep_failure(
     error: OrbitError,
     collected: Collected | None,
     unanswered: Sequence[Evidence] = (),
+    stacks: str = "",
 ) -> None:
     """Stores evidence of a step that stopped the run: its rollouts, the error, and the episodes that hung.
 
-    Args: unanswered: episodes that waited for the engine when it failed.
+    Args:
+        unanswered: episodes that waited for the engine when it failed.
+        stacks: of all threads, where one waits for a device.
 
     Nothing is written if the store itself failed or another execution owns the folder. An error while writing never
     hides the error being reported.
@@ -212,6 +215,12 @@ def keep_failure(
         if collected is not None:
             store.put(f"failures/{step_name(step)}.jsonl.zst", _rollout_file(collected.groups_P))
         store.put_many(_stopped_file(step, (*(collected.stopped if collected else ()), *unanswered)))
+        if stacks:
+            store.put(stacks_name(step), stacks.encode())
+
+
+def stacks_name(step: int) -> str:
+    return f"failures/{step_name(step)}.stacks.txt"
 
 
 def stopped_name(step: int) -> str:

@@ -49,6 +49,7 @@ from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import Given, Sides
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
+from orbit_runtime.loop.stalled import end_stalled
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
 from orbit_runtime.loop.teacher import check_teacher
@@ -65,6 +66,7 @@ from orbit_runtime.planner.whole import check_whole
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 from orbit_runtime.workers.garbage_collection import gc_paused
+from orbit_runtime.workers.stalls import watch_stalls
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
 """Name of the attempt, set by the operator. Such a start takes over from an execution that still looks alive."""
@@ -131,6 +133,7 @@ def run(
             if sides is not None:
                 sides.watch(stop, show.note)
             given = Given(rewards, loss, advantages, search_path, sides)
+            closing.enter_context(watch_stalls(end_stalled(store, execution, show, webhooks)))
             with told_where_memory_ran_out(show):
                 resolve_on = partial(resolve, spec, folder=manifest_folder)
                 ended, report = _run(resolve_on, machine, store, execution, show, stop, given, closing)

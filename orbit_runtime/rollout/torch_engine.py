@@ -38,6 +38,7 @@ from orbit_runtime.types import (
     ServerReading,
     Tokenizer,
 )
+from orbit_runtime.workers.stalls import device_work
 
 SCORED_BY_DECODING = 2
 """Tokens at the end of a scored sequence that go through decode steps, so that a score exercises both passes."""
@@ -203,7 +204,7 @@ class TorchEngine:
         """Runs a batch step, unless finished requests are waiting to be handed out."""
         self._end_late()
         if not self._ended and len(self._decoding):
-            with self._turn:
+            with self._turn, device_work("a step of sampling", self._policy.device.type):
                 self._ended.extend(self._decoding.step())
 
     def _end_late(self) -> None:
@@ -239,7 +240,9 @@ class TorchEngine:
             self._scoring.add(work)
             try:
                 while len(self._scoring):
-                    for finished in self._scoring.step(told):
+                    with device_work("a step of scoring", self._policy.device.type):
+                        ended = self._scoring.step(told)
+                    for finished in ended:
                         tails[finished.request.request_id] = finished.logprobs_T
             finally:
                 self._scoring.remove(range(len(work)), "abort")

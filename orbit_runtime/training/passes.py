@@ -23,6 +23,7 @@ from orbit_runtime.policy.routing import Routing
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.types import Sampling
+from orbit_runtime.workers.stalls import device_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,12 @@ def no_gradient(
     policy: Policy, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None
 ) -> Tensor:
     """`Passes.logprobs` for a policy whose passes return every log-prob in this process."""
-    with torch.no_grad(), policy.injected.selection.use(TRAINER_SLOT if adapter else None):
+    device = policy.device.type
+    with (
+        torch.no_grad(),
+        policy.injected.selection.use(TRAINER_SLOT if adapter else None),
+        device_work("a micro-batch of log-probs", device),
+    ):
         logprobs_R, _ = policy.logprobs(micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=routed_TLC)
     return logprobs_R
 
@@ -190,7 +196,7 @@ def accumulate(
     for each in passes:
         micro, selection = each.micro, policy.injected.selection
         # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
-        with selection.turn:
+        with selection.turn, device_work("a micro-batch of training", policy.device.type):
             told = teacher.told(micro, each.routed_TLC) if teacher and teacher.compares else None
             with selection.use(TRAINER_SLOT, dropout=each.dropout):
                 hidden_RN = policy.target_hidden(micro.packed, each.routed_TLC)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -65,9 +66,11 @@ def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
             yield from functions(child, prefix)
 
 
-def all_functions(*folders: str) -> list[tuple[str, Function]]:
+@functools.cache
+def all_functions(*folders: str) -> list[tuple[str, int, int]]:
+    """Name, lines and parameters of each."""
     return [
-        (f"{name_of(path)}:{name}", function)
+        (f"{name_of(path)}:{name}", function_lines(function), num_parameters(function))
         for path in python_files(*folders)
         for name, function in functions(ast.parse(path.read_text(encoding="utf-8")))
     ]
@@ -104,18 +107,18 @@ def test_the_median_module_is_short() -> None:
 
 def test_no_function_is_longer_than_its_budget() -> None:
     found = {}
-    for name, function in all_functions(*PRODUCT_FOLDERS, *OTHER_FOLDERS):
+    for name, lines, _ in all_functions(*PRODUCT_FOLDERS, *OTHER_FOLDERS):
         budget = LOOP_FUNCTION_LINES if name.startswith("orbit_runtime/loop/") else FUNCTION_LINES
-        if function_lines(function) > budget:
-            found[name] = f"{function_lines(function)} lines of {budget}"
+        if lines > budget:
+            found[name] = f"{lines} lines of {budget}"
     check_budget(found, LONG_FUNCTIONS)
 
 
 def test_no_function_takes_more_parameters_than_its_budget() -> None:
     found = {
-        name: f"{num_parameters(function)} parameters of {PARAMETERS}"
-        for name, function in all_functions(*PRODUCT_FOLDERS, *OTHER_FOLDERS)
-        if num_parameters(function) > PARAMETERS
+        name: f"{parameters} parameters of {PARAMETERS}"
+        for name, _, parameters in all_functions(*PRODUCT_FOLDERS, *OTHER_FOLDERS)
+        if parameters > PARAMETERS
     }
     check_budget(found, MANY_PARAMETERS)
 

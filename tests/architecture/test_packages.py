@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -49,6 +50,7 @@ UNDECLARED = {
 """Modules that arrive with a declared dependency and are part of its interface."""
 
 
+@functools.cache
 def modules() -> list[tuple[str, ast.Module]]:
     """Top-level package or module of orbit_runtime, and its syntax tree, file by file."""
     found = []

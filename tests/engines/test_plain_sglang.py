@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -58,20 +60,33 @@ def check_attached(adder: Adder, url: str, folder: Path) -> None:
     engine.close()
 
 
-def test_plain_sglang_gives_the_trainers_logprobs(lora_adder: Adder, tmp_path: Path) -> None:
-    adapter = train(tmp_path / "run")
-    canary = json.loads((adapter / "manifest.json").read_text())["facts"]["canary"]
-    code = tmp_path / "code.py"
-    with plain_servers(tmp_path, 1, code=code, context=1024) as ((url, server),):
-        check_logprobs(url, adapter, canary)
-        check_attached(lora_adder, url, tmp_path)
-        check_teacher(url, adapter, tmp_path)
-        check_noisy(lora_adder, url, server.pid, code, tmp_path)
+@dataclass(frozen=True)
+class Plain:
+    """A server without our plug-in, the file of code that runs inside it, and an adapter that a run trained."""
+
+    url: str
+    pid: int
+    code: Path
+    adapter: Path
 
 
-def check_teacher(url: str, adapter: Path, folder: Path) -> None:
-    """Its base, as a teacher behind an endpoint, says of a policy's tokens what the run's own base says of them; and as
-    likeliest tokens it names those of the run's own base."""
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    folder = tmp_path_factory.mktemp("plain")
+    adapter, code = train(folder / "run"), folder / "code.py"
+    with plain_servers(folder, 1, code=code, context=1024) as ((url, server),):
+        yield Plain(url, server.pid, code, adapter)
+
+
+def test_plain_sglang_gives_the_trainers_logprobs(plain: Plain, lora_adder: Adder, tmp_path: Path) -> None:
+    check_logprobs(plain.url, plain.adapter)
+    check_attached(lora_adder, plain.url, tmp_path)
+
+
+def test_its_base_teaches_as_the_runs_own_base_does(plain: Plain, tmp_path: Path) -> None:
+    """As a teacher behind an endpoint it says of a policy's tokens what the run's base says of them, and as likeliest
+    tokens it names those of the run's base."""
+    url, adapter, folder = plain.url, plain.adapter, tmp_path
     served = f"type: Served, endpoints: [{{url: '{url}'}}], preflight: Report"
     teachers = {
         "served": f"{{{served}, over: Sampled}}",
@@ -100,7 +115,9 @@ def check_teacher(url: str, adapter: Path, folder: Path) -> None:
     assert measured["teacher_reward"] > 0, "the server answered prompts"
 
 
-def check_logprobs(url: str, adapter: Path, canary: dict) -> None:
+def check_logprobs(url: str, adapter: Path) -> None:
+    canary = json.loads((adapter / "manifest.json").read_text())["facts"]["canary"]
+
     def ask(path: str, body: dict) -> dict:
         answer = httpx.post(f"{url}{path}", json=body, timeout=120, trust_env=False)
         assert answer.status_code == 200, answer.text
@@ -120,10 +137,10 @@ def check_logprobs(url: str, adapter: Path, canary: dict) -> None:
     assert max(moved) > 0.01
 
 
-def check_noisy(adder: Adder, url: str, pid: int, code: Path, folder: Path) -> None:
-    """As noisy as BF16 on a GPU: what samples from another adapter is never believed, what is right never accused."""
-    engine = attach(adder, [url], folder / "noisy", "Folder")
-    bench = Bench("LoRA", adder, engine, [pid], code, folder, canary_of(adder, 512))
+def test_as_noisy_as_bf16_on_a_gpu(plain: Plain, lora_adder: Adder, tmp_path: Path) -> None:
+    """What samples from another adapter is never believed, what is right never accused."""
+    engine = attach(lora_adder, [plain.url], tmp_path / "noisy", "Folder")
+    bench = Bench("LoRA", lora_adder, engine, [plain.pid], plain.code, tmp_path, canary_of(lora_adder, 512))
     bench.set_noise(0.03)
     for name in ("stale version", "slot never switched", "scale doubled"):
         for scale in SCALES:

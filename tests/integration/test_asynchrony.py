@@ -93,7 +93,9 @@ def plain_run(parts: Parts) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize("name", ["small", "OFT on NVFP4, its own teacher", "MXFP4, PPO with KL"])
+@pytest.mark.parametrize(
+    "name", ["small", pytest.param("OFT on NVFP4, its own teacher", marks=pytest.mark.long), "MXFP4, PPO with KL"]
+)
 def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: str) -> None:
     asked = small_manifest(steps=6) if name == "small" else demanding_manifest(name, steps=3)
     spec = OrbitRun.model_validate(asked)
@@ -118,7 +120,7 @@ def slow_now_and_then(completion: str, prompt: Any, fields: Any) -> float:
     return float(len(completion) % 2)
 
 
-@pytest.mark.parametrize("bound", [1, 2, 4])
+@pytest.mark.parametrize("bound", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_no_token_is_older_than_it_may_be_and_prompts_come_in_their_order(tmp_path: Path, bound: int) -> None:
     spec = OrbitRun.model_validate(manifest(bound))
     run(spec, out=str(tmp_path), rewards={"correct": slow_now_and_then}, progress=SilentProgress())
@@ -191,7 +193,7 @@ def until_newer(store: Store, step: int) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("bound", [1, 3])
+@pytest.mark.parametrize("bound", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_kills_at_random_moments_lose_no_rollout_that_a_checkpoint_keeps(
     tmp_path: Path, launcher: RunLauncher, bound: int
 ) -> None:

@@ -73,6 +73,7 @@ def test_rows_and_rollouts_tell_what_trained_and_what_did_not(
     assert replay(store, steps=None, show=lambda _done, _total: None).is_equal
 
 
+@pytest.mark.long
 def test_a_killed_and_resumed_search_is_the_straight_one(tmp_path: Path, launcher: RunLauncher) -> None:
     asked = manifest(tmp_path, "Tree", 6)
     killed, straight = str(tmp_path / "killed"), str(tmp_path / "straight")

@@ -169,6 +169,7 @@ def test_a_stop_within_an_evaluation_keeps_what_was_answered(plain: Store, tmp_p
     assert {key: ended[key] for key in kept} == kept, "none of them was asked again"
 
 
+@pytest.mark.long
 def test_a_kill_within_an_evaluation_costs_nothing_that_was_durable(evaluated: Store, tmp_path: Path) -> None:
     launcher, out = RunLauncher(), tmp_path / "run"
     # One at a time, so that there is a middle to be killed in.

@@ -40,21 +40,21 @@ main(sys.argv[4:])
 
 @pytest.mark.timeout(600)  # three starts, which take minutes on a busy machine
 @pytest.mark.parametrize(
-    ("module", "function", "call"),
+    ("function", "call"),
     [
         # The first proof is that of the untrained adapter, so the third is of step 2.
-        ("orbit_runtime.parity.liveness", "prove", 3),
-        ("orbit_runtime.parity.liveness", "check_proofs", 3),
+        pytest.param("prove", 3, marks=pytest.mark.long),
+        ("check_proofs", 3),
     ],
     ids=["before the proof", "proven, and not yet said so"],
 )
 def test_a_kill_between_load_and_proof_changes_no_bit(
-    module: str, function: str, call: int, tmp_path: Path, launcher: RunLauncher
+    function: str, call: int, tmp_path: Path, launcher: RunLauncher
 ) -> None:
     manifest, out, alone = small_manifest(steps=4), str(tmp_path / "killed"), str(tmp_path / "alone")
     written = tmp_path / "run.json"
     written.write_text(json.dumps(manifest))
-    arguments = [module, function, str(call), "run", str(written), "--out", out]
+    arguments = ["orbit_runtime.parity.liveness", function, str(call), "run", str(written), "--out", out]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
         [sys.executable, "-c", DRIVER, *arguments], env=environment, check=False, timeout=400, capture_output=True

@@ -251,7 +251,7 @@ def test_masters_that_change_behind_the_publish_are_noticed(rig: Rig) -> None:
         rig.publish()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS))
 def test_no_false_alarm_in_250_healthy_publishes(tmp_path: Path, adapter: str) -> None:
     """500 with both adapters: small and large updates in turn, as an optimizer makes them early and late."""

@@ -134,6 +134,7 @@ def test_it_ends_early_where_it_gets_no_better_and_stays_ended(tmp_path: Path) -
     assert (again.ended, again.report["steps"]) == ("converged", result.report["steps"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_kills_change_no_bit(tmp_path: Path, launcher: RunLauncher) -> None:
     manifest = sft_manifest(steps=160, every_steps=5, validation={"share": 0.02, "everySteps": 8})

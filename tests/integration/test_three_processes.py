@@ -30,7 +30,9 @@ pytestmark = pytest.mark.timeout(600)
 """Each side imports torch; on two busy cores three of them need minutes."""
 
 
-@pytest.mark.parametrize("name", ["small", "LoRA with dropout", "MXFP4, PPO with KL"])
+@pytest.mark.parametrize(
+    "name", ["small", pytest.param("LoRA with dropout", marks=pytest.mark.long), "MXFP4, PPO with KL"]
+)
 def test_three_processes_have_the_bits_of_one(tmp_path: Path, name: str) -> None:
     asked = small_manifest(steps=3) if name == "small" else demanding_manifest(name, steps=2)
     run(OrbitRun.model_validate(asked), out=str(tmp_path / "one"), progress=SilentProgress())
@@ -97,7 +99,14 @@ class Processes:
         return code
 
 
-@pytest.mark.parametrize("orders", [ORDERS[:2], ORDERS[2:4], ORDERS[4:]], ids=["trainer", "inference", "orchestrator"])
+@pytest.mark.parametrize(
+    "orders",
+    [
+        pytest.param(ORDERS[:2], id="trainer"),
+        pytest.param(ORDERS[2:4], id="inference", marks=pytest.mark.long),
+        pytest.param(ORDERS[4:], id="orchestrator", marks=pytest.mark.long),
+    ],
+)
 def test_whoever_is_killed_and_in_whatever_order_the_adapters_are_those_of_one_process(
     tmp_path: Path, launcher: RunLauncher, orders: tuple[tuple[str, ...], ...]
 ) -> None:
@@ -163,6 +172,7 @@ def test_the_guides_orchestrator_runs_without_torch(read: Path, launcher: RunLau
     assert three == one
 
 
+@pytest.mark.long
 def test_the_guides_orbit_rl_starts_again_what_dies_and_leaves_nothing_behind(
     read: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

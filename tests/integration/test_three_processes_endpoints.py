@@ -28,7 +28,10 @@ from tests.integration.three_processes import TOKEN, Side, two_sides
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["plug-in", "no plug-in"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(True, id="plug-in"), pytest.param(False, id="no plug-in", marks=pytest.mark.long)],
+)
 def server(request: pytest.FixtureRequest) -> Iterator[PolicyServer]:
     made = PolicyServer(plugin=request.param)
     made.start()

@@ -98,7 +98,13 @@ def killed_in_between(side: Side, run_it: Callable[[], Any], after: Callable[[],
     thread.join()
 
 
-@pytest.mark.parametrize("name", MORE)
+LONG = ("its sampled tokens alone", "an average that teaches")
+"""Left to `make test-long`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.long) if each in LONG else each for each in MORE]
+)
 def test_three_processes_have_the_bits_of_one(tmp_path: Path, begun: Path, name: str) -> None:
     asked = MORE[name](begun)
     one = alone(asked, tmp_path / "one")
@@ -112,7 +118,10 @@ def test_three_processes_have_the_bits_of_one(tmp_path: Path, begun: Path, name:
         assert not one.exists(key) or three.get(key) == one.get(key)
 
 
-@pytest.mark.parametrize("name", ["an adapter to begin with", "its sampled tokens alone", "demonstrations"])
+@pytest.mark.parametrize(
+    "name",
+    ["an adapter to begin with", pytest.param("its sampled tokens alone", marks=pytest.mark.long), "demonstrations"],
+)
 def test_a_trainer_that_is_lost_changes_nothing(tmp_path: Path, begun: Path, name: str) -> None:
     """Before the first checkpoint: it is told its beginning again."""
     asked = copy.deepcopy(MORE[name](begun))

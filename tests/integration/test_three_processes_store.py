@@ -38,7 +38,9 @@ from tests.integration.three_processes import TOKEN, Side, remote_sides, run_apa
 # --- two sides that see no store of the orchestrator's ---
 
 
-@pytest.mark.parametrize("blind", [("trainer",), ("inference",)])
+@pytest.mark.parametrize(
+    "blind", [("trainer",), pytest.param(("inference",), marks=pytest.mark.long)], ids=["trainer", "inference"]
+)
 def test_who_sees_no_store_gets_bytes_and_the_run_has_the_same_bits(tmp_path: Path, blind: tuple[str, ...]) -> None:
     asked = small_manifest(steps=2)
     run(OrbitRun.model_validate(asked), out=str(tmp_path / "one"), progress=SilentProgress())

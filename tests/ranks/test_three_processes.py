@@ -33,6 +33,7 @@ from tests.integration.policy_server import PolicyServer
 
 pytestmark = [
     pytest.mark.usefixtures("tmp_path", "marked"),
+    pytest.mark.long,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-Core is not installed"),
 ]
