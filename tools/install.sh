@@ -74,7 +74,10 @@ install --dry-run --quiet
 trap - EXIT
 # Compiled now: where nothing may be written (PYTHONDONTWRITEBYTECODE, a read-only checkout) each process would compile
 # torch and transformers anew, for 20 seconds.
-install --compile-bytecode
+install
+# uv would compile only what it installs now, but a .venv may be older than this line. Packages may hold files that are
+# not for this Python.
+"$VENV/bin/python" -m compileall -qq -j 0 "$VENV"/lib/python3.*/site-packages || true
 "$VENV/bin/python" -m compileall -q orbit_runtime operator
 printf '%s\n' "$wanted" >"$STAMP"
 rm -f "$MARK"

@@ -72,7 +72,8 @@ def run(
 
 
 def start_run(manifest: OrbitRun, folder: Path, out: str | None, progress: Progress, **functions: Any) -> RunResult:
-    """Starts a run, for every caller. Reports progress from the beginning, because importing torch takes seconds.
+    """Starts a run, for every caller. Reports progress from the beginning, because imports take seconds; the loop
+    imports torch once prompts and rewards are known to be there.
 
     Args:
         folder: the manifest's folder.
@@ -83,10 +84,9 @@ def start_run(manifest: OrbitRun, folder: Path, out: str | None, progress: Progr
     idle = check_before_run(manifest, folder, progress.note)
     if manifest.spec.rollout.engine == "SGLang":
         wait_asleep(os.environ)
-    progress.stage("importing torch")
+    progress.stage("importing the loop")
     with interrupt_kept(), gc_paused():
         from orbit_runtime.loop.run import run as run_loop
-        from orbit_runtime.policy import load  # noqa: F401
     for each in idle:
         progress.note(each)
     with no_running_loop():

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Buffer, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from orbit_runtime.digests import first_difference
@@ -184,8 +185,9 @@ def _view(store: Store, name: str) -> Buffer:
     try:
         return store.view(name)
     except NotFound:
+        is_here = "://" in store.uri or Path(store.uri).is_dir()
         raise ModelError(
-            f"the folder holds no {name}",
+            f"the folder holds no {name}" if is_here else "there is no such folder",
             where=store.uri,
             fix="name the folder of one kept adapter, such as runs/<run>/adapters/policy-v12",
         ) from None

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from orbit_runtime.cli.beside import INTERRUPTED, Answer, Pieces, is_wide, print
 from orbit_runtime.cli.serve import check_named
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, UsageError
 
-HELP = "/reset forgets the conversation, /quit ends, Ctrl-C ends an answer"
+HELP = "/reset forgets the conversation, /quit ends, /help says this, Ctrl-C ends an answer"
 FIRST_SECONDS = 600.0
 
 
@@ -72,8 +73,11 @@ def run_chat(options: ChatOptions, *, as_json: bool) -> int:
             match question.strip():
                 case "":
                     continue
-                case "/quit":
+                case "/quit" | "/exit":
                     break
+                case "/help":
+                    print(HELP, file=sys.stderr, flush=True)
+                    continue
                 case "/reset":
                     for talk in talks:
                         talk.messages.clear()
@@ -95,8 +99,9 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
         adapters[f"step-{options.step}"] = f"{options.source.rstrip('/')}/adapters/policy-v{options.step}"
     if options.adapter is not None:
         adapters["adapter"] = options.adapter
-    # A version's folder that is not there is told with those that are.
     check_named(options.source, options.model, [] if options.adapter is None else [options.adapter])
+    if options.source is not None and options.step is not None:
+        _check_step(options.source, options.step)
     check_can_train()
     print("importing torch", file=sys.stderr, flush=True)
     from orbit_runtime.serve.names import POLICY
@@ -115,6 +120,20 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     if options.compare and chosen == base:
         raise UsageError("there is no adapter to compare with", where="--compare", fix="name one with --adapter")
     return f"{serving.url}/v1", key, [base, chosen] if options.compare else [chosen]
+
+
+def _check_step(run: str, step: int) -> None:
+    """Raises UsageError if a run folder on this machine keeps no adapter of that version."""
+    folder = Path(run) / "adapters"
+    if "://" in run or (folder / f"policy-v{step}").is_dir():
+        return
+    names = [each.name.removeprefix("policy-v") for each in folder.glob("policy-v*")]
+    kept = ", ".join(map(str, sorted(int(name) for name in names if name.isdecimal())))
+    raise UsageError(
+        f"{run} keeps no adapter of version {step}",
+        where="--step",
+        fix=f"choose from {kept}; a larger spec.checkpoint.keep keeps more" if kept else "name a run with adapters",
+    )
 
 
 def _attach(options: ChatOptions) -> tuple[str, str | None, list[str]]:

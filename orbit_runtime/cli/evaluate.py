@@ -56,6 +56,12 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
     run, folder, weights = _read(target, models, overrides)
     if models.steps is not None and weights is None:
         raise UsageError("of which run?", where="--steps", fix="add --weights-dir, or name a run's folder")
+    if not models.base and (weights, models.adapter, models.base_url) == (None, None, None):
+        raise UsageError(
+            "nothing is left to measure",
+            where="--no-eval-base",
+            fix="name a run's folder, --weights-dir or --adapter, or leave the option out",
+        )
     uri = out or f"{weights or run.spec.storage.uri.rstrip('/') + '/' + run.name}-eval"
     if models.base_url is None:
         from orbit_runtime.api.before import check_can_train
@@ -116,9 +122,9 @@ def _check_models(models: Models) -> None:
     local = {"--weights-dir": models.weights_dir, "--steps": models.steps, "--adapter": models.adapter}
     given = [name for name, value in local.items() if value is not None]
     if models.base_url is not None and given:
-        raise UsageError(
-            "a model behind an API is not a checkpoint", where=given[0], fix=f"remove it, or {'--base-url'}"
-        )
+        raise UsageError("a model behind an API is not a checkpoint", where=given[0], fix="remove it, or --base-url")
+    if models.adapter is not None and models.weights_dir is not None:
+        raise UsageError("this is one adapter of its own", where="--adapter", fix="remove it, or --weights-dir")
     if (models.base_url is None) != (models.model is None):
         here, lacking = ("--base-url", "--model") if models.model is None else ("--model", "--base-url")
         raise UsageError(f"{here} needs {lacking}", where=here, fix=f"add {lacking}")

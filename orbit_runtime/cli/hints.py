@@ -5,10 +5,11 @@ Belongs here: words only; a test parses every example. Does not belong here: com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from orbit_runtime.errors import UsageError
 
@@ -58,8 +59,9 @@ MEANT = {
 
 
 def add_examples(app: typer.Typer, before: str = "") -> None:
-    """Puts the examples of each command below its help."""
+    """Puts the examples of each command below its help, and names its arguments plainly."""
     for info in app.registered_commands:
+        info.cls = Command
         name = before + (info.name or info.callback.__name__ if info.callback else "")
         lines = [f"  orbit {name} {follows}".rstrip() for follows in EXAMPLES.get(name, ())]
         if lines:
@@ -70,10 +72,31 @@ def add_examples(app: typer.Typer, before: str = "") -> None:
             add_examples(group.typer_instance, f"{before}{group.typer_instance.info.name} ")
 
 
-def usage_error(error: Any) -> UsageError:
+class Command(TyperCommand):
+    """An argument is shown by its name alone: typer would add a Python type, such as `<list[str]>`."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for each in self.params:
+            if each.param_type_name == "argument":
+                each.display_type_rich = _no_type  # type: ignore[method-assign]
+
+
+def _command_of(arguments: Sequence[str]) -> str:
+    """The parser does not always say where it stopped, such as at an option without its value."""
+    words = [each for each in arguments if not each.startswith("-")]
+    found = [" ".join(words[:count]) for count in (2, 1) if " ".join(words[:count]) in EXAMPLES]
+    return f"orbit {found[0]}" if found else "orbit"
+
+
+def _no_type(ctx: object) -> None:
+    return None
+
+
+def usage_error(error: Any, arguments: Sequence[str]) -> UsageError:
     """Of the parser's exception: which command, and where to read on."""
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "orbit"
+    path = context.command_path if context is not None else _command_of(arguments)
     message = error.format_message().rstrip(".")
     word = message.removeprefix("No such command '").partition("'")[0] if message.startswith("No such command") else ""
     if word in MEANT and path == "orbit":

@@ -34,6 +34,9 @@ from orbit_runtime.errors import (
 )
 from orbit_runtime.workers.stalls import end_process, own_process, watch_stalls
 
+COMPLETION_VARIABLE = "_ORBIT_COMPLETE"
+"""Set by the script that `--install-completion` writes."""
+
 app = typer.Typer(
     name="orbit",
     help="RL post-training of adapters on a frozen, quantised base: one manifest, one command.",
@@ -421,7 +424,8 @@ def run_command(arguments: Sequence[str]) -> int:
     """One command; returns its exit code."""
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
-    if not arguments:
+    # A shell asks for completions without arguments, and would show the help at each TAB.
+    if not arguments and COMPLETION_VARIABLE not in os.environ:
         with command.make_context("orbit", [], resilient_parsing=True) as context:
             print(command.get_help(context), file=sys.stderr)
     try:
@@ -433,7 +437,7 @@ def run_command(arguments: Sequence[str]) -> int:
             return EXIT_STOPPED
         return code
     except TyperException as error:
-        return _fail(usage_error(error), as_json)
+        return _fail(usage_error(error, arguments), as_json)
     except InternalError as error:
         return _crash(error, arguments, as_json)
     except OrbitError as error:

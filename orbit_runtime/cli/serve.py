@@ -54,6 +54,9 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
     adapters = dict(_named(each) for each in options.adapters)
     check_named(options.source, options.model, list(adapters.values()))
     check_can_train()
+    from orbit_runtime.observability.server import check_port
+
+    check_port(host, port)
     print("importing torch", file=sys.stderr, flush=True)
     from orbit_runtime.loop.signals import stop_on_signals
     from orbit_runtime.serve.open import Asked, open_models

@@ -57,6 +57,9 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
     host, port, token = read_door(options.listen, options.token_file, TOKEN_VARIABLE)
     manifest = load_manifest(options.file, options.overrides)
     check_can_train()
+    from orbit_runtime.observability.server import check_port
+
+    check_port(host, port)
     from orbit_runtime.loop.signals import stop_on_signals
     from orbit_runtime.services.building import open_manifest
     from orbit_runtime.services.engine_host import build_inference_host

@@ -39,7 +39,8 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     folders = [str(file.resolve().parent), str(Path.cwd())]
     unopened = [each for spec in _asked_specs(resolved.run.spec) for each in check_local_inputs(spec, folders)]
     model = local_model(resolved.run, file.resolve().parent)
-    if model is not None and not model.is_dir():
+    absent = None if model is None or model.is_dir() else model
+    if absent is not None:
         unopened = [resolved.run.spec.model.uri, *unopened]
     if resolved.run.spec.environment.code is None or code_path(resolved.run.spec):
         unopened += check_own(resolved.run.spec.algorithm, [*code_path(resolved.run.spec), *folders])
@@ -54,6 +55,8 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     for each in unchecked:
         print(f"\nnot checked, see `orbit plan`: {each}")
     print(f"\n{file} is valid")
+    if absent is not None:
+        print(f"but its model is not on this machine: `orbit run` ends here until the folder {absent} exists")
 
 
 def _check_sizes(run: OrbitRun, folder: Path) -> list[str]:

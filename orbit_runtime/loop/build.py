@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING
 from orbit_runtime.algorithms.table import Algorithm
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.pass_rates import Bounds, PassRates
-from orbit_runtime.data.prompts import PromptTable, check_fields, check_lengths, load_prompts
-from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.data.prompts import PromptTable, check_lengths
 from orbit_runtime.data.stream import PromptStream
-from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
-from orbit_runtime.environments.build import build_environment, build_scorer
+from orbit_runtime.environments.build import build_environment
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.loop.content import Names, content_digests
 from orbit_runtime.loop.engines import (
@@ -34,6 +32,7 @@ from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.looking import Bisect
+from orbit_runtime.loop.materials import EpisodeMaterials
 from orbit_runtime.loop.measure import HeldOut, open_held_out
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.served_teacher import TaughtEnvironment, attach_teacher, check_servers
@@ -60,7 +59,6 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine, Tokenizer, Trainer
-from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 
 if TYPE_CHECKING:
@@ -141,29 +139,21 @@ def build_parts(
     *,
     given: Given,
     inputs: Inputs,
-    names: Names,
+    materials: EpisodeMaterials,
     closing: ExitStack,
 ) -> Parts:
-    """Fetches and reads prompts, rewards and model, and wires them. What must be closed is pushed on `closing`.
+    """Fetches the model, and wires everything. What must be closed is pushed on `closing`.
 
     Args:
         given: its functions stand in the place of those that the manifest names.
-        names: what the first start called model and prompts.
     """
-    run, rewards = resolved.run, given.rewards
-    spec = run.spec
+    run, spec = resolved.run, resolved.run.spec
+    names, table, pool = materials.names, materials.table, materials.pool
     check_engine(spec)
     check_teacher_sampling(spec)
     if spec.training.trainer == "Megatron" and given.sides is None:
         check_rank_packages()
     check_servers(spec)
-    show.stage("reading prompts")
-    sources = prompt_sources(spec, names, inputs)
-    table = load_prompts(sources, limit=spec.data.limit)
-    read = fields_read(spec, rewards or {})
-    check_fields(table, read)
-    scorer = closing.enter_context(build_scorer(spec, rewards or {}, inputs.search_path()))
-    pool = _build_pool(spec, inputs.search_path(), closing)
     algorithm = load_algorithm(resolved, inputs.search_path, given.advantages)
     loss = load_loss(resolved, inputs.search_path, given.loss) if given.sides is None else None
     teacher = open_teacher(spec)
@@ -193,7 +183,7 @@ def build_parts(
             side = build_side(resolved, division, folder, loss, names.model, teacher, note=show.note, closing=closing)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
-    held_out = open_held_out(run, inputs, rewards, tokenizer, closing)
+    held_out = open_held_out(run, inputs, given.rewards, tokenizer, closing)
     show.stage("starting the engine")
     sequences = first_sequences(table, tokenizer)
     is_resumed = execution.number > 1
@@ -223,7 +213,7 @@ def build_parts(
         else math.inf,
         max_unproven=spec.parity.max_unproven,
     )
-    environment = build_environment(run.name, spec, tokenizer, scorer, pool, sampling_of(spec))
+    environment = build_environment(run.name, spec, tokenizer, materials.scorer, pool, sampling_of(spec))
     served = attach_teacher(spec, tokenizer, side.facts.vocabulary, sequences, closing)
     environment = TaughtEnvironment(environment, served) if served else environment
     stream = build_stream(table, spec)
@@ -243,21 +233,13 @@ def build_parts(
         names=names,
         content=content_digests(folder, table, weights, inputs.code_digest()) | teacher_digest(teacher),
         inputs=inputs,
-        reference_fields=tuple(read) or ("answer",),
+        reference_fields=materials.reference_fields or ("answer",),
         sequences=sequences,
         show=show,
         held_out=held_out,
         teacher=teacher,
         served_teacher=served,
     )
-
-
-def prompt_sources(spec: RunSpec, names: Names, inputs: Inputs) -> list[PromptSource]:
-    """`data.prompts`, fetched."""
-    return [
-        PromptSource(each.uri, each.format, each.prompt_field, name, inputs.prompts(index))
-        for index, (each, name) in enumerate(zip(spec.data.prompts, names.prompts, strict=True))
-    ]
 
 
 def build_stream(table: PromptTable, spec: RunSpec) -> PromptStream:
@@ -280,14 +262,6 @@ def amount(folder: Path) -> str:
     """Bytes of the weights."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def _build_pool(spec: RunSpec, search_path: Sequence[str], closing: ExitStack) -> EnvironmentPool | None:
-    """Processes of the environment or of the tools, ended with the run; None: it needs none."""
-    target = environment_target(spec)
-    if target is None:
-        return None
-    return closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=search_path))
 
 
 def first_sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:

@@ -19,6 +19,7 @@ from orbit_runtime.loop.content import resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.looking import APART
 from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.materials import open_episode_materials
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import Given
@@ -176,8 +177,10 @@ def compare_sides(
         search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
         patience = build_patience(show, closing.enter_context(stop_on_signals()), store.deadline_seconds)
         inputs, names = Inputs(resolved.run.spec, {}, patience, search_path), resolve_names(resolved, None)
+        given = Given()
+        materials = open_episode_materials(resolved.run.spec, names, inputs, given, show, closing)
         parts = build_parts(
-            resolved, store, execution, show, given=Given(), inputs=inputs, names=names, closing=closing
+            resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing
         )
         publication = parts.publisher.publish(0, None)
         started = time.monotonic()

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from orbit_runtime.errors import (
     UsageError,
 )
 from orbit_runtime.loop.build import Parts, RunParts, build_parts
-from orbit_runtime.loop.content import check_content, given_digests, resolve_names
+from orbit_runtime.loop.content import Names, check_content, given_digests, resolve_names
 from orbit_runtime.loop.initial import Initial, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, machine_facts
+from orbit_runtime.loop.materials import open_demonstration_materials, open_episode_materials
 from orbit_runtime.loop.memory import told_where_memory_ran_out
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.parity import check_sides
@@ -60,8 +63,9 @@ from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.whole import check_whole
-from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
+from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
+from orbit_runtime.workers.garbage_collection import gc_paused
 from orbit_runtime.workers.stalls import watch_stalls
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
@@ -108,7 +112,8 @@ def run(
     Raises:
         OrbitError: with the exit code of its kind; the run folder then holds the last durable step.
     """
-    resolved = resolve(spec, sides.machine if sides else machine_facts(), folder=manifest_folder)
+    # Other processes are asked before the run claims its folder.
+    machine = sides.machine if sides else None
     uri = out or f"{spec.spec.storage.uri.rstrip('/')}/{spec.name}"
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     store = open_store(uri)
@@ -130,7 +135,8 @@ def run(
             given = Given(rewards, loss, advantages, search_path, sides)
             closing.enter_context(watch_stalls(end_stalled(store, execution, show, webhooks)))
             with told_where_memory_ran_out(show):
-                ended, report = _run(resolved, store, execution, show, stop, given, closing)
+                resolve_on = partial(resolve, spec, folder=manifest_folder)
+                ended, report = _run(resolve_on, machine, store, execution, show, stop, given, closing)
         except StoppedOnRequest as request:
             # Stopped before the first step, for example during a download.
             ended = "stopped"
@@ -147,7 +153,8 @@ def run(
 
 
 def _run(
-    resolved: Resolved,
+    resolve_on: Callable[[MachineFacts], Resolved],
+    machine: MachineFacts | None,
     store: Store,
     execution: Execution,
     show: Show,
@@ -157,24 +164,21 @@ def _run(
 ) -> tuple[str, Mapping[str, Any]]:
     before = read_run_file(store)
     started = (before or {}).get("started", time.time())
-    trackers = asked_trackers(resolved.run, store, started)
+    # What the user can have got wrong is the same on every machine, so it is found before torch has to be asked.
+    asked = _kept(resolve_on(MachineFacts(has_cuda=False, num_gpus=0)), before)
+    trackers = asked_trackers(asked.run, store, started)
     if before:
-        resolved = keep_decisions(resolved, before["resolved"])
+        check_same_run(store, before, asked)
+    bundle, skipped = find_checkpoint(store, in_place=given.sides is not None)
+    origin = find_origin(asked.run, before) if bundle is None else None
+    initial = open_initial(asked.run.spec, before) if bundle is None else None
+    patience = build_patience(show, stop, store.deadline_seconds)
+    inputs = Inputs(asked.run.spec, (before or {}).get("inputs", {}), patience, given.search_path)
+    build = _open(asked, resolve_names(asked, before), inputs, given, show, closing)
+    resolved = _kept(resolve_on(machine or _find_machine(show, stop)), before)
     changes = check_same_run(store, before, resolved) if before else []
     check_whole(resolved.run.spec)
-    bundle, skipped = find_checkpoint(store, in_place=given.sides is not None)
-    origin = find_origin(resolved.run, before) if bundle is None else None
-    initial = open_initial(resolved.run.spec, before) if bundle is None else None
-    names = resolve_names(resolved, before)
-    patience = build_patience(show, stop, store.deadline_seconds)
-    inputs = Inputs(resolved.run.spec, (before or {}).get("inputs", {}), patience, given.search_path)
-    parts: Parts | SftParts
-    if resolved.run.spec.algorithm.type == "SFT":
-        parts = build_sft(
-            resolved, store, execution, show, sides=given.sides, inputs=inputs, names=names, closing=closing
-        )
-    else:
-        parts = build_parts(resolved, store, execution, show, given=given, inputs=inputs, names=names, closing=closing)
+    parts = build(resolved, store, execution, show, inputs=inputs, closing=closing)
     parts = replace(parts, content={**parts.content, **initial_digest(initial, before), **given_digests(given)})
     if before:
         check_content(store.uri, before, parts.content)
@@ -209,6 +213,37 @@ def _run(
     report = _finish(store, ended)
     show.progress.finish(report)
     return ended, report
+
+
+def _kept(resolved: Resolved, before: Mapping[str, Any] | None) -> Resolved:
+    return keep_decisions(resolved, before["resolved"]) if before else resolved
+
+
+def _open(
+    asked: Resolved, names: Names, inputs: Inputs, given: Given, show: Show, closing: ExitStack
+) -> Callable[..., Parts | SftParts]:
+    """Opens what the run works on, without torch; returns what builds the parts from it."""
+    spec = asked.run.spec
+    if spec.algorithm.type == "SFT":
+        demonstrations = open_demonstration_materials(spec, names, inputs, show)
+        return partial(build_sft, sides=given.sides, materials=demonstrations)
+    episodes = open_episode_materials(spec, names, inputs, given, show, closing)
+    return partial(build_parts, given=given, materials=episodes)
+
+
+def _find_machine(show: Show, stop: StopFlag) -> MachineFacts:
+    """Imports torch, which takes seconds, and asks it.
+
+    Raises:
+        StoppedOnRequest: a stop was requested meanwhile.
+    """
+    if find_spec("torch") is not None:
+        show.stage("importing torch")
+        with gc_paused():
+            from orbit_runtime.policy import load  # noqa: F401
+    if stop:
+        raise StoppedOnRequest(f"{stop.reason} before the model was loaded; the same command starts again")
+    return machine_facts()
 
 
 def _nothing_left(done: int, total: int) -> str:

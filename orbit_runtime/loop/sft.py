@@ -20,12 +20,8 @@ from functools import partial
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.data.demonstrations import (
-    Encoded,
-    encode_demonstrations,
-    read_demonstrations,
-)
-from orbit_runtime.data.prompts import hold_out, load_prompts
+from orbit_runtime.data.demonstrations import Encoded, encode_demonstrations
+from orbit_runtime.data.prompts import hold_out
 from orbit_runtime.data.samples import build_demonstration_samples, with_column
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import (
@@ -35,12 +31,12 @@ from orbit_runtime.loop.build import (
     build_canary,
     build_stream,
     first_sequences,
-    prompt_sources,
 )
-from orbit_runtime.loop.content import Names, content_digests
+from orbit_runtime.loop.content import content_digests
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_failure, keep_rows
 from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.loop.materials import DemonstrationMaterials
 from orbit_runtime.loop.publish import (
     Publication,
     adapter_facts,
@@ -97,19 +93,17 @@ def build_sft(
     *,
     sides: Sides | None,
     inputs: Inputs,
-    names: Names,
+    materials: DemonstrationMaterials,
     closing: ExitStack,
 ) -> SftParts:
-    """Fetches and reads demonstrations and model, and wires them. Pushes everything to be closed on `closing`.
+    """Fetches the model, and wires it with the demonstrations. Pushes everything to be closed on `closing`.
 
     Args: sides: set if the trainer is in another process.
     """
     spec = resolved.run.spec
+    names, table = materials.names, materials.table
     if spec.training.trainer == "Megatron" and sides is None:
         check_rank_packages()
-    show.stage("reading demonstrations")
-    table = load_prompts(prompt_sources(spec, names, inputs), limit=spec.data.limit)
-    demonstrations = read_demonstrations(table, spec.data.prompts, last_only=spec.data.chat.answers == "Last")
     trained, measured = hold_out(table, spec.data.validation.share if spec.data.validation else 0.0, spec.data.seed)
     algorithm = load_algorithm(resolved, inputs.search_path)
     loss = load_loss(resolved, inputs.search_path) if sides is None else None
@@ -122,7 +116,10 @@ def build_sft(
     tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
     show.stage("tokenising demonstrations")
     encoded = encode_demonstrations(
-        demonstrations, tokenizer, max_tokens=spec.model.max_sequence_length, tell=partial(_tell, show, inputs.patience)
+        materials.demonstrations,
+        tokenizer,
+        max_tokens=spec.model.max_sequence_length,
+        tell=partial(_tell, show, inputs.patience),
     )
     show.note(_told(encoded))
     show.stage(f"loading the model, {amount(folder)}")

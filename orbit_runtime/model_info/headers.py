@@ -96,7 +96,7 @@ def check_finished(folder: Path) -> None:
 def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
     """Every tensor of a model folder → (file, info): `model.safetensors`, or the shards listed in the index."""
     if not folder.is_dir():
-        raise ModelError("the model folder does not exist", where=str(folder), fix="check spec.model.uri")
+        raise ModelError("the model folder does not exist", where=str(folder), fix="check the model's path")
     check_finished(folder)
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
@@ -105,7 +105,7 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
             raise ModelError(
                 "the folder holds neither model.safetensors nor model.safetensors.index.json",
                 where=str(folder),
-                fix="point spec.model.uri at a Hugging Face model folder with safetensors weights",
+                fix="name a Hugging Face model folder with safetensors weights",
             )
         return {name: (single, info) for name, info in read_header(single).tensors.items()}
     return _read_shards(folder, index)

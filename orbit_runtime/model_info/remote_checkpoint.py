@@ -71,7 +71,7 @@ def _weight_map(store: ModelFiles) -> dict[str, str]:
             raise ModelError(
                 "there is neither model.safetensors nor model.safetensors.index.json",
                 where=store.uri,
-                fix="point spec.model.uri at a Hugging Face model folder with safetensors weights",
+                fix="name a Hugging Face model folder with safetensors weights",
             ) from None
         return {}
     weight_map = index.get("weight_map")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from orbit_runtime.observability.live import LivePage
 
+LISTEN_FIX = "choose another port, 0 for any that is free, and an address of this machine"
+"""For a port that `--listen` names."""
 BIND_VARIABLE = "ORBIT_BIND_ADDRESS"
 _START_SECONDS = 10.0
 
@@ -175,13 +177,28 @@ _FIX = "set spec.observability.metricsPort to 0 (any free port), to another port
 
 def listen(host: str, port: int, where: str, fix: str, *, backlog: int = 1024) -> socket.socket:
     """Raises OutputError: the port is taken, or the address is not one of this machine's."""
+    return _bind(host, port, where, fix, backlog)
+
+
+def check_port(host: str, port: int) -> None:
+    """Says that the port of `--listen` is taken before a model is loaded, which may take minutes. Nobody can connect.
+
+    Raises:
+        OutputError: as of `listen`.
+    """
+    _bind(host, port, "--listen", LISTEN_FIX, None).close()
+
+
+def _bind(host: str, port: int, where: str, fix: str, backlog: int | None) -> socket.socket:
+    """Args: backlog: None: does not listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # A run that resumes at once must get its port back from lingering sockets of its predecessor.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(backlog)
+        if backlog is not None:
+            listener.listen(backlog)
     except (OSError, OverflowError) as error:
         listener.close()
         taken = getattr(error, "errno", None) == errno.EADDRINUSE

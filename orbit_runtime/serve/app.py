@@ -110,8 +110,7 @@ class Routes:
             elif path.startswith(MODEL_PREFIX) and method == "GET":
                 await _answer(send, self._find(path.removeprefix(MODEL_PREFIX)).to_json())
             else:
-                is_known = path in {each for each, _ in self.table} or path.startswith(MODEL_PREFIX)
-                raise APIError(*((405, "Method Not Allowed") if is_known else (404, "Not Found")))
+                raise self._no_route(path, method)
         except APIError as error:
             await _say(send, error)
         except OrbitError as error:
@@ -119,6 +118,12 @@ class Routes:
         except Exception as error:
             await _say(send, APIError(500, "a bug in Orbit", code=type(error).__name__))
             raise
+
+    def _no_route(self, path: str, method: str) -> APIError:
+        if path in {each for each, _ in self.table} or path.startswith(MODEL_PREFIX):
+            return APIError(405, f"{path[:200]} takes no {method[:20]}")
+        under = ", ".join(each for each, _ in self.table if each.startswith("/v1/"))
+        return APIError(404, f"there is no {path[:200]} here; the API is at {under}")
 
     async def health(self, _body: bytes, _receive: Receive, send: Send) -> None:
         failed = bool(self._engine.failure)

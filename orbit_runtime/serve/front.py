@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OutputError
-from orbit_runtime.observability.server import listen
+from orbit_runtime.observability.server import LISTEN_FIX, listen
 from orbit_runtime.serve.app import build_app
 from orbit_runtime.serve.asking import Engine
 from orbit_runtime.serve.channel import Line, Ready, Setup, Stop
@@ -49,7 +49,7 @@ class Front:
                 setup.host,
                 setup.port,
                 "--listen",
-                "choose another port, 0 for any that is free, and an address of this machine",
+                LISTEN_FIX,
                 backlog=BACKLOG,
             )
         except OutputError as error:

@@ -38,7 +38,7 @@ from orbit_runtime.errors import (
     StalledError,
     is_out_of_memory,
 )
-from orbit_runtime.observability.server import HTTPServer, listen, serve_app
+from orbit_runtime.observability.server import LISTEN_FIX, HTTPServer, listen, serve_app
 from orbit_runtime.serve.guard import Guard
 from orbit_runtime.serve.metrics import ServeMetrics
 from orbit_runtime.services.frames import Frame, chunks, frame, num_bytes, unpack
@@ -250,7 +250,6 @@ def start_host(host: Host, address: str, port: int, token: str | None, *, body_b
     Raises:
         OutputError: the port is taken, or the address is not one of this machine's.
     """
-    fix = "choose another port, 0 for any that is free, and an address of this machine"
     guard = Guard(
         host,
         ServeMetrics(),
@@ -259,4 +258,4 @@ def start_host(host: Host, address: str, port: int, token: str | None, *, body_b
         read_seconds=READ_SECONDS,
         routes=("/health", "/facts", "/open", "/close"),
     )
-    return serve_app(guard, listen(address, port, "--listen", fix), address, fix)
+    return serve_app(guard, listen(address, port, "--listen", LISTEN_FIX), address, LISTEN_FIX)

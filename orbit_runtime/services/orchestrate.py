@@ -47,7 +47,6 @@ class RemoteSides:
 
     @property
     def machine(self) -> MachineFacts:
-        # Both are asked before the run claims its folder.
         facts = self._trainer.facts()
         if self._inference is not None:
             inference = self._inference.facts()

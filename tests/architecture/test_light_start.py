@@ -149,4 +149,4 @@ def test_what_was_installed_is_compiled(package: str) -> None:
     found = find_spec(package)
     assert found is not None
     assert found.origin is not None
-    assert Path(cache_from_source(found.origin)).is_file(), "`make dev` compiles: remove .venv and call it again"
+    assert Path(cache_from_source(found.origin)).is_file(), "`make dev` compiles: call it again"

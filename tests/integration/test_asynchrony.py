@@ -25,6 +25,7 @@ from orbit_runtime.loop.content import resolve_names
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import load_rollouts
 from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.materials import open_episode_materials
 from orbit_runtime.loop.resume import find_checkpoint
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import Given
@@ -105,8 +106,10 @@ def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: st
         closing.callback(lambda: execution.release("done"))
         show = Show(SilentProgress(), RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
         inputs, names = Inputs(resolved.run.spec, {}, Patience(), []), resolve_names(resolved, None)
+        given = Given()
+        materials = open_episode_materials(resolved.run.spec, names, inputs, given, show, closing)
         parts = build_parts(
-            resolved, store, execution, show, given=Given(), inputs=inputs, names=names, closing=closing
+            resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing
         )
         assert plain_run(parts) == adapter_digests(open_store(str(tmp_path / "run")))
 

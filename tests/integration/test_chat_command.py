@@ -46,7 +46,7 @@ def answers(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
 def test_lines_of_a_pipe_are_one_conversation_until_it_is_reset(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n\n12+34=\n/reset\n12+34=\n/quit\n1+1=\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("12+34=\n\n/help\n12+34=\n/reset\n12+34=\n/quit\n1+1=\n"))
     assert run_chat(options(url), as_json=True) == 0
     first, second, third = answers(capsys)
     assert first == third

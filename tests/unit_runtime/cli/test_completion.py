@@ -28,6 +28,8 @@ def offered(words: str, folder: Path) -> list[str]:
     environ = {**os.environ, "_ORBIT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
     asked = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(asked, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    # What a shell does not read as an answer would be shown to the user, at each TAB.
+    assert done.stderr == ""
     return done.stdout.split()
 
 

@@ -43,6 +43,15 @@ def test_a_help_ends_with_its_examples_one_a_line(capsys: Captured) -> None:
     assert [line.strip() for line in shown] == [f"orbit data prepare {each}" for each in EXAMPLES["data prepare"]]
 
 
+def test_an_argument_is_shown_without_a_python_type(capsys: Captured) -> None:
+    shown = {}
+    for name in COMMANDS:
+        assert run_command([*name.split(), "--help"]) == 0
+        shown[name] = capsys.readouterr().out.partition("Options:")[0]
+    assert not [name for name, text in shown.items() if "<" in text]
+    assert "DIR  Run folders" in " ".join(shown["report"].split(" ")).replace("   ", "  ")
+
+
 def test_a_word_of_another_tool_names_the_command_that_does_it(capsys: Captured) -> None:
     assert not set(MEANT) & {name.split()[0] for name in COMMANDS}
     assert all(ours in COMMANDS or ours in ("--version", "--help") for ours in MEANT.values())
@@ -52,7 +61,13 @@ def test_a_word_of_another_tool_names_the_command_that_does_it(capsys: Captured)
 
 @pytest.mark.parametrize(
     ("arguments", "path"),
-    [(["data", "prepar"], "orbit data"), (["data", "prepare", "--no-such"], "orbit data prepare"), (["nope"], "orbit")],
+    [
+        (["data", "prepar"], "orbit data"),
+        (["data", "prepare", "--no-such"], "orbit data prepare"),
+        (["nope"], "orbit"),
+        (["eval", "runs/a", "--steps"], "orbit eval"),
+        (["data", "prepare", "a", "b", "--limit"], "orbit data prepare"),
+    ],
 )
 def test_an_error_names_the_innermost_command_that_was_understood(
     arguments: list[str], path: str, capsys: Captured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,24 @@ ALL_IN_ONE = (
 )
 
 
+def test_a_busy_port_is_told_before_torch_is_imported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        example = str(Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml")
+        commands = [
+            [*each, "--listen", f"127.0.0.1:{port}"]
+            for each in (["serve", "--model", "builtin://tiny-adder"], ["trainer", example], ["inference", example])
+        ]
+        ended = subprocess.run([sys.executable, "-c", ALL_IN_ONE, json.dumps(commands)], capture_output=True, text=True)
+    assert json.loads(ended.stdout) == [[73] * 3, False], ended.stderr
+    assert ended.stderr.count(f"error: --listen: port {port} is in use\n  fix: choose another port") == 3
+
+
 def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
     here, none = str(tmp_path), str(tmp_path / "none")
     tiny = ["--model", "builtin://tiny-adder"]
+    for version in (9, 10):
+        (tmp_path / "adapters" / f"policy-v{version}").mkdir(parents=True)
     cases = [
         (["serve", none], f"{none}: there is no such run folder or manifest"),
         (["serve"], "name either a run or a model"),
@@ -25,6 +41,7 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
         (["serve", here, "--limit", "choice=1"], "--limit: there is no limit 'choice'"),
         (["chat", none, "--prompt", "1+1="], f"{none}: there is no such run folder or manifest"),
         (["chat", "--prompt", "1+1="], "name either a run or a model"),
+        (["chat", here, "--step", "3"], f"--step: {here} keeps no adapter of version 3"),
         (["chat", here, "--adapter", none], f"{none}: there is no such adapter or run folder"),
     ]
     asked = json.dumps([arguments for arguments, _ in cases])
@@ -33,3 +50,4 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
     said = ended.stderr.splitlines()
     assert said[::2] == [f"error: {words}" for _, words in cases]
     assert all(line.startswith("  fix: ") for line in said[1::2])
+    assert "  fix: choose from 9, 10; a larger spec.checkpoint.keep keeps more" in said

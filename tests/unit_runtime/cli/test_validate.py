@@ -171,6 +171,14 @@ def test_prompts_and_rewards_of_ones_own_are_opened(own: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.endswith("is valid\n")
 
 
+def test_a_model_folder_that_is_not_here_is_told_last(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_validate(own / "run.yaml", ["spec.model.uri=models/none"], as_json=False)
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last[0].endswith("is valid")
+    assert last[1].startswith("but its model is not on this machine: ")
+    assert str(own / "models" / "none") in last[1]
+
+
 def test_prompts_without_their_column_are_no_valid_manifest(own: Path) -> None:
     (own / "mine.jsonl").write_text('{"question": "1+1="}\n')
     with pytest.raises(DataError, match="prompt"):

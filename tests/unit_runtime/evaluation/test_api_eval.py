@@ -430,7 +430,7 @@ def test_a_date_and_a_number_say_how_long_to_wait() -> None:
     [
         ["--base-url", "http://a/v1"], ["--model", "m"], ["--api-key-env", "K"], ["--steps", "1,x"],
         ["--base-url", "a", "--model", "m"], ["--base-url", "http://a", "--model", "m", "--steps", "1"],
-        ["--steps", "1"],
+        ["--steps", "1"], ["--no-eval-base"], ["--adapter", "a", "--weights-dir", "r"],
     ],
 )  # fmt: skip
 def test_what_the_command_line_cannot_mean_is_a_usage_error(arguments: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""What a run works on, opened before torch is imported: a wrong path or a missing reward is reported in a second.
+
+Belongs here: prompts or demonstrations, the processes of rewards and environment, and their order. Does not belong
+here: reading files (`data`), starting processes (`workers`), the model (`build`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from orbit_runtime.data.demonstrations import Demonstration, read_demonstrations
+from orbit_runtime.data.prompts import PromptTable, check_fields, load_prompts
+from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
+from orbit_runtime.environments.build import build_scorer
+from orbit_runtime.loop.content import Names
+from orbit_runtime.loop.inputs import Inputs
+from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.sides import Given
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.workers.environment_pool import EnvironmentPool
+from orbit_runtime.workers.reward_protocol import RewardScorer
+
+
+@dataclass(frozen=True, slots=True)
+class Materials:
+    """Opened and checked."""
+
+    names: Names
+    """Names that the first start gave to model and prompts."""
+    table: PromptTable
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeMaterials(Materials):
+    """For a run with rewards."""
+
+    scorer: RewardScorer
+    pool: EnvironmentPool | None
+    """Processes of the environment or of the tools; None: it needs none."""
+    reference_fields: tuple[str, ...]
+    """Columns that the shipped rewards read."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationMaterials(Materials):
+    """For a run that learns from demonstrations."""
+
+    demonstrations: Sequence[Demonstration]
+
+
+def open_episode_materials(
+    spec: RunSpec, names: Names, inputs: Inputs, given: Given, show: Show, closing: ExitStack
+) -> EpisodeMaterials:
+    """Fetches and reads the prompts, and starts rewards and environment. Pushes what must be closed on `closing`.
+
+    Args: spec: with absolute paths; what `Auto` becomes on this machine does not matter.
+
+    Raises:
+        DataError, ManifestError, UsageError: as of `environments.asked.check_local_inputs`.
+        UnsupportedError: (78) the package of the environment's type is not installed.
+        StorageError: an input cannot be fetched.
+    """
+    show.stage("reading prompts")
+    table = load_prompts(_prompt_sources(spec, names, inputs), limit=spec.data.limit)
+    rewards = given.rewards or {}
+    read = fields_read(spec, rewards)
+    check_fields(table, read)
+    show.stage("starting rewards")
+    search_path = inputs.search_path()
+    scorer = closing.enter_context(build_scorer(spec, rewards, search_path))
+    target, pool = environment_target(spec), None
+    if target is not None:
+        pool = closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=search_path))
+    return EpisodeMaterials(names, table, scorer, pool, tuple(read))
+
+
+def open_demonstration_materials(spec: RunSpec, names: Names, inputs: Inputs, show: Show) -> DemonstrationMaterials:
+    """Like `open_episode_materials`."""
+    show.stage("reading demonstrations")
+    table = load_prompts(_prompt_sources(spec, names, inputs), limit=spec.data.limit)
+    read = read_demonstrations(table, spec.data.prompts, last_only=spec.data.chat.answers == "Last")
+    return DemonstrationMaterials(names, table, read)
+
+
+def _prompt_sources(spec: RunSpec, names: Names, inputs: Inputs) -> list[PromptSource]:
+    """`data.prompts`, fetched."""
+    return [
+        PromptSource(each.uri, each.format, each.prompt_field, name, inputs.prompts(index))
+        for index, (each, name) in enumerate(zip(spec.data.prompts, names.prompts, strict=True))
+    ]

@@ -1,0 +1,44 @@
+"""`orbit run`: what is wrong with prompts, rewards and the model's folder is said before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ALL_IN_ONE = (
+    "import json, sys; from orbit_runtime.cli.main import run_command; "
+    "codes = [run_command(['run', 'run.yaml', '--out', 'out', *each]) for each in json.loads(sys.argv[1])]; "
+    "print(json.dumps([codes, 'torch' in sys.modules]))"
+)
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
+REWARD = "environment.rewards=[{name: mine, entrypoint: %s}]"
+CASES = [
+    (["data.prompts=[{uri: none.jsonl}]"], 65, "the prompts file does not exist"),
+    (["data.prompts=[{uri: bare.jsonl}]"], 65, "answer"),
+    ([REWARD % "nowhere:score"], 64, "nowhere"),
+    ([REWARD % "mine:nothing"], 64, "nothing"),
+    (["environment={type: MultiTurn, entrypoint: nowhere:Game}"], 64, "nowhere"),
+    (["algorithm.type=SFT", "data.prompts=[{uri: bare.jsonl, completionField: answer}]"], 65, "answer"),
+    (["model.uri=models/none"], 66, "the model folder does not exist"),
+]
+
+
+def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(EXAMPLE.read_text())
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "mine.py").write_text("def score(completion, prompt, fields):\n    return 1.0\n")
+    asked = [[part for change in changes for part in ("--set", f"spec.{change}")] for changes, *_ in CASES]
+    ended = subprocess.run(
+        [sys.executable, "-c", ALL_IN_ONE, json.dumps(asked)], cwd=tmp_path, capture_output=True, text=True
+    )
+    codes, has_torch = json.loads(ended.stdout.splitlines()[-1])
+    assert codes == [code for _, code, _ in CASES], ended.stderr
+    assert not has_torch
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(CASES), ended.stderr
+    for line, (_, _, words) in zip(errors, CASES, strict=True):
+        assert words in line
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "out" / "executions").exists(), "what never ran leaves nothing behind"
