@@ -22,6 +22,7 @@ from orbit_runtime.adapters.part import Part
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.micro_batches import MicroBatch
+from orbit_runtime.workers.stalls import device_work
 
 HEAD = "value_head"
 
@@ -124,7 +125,12 @@ class LocalValues:
 
 def no_gradient(model: ValueModel, micro: MicroBatch) -> Tensor:
     """`ValuePasses.values` for a policy whose passes return every value in this process."""
-    with torch.no_grad(), model.policy.injected.selection.use(CRITIC_SLOT):
+    device = model.policy.device.type
+    with (
+        torch.no_grad(),
+        model.policy.injected.selection.use(CRITIC_SLOT),
+        device_work("a micro-batch of values", device),
+    ):
         return model.trained(micro)
 
 
@@ -133,7 +139,7 @@ def accumulate(model: ValueModel, micro_batches: Sequence[MicroBatch], loss_of: 
     selection = model.policy.injected.selection
     for micro in micro_batches:
         # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
-        with selection.turn:
+        with selection.turn, device_work("a micro-batch of the critic's training", model.policy.device.type):
             with selection.use(CRITIC_SLOT):
                 values_R = model.trained(micro)
             loss_of(micro, values_R).backward()
