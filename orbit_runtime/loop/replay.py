@@ -110,7 +110,7 @@ def replay(
 
         if before["identity"].get(INITIAL_CONTENT) != initial.digest:
             raise ModelError("the adapter has changed since the run began with it", where=INITIAL_FIELD)
-        trainer.load_state(initial_state(outline_of(policy.injected), initial.folder))
+        trainer.load_state(initial_state(outline_of(policy.injected, policy.injected.masters), initial.folder))
     done: list[ReplayedStep] = []
     for row in rows[:steps]:
         step = int(row.number("step") or 0)

@@ -251,7 +251,7 @@ def _build_alone(
     return TrainerSide(
         trainer,
         describe(policy),
-        begin=partial(_begin, trainer, outline_of(policy.injected)),
+        begin=partial(_begin, trainer, outline_of(policy.injected, policy.injected.masters)),
         base_digest=policy.base_digest,
         probing=partial(policy.injected.masters.probing, seed=resolved.run.spec.data.seed),
         snapshot=partial(take_snapshot, policy),
