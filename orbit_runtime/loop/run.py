@@ -169,6 +169,7 @@ def _run(
     trackers = asked_trackers(asked.run, store, started)
     if before:
         check_same_run(store, before, asked)
+    check_whole(asked.run.spec)
     bundle, skipped = find_checkpoint(store, in_place=given.sides is not None)
     origin = find_origin(asked.run, before) if bundle is None else None
     initial = open_initial(asked.run.spec, before) if bundle is None else None

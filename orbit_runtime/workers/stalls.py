@@ -12,17 +12,18 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from orbit_runtime.errors import StalledError
-from orbit_runtime.workers.stacks import MAX_STACK
 
 STALL_SECONDS = 1800.0
 """For one decoding step or one micro-batch, which take seconds. Longer than the compilation of any kernel."""
 LOOK_SECONDS = 5.0
 FIX = "see the driver's log (`dmesg`, Xid errors), then start the same command again"
+_MAX_STACKS = 1 << 18
 WATCHED = frozenset({"cuda"})
 """Types of devices that can fail to answer. On a CPU a large model may honestly take this long."""
 
@@ -48,7 +49,7 @@ class Stall:
     what: str
     seconds: float
     stacks: str
-    """Of all threads, newest call first."""
+    """Of the thread that waits, newest call last, then of all threads, newest call first."""
 
 
 @contextmanager
@@ -113,22 +114,26 @@ class _Watch:
         told: set[int] = set()
         for looks in itertools.count():
             time.sleep(LOOK_SECONDS)
-            now = list(_under_way.values())
-            first_seen = {number: first_seen.get(number, looks) for number, _ in now}
-            for number, what in now:
+            now = list(_under_way.items())
+            first_seen = {number: first_seen.get(number, looks) for _, (number, _) in now}
+            for thread, (number, what) in now:
                 seconds = (looks - first_seen[number]) * LOOK_SECONDS
                 if seconds >= STALL_SECONDS and number not in told and self.handlers:
                     told.add(number)
-                    self.handlers[-1](Stall(what, seconds, _stacks()))
+                    self.handlers[-1](Stall(what, seconds, _stacks(thread)))
 
 
 _watch = _Watch()
 
 
-def _stacks() -> str:
+def _stacks(thread: int) -> str:
     import tempfile
+
+    # Of many threads, faulthandler leaves out the oldest, which is the main thread.
+    frame = sys._current_frames().get(thread)
+    waits = "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        return file.read(4 * MAX_STACK).decode(errors="replace")
+        return f"The thread that waits:\n{waits}\n{file.read(_MAX_STACKS).decode(errors='replace')}"
