@@ -64,7 +64,7 @@ test-bridges: dev ## environments of Gymnasium, SkyRL-Gym and verifiers, from ma
 	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest --numprocesses logical --maxprocesses 2 -m "not long" tests/bridges
 
 test-sglang: dev ## a sample of test-engines: the contract with LoRA and OFT, SGLang without our plug-in, a killed server (Linux; the same environment)
-	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest --numprocesses logical --maxprocesses 2 --dist loadfile $(SGLANG_SAMPLE)
+	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest $(SGLANG_SAMPLE)
 
 test-engines: dev ## the engine contract against a real SGLang server (Linux; makes an environment of 10 GB, once)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest tests/engines
