@@ -135,6 +135,7 @@ def test_steps_overlap_within_their_bound_and_a_kill_loses_no_rollout(tmp_path: 
     out, steps = tmp_path / "run", 5
     overlapping = ["spec.rollout.maxStaleness=1", "spec.rollout.sampling.maxNewTokens=24", "spec.data.limit=200"]
     overlapping += ["spec.rollout.sampling.ignoreEos=true", "spec.algorithm.groupSize=4"]
+    overlapping += ["spec.placement.layout=Split", "spec.placement.gpus=2"]
     run = start(out, *overlapping, steps=steps)
     wait_for_step(out, 2, run)
     run.kill()
