@@ -94,7 +94,12 @@ def plain_run(parts: Parts) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["small", pytest.param("OFT on NVFP4, its own teacher", marks=pytest.mark.long), "MXFP4, PPO with KL"]
+    "name",
+    [
+        "small",
+        pytest.param("OFT on NVFP4, its own teacher", marks=pytest.mark.long),
+        pytest.param("MXFP4, PPO with KL", marks=pytest.mark.long),
+    ],
 )
 def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: str) -> None:
     asked = small_manifest(steps=6) if name == "small" else demanding_manifest(name, steps=3)
@@ -120,7 +125,7 @@ def slow_now_and_then(completion: str, prompt: Any, fields: Any) -> float:
     return float(len(completion) % 2)
 
 
-@pytest.mark.parametrize("bound", [1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("bound", [*(pytest.param(each, marks=pytest.mark.long) for each in (1, 2)), 4])
 def test_no_token_is_older_than_it_may_be_and_prompts_come_in_their_order(tmp_path: Path, bound: int) -> None:
     spec = OrbitRun.model_validate(manifest(bound))
     run(spec, out=str(tmp_path), rewards={"correct": slow_now_and_then}, progress=SilentProgress())

@@ -41,6 +41,7 @@ def test_a_run_reads_the_folder_that_datasets_saved(tmp_path: Path, monkeypatch:
     assert first.prompt_id.startswith("sums/")
 
 
+@pytest.mark.long
 def test_a_mixture_that_passes_over_prompts_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(GUIDE, tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -44,7 +44,7 @@ main(sys.argv[4:])
     [
         # The first proof is that of the untrained adapter, so the third is of step 2.
         pytest.param("prove", 3, marks=pytest.mark.long),
-        ("check_proofs", 3),
+        pytest.param("check_proofs", 3, marks=pytest.mark.long),
     ],
     ids=["before the proof", "proven, and not yet said so"],
 )

@@ -207,7 +207,12 @@ def test_scalars_that_two_yaml_versions_read_differently_are_refused(shell: Shel
 
 @pytest.mark.parametrize(
     ("answer", "outcome"),
-    [("raise", "crash"), ("nan", "crash"), ("text", "crash"), ("hang", "timeout"), ("die", "crash")],
+    [
+        ("raise", "crash"),
+        *(pytest.param(each, "crash", marks=pytest.mark.long) for each in ("nan", "text")),
+        ("hang", "timeout"),
+        ("die", "crash"),
+    ],
 )
 def test_a_reward_that_fails_is_counted_masked_and_above_the_limit_stops_the_run(
     shell: Shell, answer: str, outcome: str, monkeypatch: pytest.MonkeyPatch

@@ -121,7 +121,7 @@ def check_masks(rollout: Rollout) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bound"),
-    [("tool", 1), ("tree", 2), pytest.param("tool", 2, marks=pytest.mark.long),
+    [("tree", 2), pytest.param("tool", 1, marks=pytest.mark.long), pytest.param("tool", 2, marks=pytest.mark.long),
      pytest.param("tree", 1, marks=pytest.mark.long)],
 )  # fmt: skip
 def test_turns_go_on_under_new_versions_and_no_token_is_older_than_it_may_be(

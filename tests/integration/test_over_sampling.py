@@ -61,7 +61,7 @@ def check_trained(store: Store, drawn: dict[int, list[str]]) -> None:
         assert len(names) == PROMPTS
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_the_first_groups_train_the_others_are_counted_and_a_replay_has_the_same_bits(
     tmp_path: Path, drawn: dict[int, list[str]], max_staleness: int
 ) -> None:

@@ -38,6 +38,8 @@ TINY = {
     "qwen3-4b-dapo": "tiny-qwen3",
     "qwen3-4b-tools": "tiny-qwen3",
 }
+TWINS = ("deepseek-v4-pro", "qwen3-1-7b", "qwen3-235b-a22b")
+"""Of which another recipe has family, format and adapter: left to `make test-long`."""
 
 
 def smaller(guide: str) -> list[str]:
@@ -61,7 +63,9 @@ def test_every_manifest_of_a_published_model_is_here() -> None:
     assert published == set(TINY)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.long) if each in TWINS else each for each in TINY]
+)
 def test_a_recipe_trains_a_step_with_a_tiny_model_of_its_family(name: str, tmp_path: Path) -> None:
     settings = smaller(GUIDE.read_text(encoding="utf-8"))
     spec = load_manifest(

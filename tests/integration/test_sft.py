@@ -214,7 +214,7 @@ def test_a_run_of_rewards_begins_where_the_demonstrations_ended(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("model", "adapter"),
     [
-        ("tiny-adder", {"type": "OFT", "oft": {"blockSize": 16}}),
+        pytest.param("tiny-adder", {"type": "OFT", "oft": {"blockSize": 16}}, marks=pytest.mark.long),
         ("tiny-moe-adder", {"type": "LoRA", "experts": "PerExpert"}),
     ],
     ids=["OFT", "experts"],

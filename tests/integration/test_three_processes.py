@@ -31,7 +31,12 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize(
-    "name", ["small", pytest.param("LoRA with dropout", marks=pytest.mark.long), "MXFP4, PPO with KL"]
+    "name",
+    [
+        "small",
+        pytest.param("LoRA with dropout", marks=pytest.mark.long),
+        pytest.param("MXFP4, PPO with KL", marks=pytest.mark.long),
+    ],
 )
 def test_three_processes_have_the_bits_of_one(tmp_path: Path, name: str) -> None:
     asked = small_manifest(steps=3) if name == "small" else demanding_manifest(name, steps=2)

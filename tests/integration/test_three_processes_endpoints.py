@@ -76,6 +76,7 @@ class Orchestrator:
         return open_store(str(self.out))
 
 
+@pytest.mark.long
 def test_rows_are_those_of_one_process_whoever_is_lost(server: PolicyServer, tmp_path: Path) -> None:
     asked = manifest(server.url, steps=5, every_steps=2)
     run(OrbitRun.model_validate(asked), out=str(tmp_path / "one"), progress=SilentProgress())

@@ -98,7 +98,7 @@ def killed_in_between(side: Side, run_it: Callable[[], Any], after: Callable[[],
     thread.join()
 
 
-LONG = ("its sampled tokens alone", "an average that teaches")
+LONG = ("its sampled tokens alone", "an average that teaches", "an adapter that teaches")
 """Left to `make test-long`."""
 
 

@@ -79,6 +79,7 @@ def proven(store: Store, steps: int) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.long
 def test_rows_are_those_of_one_process_and_a_second_run_finds_the_servers_empty(
     asked: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -39,7 +39,9 @@ from tests.integration.three_processes import TOKEN, Side, remote_sides, run_apa
 
 
 @pytest.mark.parametrize(
-    "blind", [("trainer",), pytest.param(("inference",), marks=pytest.mark.long)], ids=["trainer", "inference"]
+    "blind",
+    [pytest.param(("trainer",), marks=pytest.mark.long), pytest.param(("inference",), marks=pytest.mark.long)],
+    ids=["trainer", "inference"],
 )
 def test_who_sees_no_store_gets_bytes_and_the_run_has_the_same_bits(tmp_path: Path, blind: tuple[str, ...]) -> None:
     asked = small_manifest(steps=2)

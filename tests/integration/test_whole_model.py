@@ -140,6 +140,7 @@ def test_large_models_are_written_in_shards_that_transformers_reads(tmp_path: Pa
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_kills_change_no_bit(tmp_path: Path, launcher: RunLauncher) -> None:
     manifest = whole_manifest(steps=24, every_steps=2)

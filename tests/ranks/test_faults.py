@@ -44,7 +44,13 @@ def patience_for(ranks: RankGroup, fault: str) -> float | None:
         ("kill", 81, "rank 1 (CPU) was killed", None),
         pytest.param("segfault", 81, "Segmentation fault", None, marks=pytest.mark.long),
         ("stop", 83, "rank 1 (CPU) is stopped (SIGSTOP) in stage train, step 3; rank 0 waits in all_reduce", None),
-        ("sleep", 83, "rank 1 (CPU) did not get on within {patience:g} s in stage train, step 3", None),
+        pytest.param(
+            "sleep",
+            83,
+            "rank 1 (CPU) did not get on within {patience:g} s in stage train, step 3",
+            None,
+            marks=pytest.mark.long,
+        ),
         (
             "return_early",
             81,
@@ -55,7 +61,7 @@ def patience_for(ranks: RankGroup, fault: str) -> float | None:
         ("nan", 85, "rank 1 (CPU) in stage train, step 3: the loss is NaN", None),
         pytest.param("bug", 70, "ValueError: a planted bug", None, marks=pytest.mark.long),
         pytest.param("unpicklable", 70, "Odd: odd", None, marks=pytest.mark.long),
-        ("disk", 74, "the disk is full", None),
+        pytest.param("disk", 74, "the disk is full", None, marks=pytest.mark.long),
         pytest.param("leave", 70, "SystemExit: 3", None, marks=pytest.mark.long),
     ],
 )
@@ -104,7 +110,11 @@ def test_every_process_of_a_group_can_be_found_without_its_guard(
         ("gcs_server", "Ray's head (gcs_server) was killed by SIGKILL in stage train, step 1"),
         ("raylet/raylet", "Ray's node agent (raylet) was killed by SIGKILL in stage train, step 1"),
         ("ray_driver", "the process that holds the ranks (Ray's driver) was lost in stage step"),
-        ("rank_guard", "the process that holds the ranks (Ray's driver) was lost in stage step"),
+        pytest.param(
+            "rank_guard",
+            "the process that holds the ranks (Ray's driver) was lost in stage step",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_holds_the_ranks_is_killed(
@@ -139,7 +149,7 @@ def kill(guard: int, program: str) -> None:
     raise AssertionError(program)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_the_end_of_the_run_is_the_end_of_its_ranks(
     number: signal.Signals, tmp_path: Path, marked: Callable[[], dict[int, str]]
 ) -> None:
