@@ -17,6 +17,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -54,10 +55,18 @@ def hooks() -> Iterator[tuple[str, Callable[..., Any], str]]:
         yield f"{registry}.get_handler", _attend_to_latents, "AROUND"
         # SGLang keeps tokens' experts in memory pinned for a GPU, whatever the device is.
         yield "sglang.srt.mem_cache.pool_host.common._cuda_host_register", _leave_unpinned, "AROUND"
+        yield "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes", _fork_children, "AROUND"
 
 
 def _leave_unpinned(original: Callable[..., Any], *_: Any, **__: Any) -> None:
     """Rejects the request; requests for torch's own pinned memory are rejected in the same way (`_unpinned`)."""
+
+
+def _fork_children(original: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """SGLang spawns its children, because CUDA does not survive a fork, and each imports everything again: 20 seconds of
+    a core. Here nothing was computed before they start."""
+    multiprocessing.set_start_method("fork", force=True)
+    return original(*values, **named)
 
 
 def _attend_to_latents(original: Callable[..., Any], registry: Any, backend: str) -> Any:
