@@ -46,7 +46,7 @@ from orbit_runtime.loop.resume import (
     restored_wrongly,
 )
 from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
-from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.show import Show, StartTimes
 from orbit_runtime.loop.sides import Given, Sides
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.stalled import end_stalled
@@ -292,6 +292,7 @@ def _build_show(
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
     progress = progress or build_progress(spec.name, log_format=spec.spec.observability.log_format)
     show = Show(progress, status, metrics, keeps_rollouts=spec.spec.rollout.max_staleness > 0)
+    show.start_times = StartTimes(execution.record_start)
     closing.callback(lambda: add_last_words({**status.snapshot(), "message": None, "reason": None}))
     port = spec.spec.observability.metrics_port
     if port >= 0:

@@ -6,7 +6,7 @@ Belongs here: passing the same facts to every display. Does not belong here: how
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.loop.keep import checkpoint_prefix
@@ -33,8 +33,11 @@ class Show:
         """The run's current stage."""
         self.step_now: int | None = None
         """The step that the stage belongs to; None during the start."""
+        self.start_times: StartTimes | None = None
 
     def stage(self, name: str, step: int | None = None) -> None:
+        if self.start_times:
+            self.start_times.stage(name)
         self.current = name
         self.step_now = step
         self.status.update(stage=name)
@@ -74,6 +77,31 @@ class Show:
     def target(self, total: int, resumed_at: int) -> None:
         self.metrics.set_target(total)
         self.progress.start(total=total, resumed_at=resumed_at)
+
+
+class StartTimes:
+    """Seconds of each stage from the claim of the run folder to the first rollouts."""
+
+    def __init__(
+        self, tell: Callable[[Mapping[str, float]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Args: tell: receives the seconds by stage, once, when the first rollouts are there."""
+        self._tell: Callable[[Mapping[str, float]], None] | None = tell
+        self._clock = clock
+        self._name, self._since = "opening the run folder", clock()
+        self._seconds: dict[str, float] = {}
+
+    def stage(self, name: str) -> None:
+        """A stage begins. One that had already been left goes on: its times are added."""
+        if self._tell is None:
+            return
+        now = self._clock()
+        self._seconds[self._name] = round(self._seconds.get(self._name, 0.0) + now - self._since, 3)
+        # `loading the model, 1.2 GiB`: what it is, without how much there is of it.
+        self._name, self._since = "first rollouts" if name == "collect" else name.split(",")[0], now
+        if name == "train":
+            tell, self._tell = self._tell, None
+            tell(self._seconds)
 
 
 def stop_sentence(stage: str, step: int | None, *, keeps_rollouts: bool = False) -> str:

@@ -140,6 +140,7 @@ class Report:
             "trainable_parameters": summary.get("trainable_parameters"),
             "resumed": summary.get("resumed", 0),
             "executions": self.folder.executions,
+            "start_seconds": dict(self.folder.start),
             "seconds": _total(row.number("seconds_total") for row in rows),
             "tokens": int(_total(row.number("tokens") for row in rows)),
             "outcomes": {

@@ -53,6 +53,8 @@ class RunFolder:
     heartbeat: Json | None
     """The newest execution's last sign of life."""
     executions: int
+    start: Json
+    """Seconds of each stage of the newest start that got as far as its first rollouts; empty if none did."""
     failures: tuple[Json, ...]
     evaluations: tuple[Json, ...] = ()
     """Results on held-out prompts, by step: `evaluation/step-*/summary.json`."""
@@ -89,6 +91,7 @@ def read_run_folder(source: Source, rows: tuple[MetricsRow, ...] | None = None) 
         adapters=_read_manifests(source, "adapters"),
         heartbeat=_read_json(source, heartbeats[-1]) if heartbeats else None,
         executions=len(heartbeats),
+        start=_read_start(source),
         failures=tuple(failure for key in failures if (failure := _read_json(source, key)) is not None),
         evaluations=tuple(evaluations.values()),
         rollouts=rollout_files(source),
@@ -137,6 +140,14 @@ def _read(source: Source, key: str) -> bytes | None:
         return source.get(key)
     except NotFound:
         return None
+
+
+def _read_start(source: Source) -> dict[str, float]:
+    keys = sorted(key for key in source.list("executions") if key.endswith(".start.json"))
+    found = (_read_json(source, keys[-1]) or {}).get("seconds") if keys else None
+    if not isinstance(found, Mapping):
+        return {}
+    return {str(name): float(seconds) for name, seconds in found.items() if isinstance(seconds, int | float)}
 
 
 def _read_json(source: Source, key: str) -> dict[str, Any] | None:

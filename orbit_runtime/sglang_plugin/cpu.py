@@ -63,8 +63,8 @@ def _leave_unpinned(original: Callable[..., Any], *_: Any, **__: Any) -> None:
 
 
 def _fork_children(original: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """SGLang spawns its children, because CUDA does not survive a fork, and each imports everything again: 20 seconds of
-    a core. Here nothing was computed before they start."""
+    """SGLang spawns its children, because CUDA does not survive a fork, and each imports everything again: 20 seconds
+    of a core. Here nothing was computed before."""
     multiprocessing.set_start_method("fork", force=True)
     return original(*values, **named)
 

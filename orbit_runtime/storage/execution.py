@@ -3,8 +3,8 @@
 Belongs here: claims, heartbeats, refusals. Does not belong here: what is written (`bundles`).
 
 Under `executions/`: `000003.json` (create-only: who took number 3), `000003.heartbeat.json` (rewritten while it lives,
-and once at its end), `.lock` (flock, local folders only). Machines that share a folder need clocks that agree to
-within 20 s.
+and once at its end), `000003.start.json` (seconds of each stage of its start), `.lock` (flock, local folders only).
+Machines that share a folder need clocks that agree to within 20 s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -93,6 +93,13 @@ class Execution:
         assert self._thread is None, "the heartbeat was started before"
         self._thread = threading.Thread(target=self._beat_until_ended, name="orbit-heartbeat", daemon=True)
         self._thread.start()
+
+    def record_start(self, seconds: Mapping[str, float]) -> None:
+        """Writes how long each stage of the start took. A store that does not take it now is only logged."""
+        try:
+            self._store.put(f"{_FOLDER}{self.number:06d}.start.json", _json({"seconds": dict(seconds)}))
+        except OrbitError as error:
+            _log.warning("the start of execution %d could not be recorded: %s", self.number, error)
 
     def release(self, ended: str) -> None:
         """Stop the heartbeat, record why the execution ended (`done`, `stopped`, an error's name), release the lock.

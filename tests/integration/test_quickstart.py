@@ -33,6 +33,7 @@ def test_an_example_learns(
     assert report["base_digest_before"] == report["base_digest_after"]
     assert report["trainable_parameters"] > 0
     assert report["resumed"] == 0
+    assert {"importing torch", "starting the engine", "first rollouts"} < set(report["start_seconds"])
     page = Path(out, "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert report["adapter_digest"][:20] in page

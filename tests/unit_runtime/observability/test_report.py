@@ -81,6 +81,20 @@ def test_a_report_says_how_adapters_reached_the_engine(tmp_path: Path) -> None:
         assert "Broadcast" in render_html(report)
 
 
+def test_a_report_says_where_the_newest_starts_time_went(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, SyntheticRun(steps=3))
+    store = open_store(str(folder))
+    assert build_report(store).to_json()["start_seconds"] == {}
+    for number, engine in ((1, 99.0), (2, 30.0)):
+        seconds = {"importing torch": 8.04, "reading prompts": 0.01, "starting the engine": engine}
+        (folder / f"executions/{number:06d}.start.json").write_text(json.dumps({"seconds": seconds}))
+    report = build_report(store)
+    assert report.to_json()["start_seconds"] == seconds
+    assert "38.0 s: importing torch 8.0, starting the engine 30.0<" in render_html(report)
+    (folder / "executions/000002.start.json").write_text('{"seconds": [1, ')
+    assert build_report(store).to_json()["start_seconds"] == {}
+
+
 def test_the_loop_that_still_holds_the_folder_says_how_it_ended(tmp_path: Path) -> None:
     folder = write_run_folder(tmp_path, SyntheticRun(steps=3, ended=None))
     assert build_report(open_store(str(folder)), ended="stopped", now=1001).status == "stopped"
