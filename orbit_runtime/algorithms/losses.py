@@ -24,7 +24,7 @@ from orbit_runtime.algorithms.ratios import LogRatio, token_ratio
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """The inputs of a loss: a micro-batch of whole samples. Gradient flows through `logprobs_T`, and through
-    `distances_T` if present."""
+    `distances_T` and `entropies_T` if present."""
 
     logprobs_T: Tensor
     old_logprobs_T: Tensor
@@ -38,6 +38,8 @@ class LossInputs:
     """The teacher's log-probs of the sampled tokens."""
     distances_T: Tensor | None = None
     """Distances from the teacher's distribution (`policy.distance`); None if only sampled tokens are compared."""
+    entropies_T: Tensor | None = None
+    """Entropy in nats of the distribution that each token was drawn from. No shipped loss reads it."""
 
 
 @dataclass(frozen=True, slots=True)

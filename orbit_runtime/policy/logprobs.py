@@ -52,6 +52,18 @@ def _cut(biased_RV: torch.Tensor, targets_R: torch.Tensor, sampling: Sampling, s
     )
 
 
+def _entropy(logprobs_RV: torch.Tensor) -> torch.Tensor:
+    """A token that is cut off has probability 0 and log-prob -inf: it adds nothing."""
+    return -(logprobs_RV.exp() * logprobs_RV.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+
+
+def _entropy_slope(cut_RV: torch.Tensor) -> torch.Tensor:
+    """d entropy / d logits = -p (log p + entropy)"""
+    logprobs = torch.log_softmax(cut_RV, dim=-1)
+    entropy_R1 = _entropy(logprobs)[:, None]
+    return (logprobs.clamp(min=torch.finfo(torch.float32).min) + entropy_R1).mul_(logprobs.exp()).neg_()
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """Saves hidden states and targets; backward recomputes each chunk's logits.
 
@@ -76,14 +88,17 @@ class _TokenLogProbs(torch.autograd.Function):
             seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
             all_logprobs = torch.log_softmax(_cut(biased, targets_R[part], sampling, seen_RV), dim=-1)
             logprobs.append(all_logprobs.gather(-1, targets_R[part, None])[:, 0])
-            # A token that is cut off has probability 0 and log-prob -inf: it adds nothing.
-            entropies.append(-(all_logprobs.exp() * all_logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1))
+            entropies.append(_entropy(all_logprobs))
         ctx.save_for_backward(hidden_RN, targets_R)
+        # An output that no loss reads has no gradient, rather than one of zeros.
+        ctx.set_materialize_grads(False)
         ctx.settings = (head, sampling, seen, rows, weights)
         return _joined(logprobs, hidden_RN), _joined(entropies, hidden_RN)
 
     @staticmethod
-    def backward(ctx: Any, grad_R: torch.Tensor, _entropy_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_R: torch.Tensor | None, entropy_grad_R: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden_RN, targets_R = ctx.saved_tensors
         head, sampling, seen, rows, weights = ctx.settings
         grad_hidden = torch.empty_like(hidden_RN)
@@ -95,10 +110,19 @@ class _TokenLogProbs(torch.autograd.Function):
                 logits = head(hidden)
             biased = _bias(logits.detach(), sampling)
             seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
-            # d logp(y) / d logits = (onehot(y) - softmax) / T, times the penalty's own slope
-            slope = torch.softmax(_cut(biased, targets_R[part], sampling, seen_RV), dim=-1).neg_()
-            slope[torch.arange(len(slope), device=slope.device), targets_R[part]] += 1.0
-            slope.mul_(grad_R[part, None] / sampling.temperature)
+            cut = _cut(biased, targets_R[part], sampling, seen_RV)
+            entropy_slope = None
+            if entropy_grad_R is not None:
+                entropy_slope = _entropy_slope(cut).mul_(entropy_grad_R[part, None] / sampling.temperature)
+            if grad_R is None:
+                slope = torch.zeros_like(cut)
+            else:
+                # d logp(y) / d logits = (onehot(y) - softmax) / T, times the penalty's own slope
+                slope = torch.softmax(cut, dim=-1).neg_()
+                slope[torch.arange(len(slope), device=slope.device), targets_R[part]] += 1.0
+                slope.mul_(grad_R[part, None] / sampling.temperature)
+            if entropy_slope is not None:
+                slope += entropy_slope
             if seen_RV is not None:
                 slope.mul_(penalty_slope(biased, seen_RV, sampling.repetition_penalty))
             grad_hidden[part], *found = torch.autograd.grad(logits, (hidden, *weights), slope.to(logits.dtype))
@@ -147,8 +171,7 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 `(logprobs [R], entropies [R])` of `targets` under the distribution that `sampling` draws from.
 
-    Gradients flow to `hidden` through the log-probs; entropies carry none. Tokens removed by truncation count as
-    constant, and are never targets.
+    Gradients flow to `hidden` through both. Tokens removed by truncation count as constant, and are never targets.
 
     Args:
         weights: weights of the head, if it is trained; empty for a frozen one.
@@ -156,7 +179,7 @@ def token_logprobs(
     """
     assert seen is not None or sampling.repetition_penalty == 1.0
     rows = max(1, chunk_elements // vocabulary)
-    logprobs, entropies = _TokenLogProbs.apply(
+    found: tuple[torch.Tensor, torch.Tensor] = _TokenLogProbs.apply(
         hidden_RN, targets_R, head, sampling, seen if sampling.repetition_penalty != 1.0 else None, rows, *weights
     )
-    return logprobs, entropies.detach()
+    return found

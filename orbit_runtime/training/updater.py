@@ -148,6 +148,7 @@ class Updater:
                 importance_T=importance_R,
                 teacher_logprobs_T=micro.columns_R.get("teacher"),
                 distances_T=distances_R,
+                entropies_T=entropy_R[micro.trained_R],
             )
             loss, sums = self._loss(inputs, micro.weights_R, settings.loss)
             if not micro.counts:

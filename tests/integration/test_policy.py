@@ -67,7 +67,8 @@ def test_changing_one_packed_sequence_leaves_the_others_bits_alone(tmp_path: Pat
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_chunked_logprobs_and_their_gradient_equal_the_dense_ones(top_p: float) -> None:
+@pytest.mark.parametrize("read", ["log-probs", "entropies", "both"])
+def test_chunked_logprobs_entropies_and_their_gradient_equal_the_dense_ones(top_p: float, read: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 16, generator=generator, dtype=torch.float64).float().requires_grad_(True)
     weight = torch.randn(50, 16, generator=generator) * 0.3
@@ -80,7 +81,11 @@ def test_chunked_logprobs_and_their_gradient_equal_the_dense_ones(top_p: float) 
         sampling=Sampling(temperature=0.7, top_p=top_p),
         chunk_elements=150,
     )
-    logprobs.mul(torch.arange(1.0, 12.0)).sum().backward()
+    weights = torch.arange(1.0, 12.0)
+    parts = {"log-probs": (1.0, 0.0), "entropies": (0.0, 1.0), "both": (1.0, -0.3)}[read]
+    sum(
+        part * (each * weights).sum() for part, each in zip(parts, (logprobs, entropies), strict=True) if part
+    ).backward()
     ours = hidden.grad.clone()
     exact = hidden.detach().double().requires_grad_(True)
     logits = exact @ weight.double().T / 0.7
@@ -92,7 +97,7 @@ def test_chunked_logprobs_and_their_gradient_equal_the_dense_ones(top_p: float) 
     dense = logits.log_softmax(-1)
     entropy = -(dense.exp() * dense.masked_fill(dense == float("-inf"), 0)).sum(-1)
     expected = dense.gather(1, targets[:, None])[:, 0]
-    expected.mul(torch.arange(1.0, 12.0)).sum().backward()
+    (parts[0] * (expected * weights).sum() + parts[1] * (entropy * weights).sum()).backward()
     torch.testing.assert_close(logprobs, expected.float(), rtol=0, atol=2e-6)
     torch.testing.assert_close(entropies, entropy.detach().float(), rtol=0, atol=2e-6)
     torch.testing.assert_close(ours, exact.grad.float(), rtol=1e-5, atol=2e-6)
