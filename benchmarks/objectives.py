@@ -1,4 +1,4 @@
-"""Whether every named algorithm with rewards learns the quickstart's task: the same number of samples, several seeds.
+"""Whether every named algorithm learns the quickstart's task: the same number of samples, several seeds.
 
     python -m benchmarks.objectives                             every algorithm, three seeds: an hour on two cores
     python -m benchmarks.objectives --seeds 0 --types GRPO DAPO
@@ -9,6 +9,7 @@ right (`tests/integration/test_objectives.py`).
 Each run is `examples/quickstart.yaml` with two updates per step, so that ratios and clips have an effect, and answers
 of up to 8 tokens, so that a correct one is not overlong. Rewards are those of all samples, in the order in which they
 were drawn; samples that dynamic sampling dropped count as well, and every algorithm ends at the same number of samples.
+`Distillation` sees no reward: its teacher is the adapter that `GRPO` leaves with another seed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import ROOT, Measured, run
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.spec.algorithm import UNREWARDED
 from orbit_runtime.spec.load import load_manifest
 from orbit_runtime.spec.objectives import OBJECTIVES
 
 MEASURES = ("orbit_runtime/algorithms", "orbit_runtime/spec/objectives.py", "orbit_runtime/training/updater.py")
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
-NAMED = [name for name in OBJECTIVES if name != "Custom" and name not in UNREWARDED]
+NAMED = [name for name in OBJECTIVES if name not in ("Custom", "SFT")]
 PROMPTS, GROUP, STEPS, POINTS = 32, 16, 60, 6
+TEACHERS_SEED = 1000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,20 +45,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def curve(name: str, seed: int, steps: int, prompts: int) -> list[float]:
     """Mean reward in each of `POINTS` equal parts of the samples, in the order in which they were drawn."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = []
+        if name == "Distillation":
+            train_one(["algorithm.type=GRPO", f"data.seed={TEACHERS_SEED}"], steps, prompts, f"{folder}/teacher")
+            teacher = f"{folder}/teacher/adapters/policy-v{steps}"
+            settings = [f"algorithm.teacher={{type: Adapter, uri: {teacher}, over: Full, beta: 1}}"]
+        train_one([f"algorithm.type={name}", f"data.seed={seed}", *settings], steps, prompts, f"{folder}/run")
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    return parts_of([json.loads(line) for line in lines], total=steps * prompts)
+
+
+def train_one(settings: Sequence[str], steps: int, prompts: int, out: str) -> None:
     from orbit_runtime.loop import run as train
 
-    settings = [
-        f"algorithm.type={name}", f"data.seed={seed}", f"training.steps={steps}", f"training.promptsPerStep={prompts}",
+    both = [
+        *settings,
+        f"training.steps={steps}", f"training.promptsPerStep={prompts}",
         f"training.miniBatchPrompts={prompts // 2}", "rollout.sampling.maxNewTokens=8", f"algorithm.groupSize={GROUP}",
         "observability.metricsPort=-1",
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        manifest = load_manifest(QUICKSTART, settings)
-        ended = train(manifest, out=f"{folder}/run", progress=SilentProgress(), manifest_folder=QUICKSTART.parent).ended
-        if ended != "done":
-            raise SystemExit(f"{name} with seed {seed}: the run ended as {ended!r}, and not with its last step")
-        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    return parts_of([json.loads(line) for line in lines], total=steps * prompts)
+    manifest = load_manifest(QUICKSTART, both)
+    ended = train(manifest, out=out, progress=SilentProgress(), manifest_folder=QUICKSTART.parent).ended
+    if ended != "done":
+        raise SystemExit(f"{' '.join(settings)}: the run ended as {ended!r}, and not with its last step")
 
 
 def parts_of(rows: Sequence[Mapping[str, Any]], *, total: int) -> list[float]:

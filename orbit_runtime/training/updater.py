@@ -156,7 +156,7 @@ class Updater:
             if parity is not None and "sampled" in micro.columns_R:
                 parity.add(logprobs_R.detach(), sampled_R, micro.columns_R.get("stale"))
             values = {name: float(value) for name, value in sums.items()}
-            values["entropy"] = float(entropy_R[micro.trained_R].sum())
+            values["entropy"] = float(entropy_R.detach()[micro.trained_R].sum())
             for name, value in values.items():
                 totals[name] = totals.get(name, 0.0) + value
             finite = finite and math.isfinite(values["loss"])
