@@ -29,6 +29,15 @@ PYTHON
 runtime)
     orbit --help >/dev/null || fail "orbit does not start"
     orbit validate /opt/orbit/examples/quickstart.yaml >/dev/null || fail "the quickstart is refused"
+    # What a policy wrote is run in a sandbox of the kernel's own means: it needs no right that a restricted pod lacks.
+    python - <<'PYTHON' || fail "code cannot be run in its sandbox here"
+from orbit_runtime.workers.sandbox import run_program
+
+assert run_program("print(sum(range(10)))").output == "45\n"
+for forbidden in ("open('/tmp/left', 'w')", "import socket; socket.socket()", "import os; os.fork()"):
+    ended = run_program(forbidden)
+    assert ended.ended == "failed" and "PermissionError" in ended.errors, (forbidden, ended)
+PYTHON
     ;;
 *) fail "say which: operator or runtime" ;;
 esac
