@@ -126,7 +126,7 @@ def test_sigterm_in_every_stage_ends_with_75_and_the_same_command_goes_on(alone:
     out = tmp_path / "run"
     stages: dict[str, Callable[[Started], object]] = {
         "ranks start": lambda run: "2 ranks on the CPU" in run.said,
-        "first step": lambda run: run.has("run.json"),
+        "first step": lambda run: "2 ranks on the CPU" in run.said and run.has("run.json"),
         "checkpoint": lambda run: run.has("checkpoints/step-000003"),
     }
     for stage, has_come in stages.items():
