@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, reduce
 from itertools import chain, combinations, count
 from math import ceil, comb
+from operator import or_
 from random import Random
 from typing import Any
 
@@ -33,6 +34,9 @@ _SIGNATURE_BITS = 509
 """Several times an item's trigrams, so that few share a bit, but no more, as each word costs time to compare."""
 _SLACK = 1e-9
 """Tolerance for rounding: a similarity of exactly the threshold counts."""
+
+_Entry = tuple[int, tuple[int, ...]]
+"""A kept item's signature and set."""
 
 
 def deduplicate(data: Iterable[Any], threshold: float = 0.9) -> list[Any]:
@@ -59,7 +63,7 @@ def normal(text: str) -> str:
 def trigrams(text: str) -> frozenset[str]:
     """Trigrams of a normalised text between two line breaks, which it cannot contain itself."""
     padded = f"\n{text}\n"
-    return frozenset(padded[start : start + 3] for start in range(max(1, len(padded) - 2)))
+    return frozenset([padded[start : start + 3] for start in range(max(1, len(padded) - 2))])
 
 
 class _Kept:
@@ -79,8 +83,11 @@ class _Kept:
         numbered = [[numbers[token] for token in each] for each in sets]
         frequency = Counter(chain.from_iterable(numbered))
         order = sorted(frequency, key=lambda number: (frequency[number], number))
-        ranks = {number: rank for rank, number in enumerate(order)}
-        self._sets = [sorted([ranks[number] for number in each]) for each in numbered]
+        ranks = [0] * len(order)
+        for rank, number in enumerate(order):
+            ranks[number] = rank
+        # Tuples, here and below: the garbage collector passes over those that hold only numbers.
+        self._sets = [tuple(sorted([ranks[number] for number in each])) for each in numbered]
         """The tokens of each as ranks, rarest first."""
         # A token in only one set is shared with no other.
         self._first_shared = sum(times == 1 for times in frequency.values())
@@ -88,22 +95,22 @@ class _Kept:
         draw = Random(0)
         self._codes = [draw.getrandbits(60) for _ in order]
         """The XOR of its tokens' codes represents a part; chance collisions are verified like all candidates."""
-        own = (self._part_keys(each, self._parts(len(each))) for each in self._sets)
-        self._crowded = {key for key, times in Counter(chain.from_iterable(own)).items() if times > _CROWD}
-        self._index: dict[int, list[tuple[int, list[int]]]] = {}
-        """Key → signature and set of each kept item with that key."""
+        self._own = [self._part_keys(each, self._parts(len(each))) for each in self._sets]
+        """The keys of each under its own number of parts."""
+        self._crowded = {key for key, times in Counter(chain.from_iterable(self._own)).items() if times > _CROWD}
+        self._index: dict[int, _Entry | list[_Entry]] = {}
+        """Key → the kept items with that key. Most keys have one: it needs no list, and there are many keys."""
 
     def add(self, place: int) -> bool:
         """Whether this set is kept."""
         ranks = self._sets[place]
-        size, mine, signature = len(ranks), frozenset(ranks), 0
-        for rank in ranks:
-            signature |= self._bits[rank]
+        size, mine = len(ranks), frozenset(ranks)
+        signature = reduce(or_, map(self._bits.__getitem__, ranks))
         entries: list[int] = []
         needs_prefix = own_prefix = False
         # Keys under which near sets may be found, including its own.
         for parts in self._parts_near(size):
-            keys = self._part_keys(ranks, parts)
+            keys = self._own[place] if parts == self._parts(size) else self._part_keys(ranks, parts)
             rare = [key for key in keys if key not in self._crowded]
             if self._has_near(mine, signature, rare):
                 return False
@@ -112,41 +119,50 @@ class _Kept:
             if parts == self._parts(size):
                 entries, own_prefix = rare, is_crowded
         for depth in self._depths_near(size) if needs_prefix else ():
-            keys = self._prefix_keys(ranks, depth)
-            if self._has_near(mine, signature, keys):
+            prefixes = self._prefix_keys(ranks, depth)
+            if self._has_near(mine, signature, prefixes):
                 return False
             if own_prefix and depth == self._depth(size):
-                entries += keys
-        entry = signature, ranks
+                entries += prefixes
+        entry, index = (signature, ranks), self._index
         for key in entries:
-            self._index.setdefault(key, []).append(entry)
+            others = index.get(key)
+            if others is None:
+                index[key] = entry
+            elif isinstance(others, list):
+                others.append(entry)
+            else:
+                index[key] = [others, entry]
         return True
 
     def _has_near(self, mine: frozenset[int], signature: int, keys: list[int]) -> bool:
         # A set may have several keys; comparing signatures again is cheaper than remembering which were seen.
         most, entries_of = self._most_unshared(len(mine)), self._index.get
         for key in keys:
-            for other, ranks in entries_of(key, ()):
+            entries = entries_of(key)
+            if entries is None:
+                continue
+            for other, ranks in entries if isinstance(entries, list) else (entries,):
                 if (signature ^ other).bit_count() <= most and self._is_near(mine, ranks):
                     return True
         return False
 
-    def _is_near(self, mine: frozenset[int], other: list[int]) -> bool:
+    def _is_near(self, mine: frozenset[int], other: tuple[int, ...]) -> bool:
         shared = len(mine.intersection(other))
         return shared >= self._threshold * (len(mine) + len(other) - shared) - _SLACK
 
-    def _prefix_keys(self, ranks: list[int], depth: int) -> list[int]:
+    def _prefix_keys(self, ranks: tuple[int, ...], depth: int) -> list[int]:
         prefix = ranks[: len(ranks) - self._least_shared(len(ranks)) + depth]
         return list(map(hash, combinations([rank for rank in prefix if rank >= self._first_shared], depth)))
 
-    def _part_keys(self, ranks: list[int], parts: int) -> list[int]:
+    def _part_keys(self, ranks: tuple[int, ...], parts: int) -> tuple[int, ...]:
         """None if there are no parts."""
         if not parts:
-            return []
+            return ()
         codes = [0] * parts
         for rank in ranks:
             codes[rank % parts] ^= self._codes[rank]
-        return [hash((parts, part, code)) for part, code in enumerate(codes)]
+        return tuple([hash((parts, part, code)) for part, code in enumerate(codes)])
 
     def _least_shared(self, size: int) -> int:
         return ceil(self._threshold * size - _SLACK)
