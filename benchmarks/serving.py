@@ -3,6 +3,9 @@
 The client has a process of its own, keeps 64 connections, and requests on each the next completion when the previous
 one has ended; the engine that is called directly gets its next request in the same way. Both use the same weights in
 one process, in turns. Whole answers and streamed ones; every answer's length is checked.
+
+The target is for two cores with nothing else on them: one decodes, and HTTP and the client share the other. Where
+others take some of it, the ratio says more of them than of the server, so each process's processor time is told too.
 """
 
 from __future__ import annotations
@@ -10,8 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import statistics
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -48,19 +55,21 @@ def measure(options: argparse.Namespace) -> Measured:
     with closing(start_serving(opened, "127.0.0.1", 0, None)) as serving:
         client = Client(serving.url)
         with closing(client):
+            spent = Spent({"engine": os.getpid(), "front": serving.front_pid, "client": client.pid})
             comparisons = [
                 compare(
                     f"{requests} completions, {AT_ONCE} at a time, {name}",
-                    ("the engine", lambda: asyncio.run(directly(engine, prompt, requests))),
-                    ("orbit serve", lambda streamed=streamed: client.ask(requests, streamed)),
+                    ("the engine", lambda: spent.by("direct", lambda: asyncio.run(directly(engine, prompt, requests)))),
+                    ("orbit serve", lambda name=name: spent.by(name, lambda: client.ask(requests, name == "streamed"))),
                     repetitions=options.repetitions,
                 )
-                for name, streamed in (("whole", False), ("streamed", True))
+                for name in ("whole", "streamed")
             ]
     return Measured(
         comparisons,
-        {f"share of the engine's own speed, {'streamed' if at else 'whole'}": 1 / row.ratio
-         for at, row in enumerate(comparisons)},
+        {"processor milliseconds a completion": spent.milliseconds(requests),
+         **{f"share of the engine's own speed, {'streamed' if at else 'whole'}": 1 / row.ratio
+            for at, row in enumerate(comparisons)}},
         {"tokens": [TOKENS[0], TOKENS[-1]], "model": "builtin://tiny-adder", "torch threads": THREADS,
          "target": TARGET},
     )  # fmt: skip
@@ -92,6 +101,29 @@ async def directly(engine: object, prompt: tuple[int, ...], requests: int) -> No
     assert done == requests
 
 
+class Spent:
+    """Processor time of these processes while something is done, by name of what was done and of the process."""
+
+    def __init__(self, processes: dict[str, int]) -> None:
+        self._processes = processes
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def by(self, name: str, work: Callable[[], None]) -> None:
+        before = [_processor_seconds(pid) for pid in self._processes.values()]
+        work()
+        for (process, pid), seconds in zip(self._processes.items(), before, strict=True):
+            self._seconds[f"{name}, {process}"].append(_processor_seconds(pid) - seconds)
+
+    def milliseconds(self, completions: int) -> dict[str, float]:
+        """Medians, of one completion."""
+        return {name: round(statistics.median(each) / completions * 1e3, 2) for name, each in self._seconds.items()}
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Client:
     """The client process."""
 
@@ -102,6 +134,10 @@ class Client:
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def ask(self, requests: int, streamed: bool) -> None:
         """Returns when all requests are answered."""
