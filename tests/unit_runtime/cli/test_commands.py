@@ -47,6 +47,12 @@ def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path: Path, capsys: Captur
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_the_folder_of_an_evaluation_is_told_apart(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "evaluation.json").write_text("{}")
+    assert run_command(["report", str(tmp_path)]) == 64
+    assert f"open {tmp_path}/report.html" in capsys.readouterr().err
+
+
 def test_a_page_that_cannot_be_written_is_73(tmp_path: Path, capsys: Captured) -> None:
     write_run_folder(tmp_path / "a", SyntheticRun(steps=1))
     assert run_command(["report", str(tmp_path / "a"), "--html", str(tmp_path / "no/such/page.html")]) == 73
