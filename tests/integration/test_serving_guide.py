@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shlex
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,19 @@ def serving(trained: Path) -> Iterator[Serving]:
     serving.close()
 
 
+FILES = 256
+"""Open files that a process begins with."""
+
+
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Serving]:
-    serving = served(Asked(model="builtin://tiny-adder"), Limits(seconds=1e-3, read_seconds=0.2))
+    opened = open_models(Asked(model="builtin://tiny-adder"), Limits(seconds=1e-3, read_seconds=0.2), lambda _: None)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, before[1]))
+    try:
+        serving = start_serving(opened, "127.0.0.1", 0, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     yield serving
     serving.close()
 
@@ -101,6 +113,14 @@ def test_a_body_that_does_not_arrive_is_408(hurried: Serving) -> None:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
     assert httpx.get(f"{hurried.url}/health").status_code == 200
+
+
+def test_connections_are_not_limited_by_the_files_that_a_shell_allows(hurried: Serving) -> None:
+    host, port = hurried.url.removeprefix("http://").split(":")
+    with ExitStack() as idle:
+        for _ in range(FILES + 40):
+            idle.enter_context(socket.create_connection((host, int(port))))
+        assert httpx.get(f"{hurried.url}/health", timeout=30).status_code == 200
 
 
 def test_a_stream_that_outlasts_the_drain_is_aborted_and_says_so(serving: Serving) -> None:
