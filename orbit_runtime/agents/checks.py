@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from orbit_runtime.errors import DataError, UsageError
+from orbit_runtime.workers.entrypoints import is_async
 
 
 def check_number(where: str, value: object, *, low: float, high: float = math.inf, above: bool = False) -> None:
@@ -56,14 +57,6 @@ def check_async(function: object, where: str) -> None:
         raise UsageError(
             "this function is not async, but it is awaited", where=where, fix="write `async def` instead of `def`"
         )
-
-
-def is_async(function: object) -> bool:
-    """Whether calling it gives an awaitable, as far as that is visible from outside."""
-    return any(
-        inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
-        for each in (function, getattr(function, "func", None), type(function).__dict__.get("__call__"))
-    )
 
 
 async def awaited(answer: object, where: str) -> Any:

@@ -12,8 +12,9 @@ from enum import StrEnum
 from functools import wraps
 from typing import Any
 
-from orbit_runtime.agents.checks import awaited, check_async, check_count, check_number, check_sync, is_async, plain
+from orbit_runtime.agents.checks import awaited, check_async, check_count, check_number, check_sync, plain
 from orbit_runtime.errors import UsageError
+from orbit_runtime.workers.entrypoints import is_async
 
 
 class TrainerState(StrEnum):

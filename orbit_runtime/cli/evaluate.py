@@ -108,7 +108,7 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
         print(f"page     {store.uri}/report.html")
     limit = max(spec.spec.environment.failure_limit for spec in tasks)
     if summary.failed_share > limit:
-        reasons = [reason for score in summary.scores for reason in score.reasons]
+        reasons = [*dict.fromkeys(reason for score in summary.scores for reason in score.reasons)]
         raise RewardsFailingError(
             f"{summary.failed_share:.0%} of the samples have no score, the limit is {limit:.0%}: "
             + "; ".join(reasons[:3]),

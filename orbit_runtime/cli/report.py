@@ -41,6 +41,12 @@ def run_report(uris: Sequence[str], *, html: Path | None, margin: float, as_json
 def _read(uri: str) -> tuple[Store, Report]:
     store = open_store(uri, writable=False)
     report = build_report(store)
+    if not report.folder.run and store.exists("evaluation.json"):
+        raise UsageError(
+            "this is an evaluation, which has a page of its own",
+            where=store.uri,
+            fix=f"open {store.uri}/report.html, or read summary.json; `orbit eval` makes both anew",
+        )
     if report.status == "empty" and not report.folder.run:
         raise UsageError("there is no run here", where=store.uri, fix="name a run folder; `orbit ls URI` lists them")
     return store, report

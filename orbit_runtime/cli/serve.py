@@ -91,6 +91,8 @@ def check_named(source: str | None, model: str | None, adapters: Sequence[str]) 
     for where, what in ((source, "run folder or manifest"), *((each, "adapter or run folder") for each in adapters)):
         if where is not None and "://" not in where and not Path(where).exists():
             raise UsageError(f"there is no such {what}", where=where, fix="check the path; `orbit ls` lists runs")
+    if source is not None and Path(source).is_dir() and not Path(source, "run.json").exists():
+        raise UsageError("there is no run here", where=source, fix="name a run folder; `orbit ls` lists them")
 
 
 def read_door(listen: str, token_file: Path | None, variable: str) -> tuple[str, int, str | None]:

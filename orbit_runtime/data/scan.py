@@ -99,7 +99,7 @@ class Scan:
         if self.num_problems:
             count = "1 broken row" if self.num_problems == 1 else f"{self.num_problems} broken rows"
             if self._num_without_prompt == self.num_problems:
-                fix = "name the column that holds the prompt: `promptField` of this entry of spec.data.prompts"
+                fix = "name the column that holds the prompt: `promptField`, beside the `uri` of this file"
             raise DataError(f"{count}:\n{listed(self.problems, self.num_problems)}", where=where, fix=fix)
         if not self.count:
             raise DataError("the prompts file has no rows", where=where, fix="give it at least one row with a prompt")

@@ -58,7 +58,7 @@ async def play(
         keep: called with each finished sample.
 
     Raises:
-        EngineDiedError: the model did not answer `GIVE_UP_AFTER` consecutive samples.
+        EngineDiedError: the model did not answer `GIVE_UP_AFTER` consecutive samples, or could not be reached for any.
         OrbitError: the model, the environment or the scorer failed.
     """
     left = iter(episodes)
@@ -83,7 +83,8 @@ async def play(
             # A failed environment may have asked nothing, and so still have its place.
             asking.give_back()
             keep(sample)
-            if silent >= GIVE_UP_AFTER:
+            is_gone = silent == len(episodes) and sample.failure is not None and sample.failure.kind == "Unreachable"
+            if silent >= GIVE_UP_AFTER or is_gone:
                 assert sample.failure is not None
                 raise EngineDiedError(
                     f"{subject} did not answer the last {silent} samples: {sample.failure.kind}: "

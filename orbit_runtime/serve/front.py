@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
@@ -100,10 +101,19 @@ async def serve(connection: socket.socket) -> None:
     await Front().serve(connection)
 
 
+def _allow_connections() -> None:
+    """Raises the limit of open files, each connection being one, to what the administrator allows: often it is 1,024,
+    which idle clients alone would use up."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main() -> None:
     # The parent tells this process when to end; Ctrl-C of a terminal is for the parent.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    _allow_connections()
     # The tokenizer's library imports torch if it is installed: seconds, and hundreds of megabytes, for no use here.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}

@@ -71,7 +71,9 @@ class Guard:
                 self._check_token(scope)
                 body = await self._read(scope, receive)
             except APIError as error:
-                await _drain(receive)
+                # A body that is late is not waited for a second time.
+                if error.status != 408:
+                    await _drain(receive)
                 await _answer(watched, error)
                 return
             if body is not None:

@@ -30,6 +30,7 @@ from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, check_pr
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.serve.names import POLICY, Served
+from orbit_runtime.storage import open_store
 from orbit_runtime.types import AdapterFiles, Engine, Scored
 
 CANARY_TOKENS = 48
@@ -250,6 +251,12 @@ def open_policy(uri: str) -> AdapterFolder:
         ModelError: there is none, or it is damaged.
     """
     found = adapter_address(uri)
+    if found is None and open_store(uri, writable=False).exists("config.json"):
+        raise ModelError(
+            "this is a whole model, and only adapters can be loaded over the frozen base",
+            where=uri,
+            fix="serve it with a server of its own: orbit serve --model FOLDER",
+        )
     if found is None:
         raise ModelError("there is no adapter, and no run folder with one", where=uri, fix="name an adapter's folder")
     return open_adapter(found)

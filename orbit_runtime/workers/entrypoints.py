@@ -86,7 +86,7 @@ def hold_function(function: Any, target: str, names: Sequence[str]) -> Callable[
     """Checks a function as `load_function` does. Args: target: its name in messages."""
     if not callable(function):
         raise TargetError(f"{target!r} is not a function but {type(function).__name__}")
-    if inspect.iscoroutinefunction(function):
+    if is_async(function):
         raise TargetError(f"{target!r} is async; write a plain function")
     try:
         signature = inspect.signature(function)
@@ -97,6 +97,14 @@ def hold_function(function: Any, target: str, names: Sequence[str]) -> Callable[
     except TypeError as error:
         raise TargetError(f"{target!r} cannot be called as ({', '.join(names)}): {error}") from error
     return function  # type: ignore[no-any-return]
+
+
+def is_async(function: object) -> bool:
+    """Whether calling it gives an awaitable, as far as that is visible from outside."""
+    return any(
+        inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
+        for each in (function, getattr(function, "func", None), type(function).__dict__.get("__call__"))
+    )
 
 
 def describe(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from orbit_runtime.workers.entrypoints import TargetError, describe, load_object
+from orbit_runtime.workers.entrypoints import TargetError, describe, is_async, load_object
 from orbit_runtime.workers.reward_protocol import RewardResult, WrongAnswer
 
 
@@ -28,7 +28,7 @@ def check_callable(function: Any, target: str, arguments: Mapping[str, Any]) -> 
     """Raises `TargetError` unless `function(completion, prompt, fields, **arguments)` can be called."""
     if not callable(function):
         raise TargetError(f"{target!r} is not a function but {type(function).__name__}")
-    if inspect.iscoroutinefunction(function):
+    if is_async(function):
         raise TargetError(f"{target!r} is async; a reward is a plain function, and workers run many at once")
     try:
         signature = inspect.signature(function)

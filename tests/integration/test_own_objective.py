@@ -79,6 +79,7 @@ IMPORTS = [
     ("loss = 3", LOSS, "not a function but int"),
     ("def loss(inputs): ...", LOSS, "cannot be called as (inputs, settings)"),
     ("async def loss(inputs, settings): ...", LOSS, "is async"),
+    ("class L:\n async def __call__(self, inputs, settings): ...\nloss = L()", LOSS, "is async"),
     ("import nothing_of_that_name\ndef loss(a, b): ...", LOSS, "needs 'nothing_of_that_name', which is not installed"),
     ("1/0", LOSS, "importing 'my_objective' fails: ZeroDivisionError: division by zero"),
     ("def advantages(): ...", ADVANTAGES, "cannot be called as (groups)"),

@@ -120,9 +120,15 @@ def test_steps_may_be_functions_plain_or_async_and_nothing_else() -> None:
 
 class Walk(Trainer):
     def __init__(self, *args: Any, fails: str = "") -> None:
+        self.walked: list[TrainerState] = []
         super().__init__(*args)
         self.seen: list[TrainerState] = []
         self.fails = fails
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "state":
+            self.walked.append(value)
 
     async def check_dataset(self) -> bool:
         self.seen.append(self.state)
@@ -144,6 +150,9 @@ def test_a_trainer_walks_its_states() -> None:
     assert trainer.state is TrainerState.CREATED
     assert asyncio.run(trainer.run()) == TrainMetrics(accuracy=0.5, reward=1.0)
     assert trainer.state is TrainerState.COMPLETE
+    assert [each.name for each in trainer.walked] == [
+        "CREATED", "VALIDATING", "VALIDATED", "TRAINING", "TRAINED", "EVALUATING", "COMPLETE"
+    ]  # fmt: skip
     assert trainer.seen == [TrainerState.VALIDATING, TrainerState.TRAINING, TrainerState.EVALUATING]
 
 

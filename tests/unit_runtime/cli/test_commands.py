@@ -18,6 +18,7 @@ from orbit_runtime.cli.generate import EXIT_CODES, build_pages
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.cli.run import format_result
 from orbit_runtime.errors import OrbitError
+from orbit_runtime.storage import claim_execution, open_store
 
 ROOT = Path(__file__).parents[3]
 Captured = pytest.CaptureFixture[str]
@@ -45,6 +46,16 @@ def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path: Path, capsys: Captur
     assert run_command(["report", str(tmp_path / "nowhere")]) == 64
     assert "there is no run here" in capsys.readouterr().err
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_the_folder_of_an_evaluation_is_told_apart(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "evaluation.json").write_text("{}")
+    (tmp_path / "report.html").write_text("its own")
+    execution = claim_execution(open_store(str(tmp_path)), run_name="small-eval")
+    execution.release("done")
+    assert run_command(["report", str(tmp_path)]) == 64
+    assert f"open {tmp_path}/report.html" in capsys.readouterr().err
+    assert (tmp_path / "report.html").read_text() == "its own"
 
 
 def test_a_page_that_cannot_be_written_is_73(tmp_path: Path, capsys: Captured) -> None:

@@ -33,8 +33,10 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
     tiny = ["--model", "builtin://tiny-adder"]
     for version in (9, 10):
         (tmp_path / "adapters" / f"policy-v{version}").mkdir(parents=True)
+    (tmp_path / "run.json").write_text("{}")
     cases = [
         (["serve", none], f"{none}: there is no such run folder or manifest"),
+        (["serve", f"{here}/adapters"], f"{here}/adapters: there is no run here"),
         (["serve"], "name either a run or a model"),
         (["serve", *tiny, "--adapter", f"a={none}"], f"{none}: there is no such adapter or run folder"),
         (["serve", *tiny, "--adapter", "sums"], "--adapter: 'sums' names no adapter"),

@@ -224,7 +224,7 @@ def test_a_row_without_a_prompt_tells_which_field_names_the_column(tmp_path: Pat
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n' * 3)
     with pytest.raises(DataError, match="3 broken rows") as caught:
         load_prompts([source])
-    assert "`promptField` of this entry of spec.data.prompts" in str(caught.value.fix)
+    assert "`promptField`, beside the `uri` of this file" in str(caught.value.fix)
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n{"prompt": \n')
     with pytest.raises(DataError, match="2 broken rows") as caught:
         load_prompts([source])

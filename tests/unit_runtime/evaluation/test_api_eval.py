@@ -177,13 +177,14 @@ def test_what_is_no_address_is_refused(address: str, tmp_path: Path, capsys: pyt
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("limit", [20, 1])
 def test_a_model_that_is_down_ends_it_after_every_try(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    limit: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api_model, "FIRST_WAIT", 0.0)
     with ChatApi(adds) as api:
         gone = ChatApi(adds, port=api.port)
-    assert evaluate(gone, tmp_path, "--set", "spec.evaluation.limit=20") == 82
+    assert evaluate(gone, tmp_path, "--set", f"spec.evaluation.limit={limit}") == 82
     assert "Unreachable" in capsys.readouterr().out
 
 

@@ -10,6 +10,9 @@ import pytest
 from fakes.browser import DESKTOP, PHONE, Browser, needs_browser
 from fakes.run_folder import SyntheticRun, write_run_folder
 
+from orbit_runtime.evaluation.page import render_evaluation
+from orbit_runtime.evaluation.records import EvalSample, Failure
+from orbit_runtime.evaluation.summary import build_summary
 from orbit_runtime.observability.compare import compare
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_comparison, render_html
@@ -175,6 +178,39 @@ def test_a_comparison_says_its_verdict_on_a_phone(browser: Browser, tmp_path: Pa
     told = browser.wait("document.querySelector('.tip:not([hidden])')?.innerText")
     assert "slow 0." in told
     assert "fast 0." in told
+    assert not browser.complaints
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_an_evaluation_says_its_scores_and_verdicts_on_any_screen(
+    browser: Browser, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    """Two environments, three models, answers that are long or no text of a page, and one that never came."""
+    turns = (("user", EVIL), ("assistant", EVIL + "long answer " * 400))
+    samples = [
+        EvalSample(subject, environment, f"p{prompt}", 0, turns, float(prompt % 4 < better), "value", expected=EVIL)
+        for environment in ("sums", "two-digit-multiplication-held-out")
+        for better, subject in enumerate(("base", "step-10", "step-20"), 1)
+        for prompt in range(60)
+    ]
+    lost = Failure("RateLimited", EVIL)
+    samples.append(EvalSample("step-20", "sums", "p60", 0, turns[:1], None, "unanswered", failure=lost))
+    (tmp_path / "page.html").write_text(render_evaluation(EVIL, build_summary(samples), samples))
+    browser.open(f"file://{tmp_path}/page.html", size)
+    width, height = browser.size()
+    assert width == size[0]
+    assert height < 9 * size[1]
+    said = browser.text("body")
+    assert "0.750" in said
+    assert "step-20 on sums: 1 of 61 samples have no score" in said
+    verdicts = "[...document.querySelectorAll('.better')].filter(e => e.checkVisibility())"
+    assert browser.run(f"{verdicts}.length") == 4, "the pairs that nobody asked for are folded"
+    assert browser.run(f"Math.max(...{verdicts}.map(e => e.getBoundingClientRect().right))") <= size[0]
+    browser.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    assert browser.size()[0] == size[0], "with everything open"
+    assert browser.run("document.querySelector('details .said').textContent") == EVIL
+    assert browser.run("window.harmed") is None
+    assert browser.count("img") == 0
     assert not browser.complaints
 
 
