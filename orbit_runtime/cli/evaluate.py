@@ -207,7 +207,8 @@ def _api_subjects(models: Models, tasks: Sequence[EvalTask], run: OrbitRun) -> S
 
 
 def _local_subjects(models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None) -> Sequence[Subject]:
-    from orbit_runtime.loop.evaluate import Kept, kept_steps, open_models
+    from orbit_runtime.loop.evaluate import open_models
+    from orbit_runtime.loop.kept import Kept, kept_steps
     from orbit_runtime.planner.whole import check_adapted
     from orbit_runtime.storage import open_store
 

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from orbit_runtime.observability.metrics import MetricsRow
+from orbit_runtime.workers.stalls import STALL_SECONDS
 
 Phase = Literal["Starting", "Preflight", "Running", "Stopping", "Done", "Stopped", "Failed"]
 _ENDED: frozenset[str] = frozenset({"Done", "Stopped", "Failed"})
 
-STALL_LIMIT_SECONDS = 1800.0
 _STALL_STEPS = 10.0
 """A run is stalled if nothing happened for this many times its own step, and never before the limit."""
 
@@ -63,7 +63,7 @@ class RunStatus:
         namespace: str = "",
         attempt: int = 1,
         total: int | None = None,
-        stall_limit_seconds: float = STALL_LIMIT_SECONDS,
+        stall_limit_seconds: float = STALL_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._lock = threading.Lock()

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from orbit_runtime.errors import StalledError
 
 STALL_SECONDS = 1800.0
-"""For one decoding step or one micro-batch, which take seconds. Longer than the compilation of any kernel."""
+"""How long a piece of a device's work, a rank, or a run may show no sign of life. A decoding step or a micro-batch
+takes seconds; no kernel takes as long to compile."""
 LOOK_SECONDS = 5.0
 FIX = "see the driver's log (`dmesg`, Xid errors), then start the same command again"
 _MAX_STACKS = 1 << 18

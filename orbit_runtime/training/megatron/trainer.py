@@ -71,14 +71,13 @@ from orbit_runtime.types import (
     StateWriter,
     UpdateResult,
 )
+from orbit_runtime.workers.stalls import STALL_SECONDS
 
 WINDOW = "window"
 SHARED_WINDOWS = 16
 """Windows of a large file that ranks write where it is read: enough to hash one while they write the next."""
 PARTS: Mapping[Holder, str] = {"policy": PART, "critic": CRITIC_PART}
 """Where a checkpoint has the state of each."""
-PATIENCE_SECONDS = 1800.0
-"""Ranks report every layer that they begin. Longer than a collective's timeout, whose error is more specific."""
 
 
 class Ranks(Protocol):
@@ -169,7 +168,8 @@ class MegatronTrainer:
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         with self._turn:
-            return list(self._ranks.call(method, *arguments, patience=PATIENCE_SECONDS))
+            # Ranks report every layer that they begin. A collective's timeout is shorter, and its error more specific.
+            return list(self._ranks.call(method, *arguments, patience=STALL_SECONDS))
 
     # --- publishing and proof ---
 
