@@ -66,6 +66,7 @@ from orbit_runtime.planner.whole import check_whole
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 from orbit_runtime.workers.garbage_collection import gc_paused
+from orbit_runtime.workers.signs import silent_seconds
 from orbit_runtime.workers.stalls import watch_stalls
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
@@ -287,7 +288,8 @@ def _build_show(
 ) -> Show:
     namespace = spec.metadata.namespace or ""
     number = execution.number
-    status = RunStatus(spec.name, namespace=namespace, attempt=number, total=spec.spec.training.steps)
+    total = spec.spec.training.steps
+    status = RunStatus(spec.name, namespace=namespace, attempt=number, total=total, silent_seconds=silent_seconds)
     status.update(execution=number)
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
     progress = progress or build_progress(spec.name, log_format=spec.spec.observability.log_format)

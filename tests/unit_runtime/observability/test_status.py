@@ -67,6 +67,21 @@ def test_a_run_may_be_as_silent_as_a_device_and_its_ranks() -> None:
     assert not status.is_live()[0]
 
 
+def test_a_first_step_of_hours_lives_while_its_stage_shows_signs_of_life() -> None:
+    clock, signed = Clock(), [0.0]
+    status = RunStatus("a", clock=clock, silent_seconds=lambda: clock.now - signed[0])
+    status.update(stage="collect")
+    for _ in range(4):
+        clock.now += 1000
+        signed[0] = clock.now - 5
+        assert status.is_live() == (True, None)
+        assert status.snapshot()["seconds_since_progress"] == 5
+    clock.now += STALL_SECONDS
+    is_live, reason = status.is_live()
+    assert not is_live
+    assert reason == "no progress for 1805 s (limit 1800 s), stage collect"
+
+
 def test_a_run_whose_steps_are_long_is_given_ten_of_them() -> None:
     clock = Clock()
     status = RunStatus("a", stall_limit_seconds=60, clock=clock)
