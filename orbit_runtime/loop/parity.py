@@ -178,7 +178,7 @@ def compare_sides(
         patience = build_patience(show, closing.enter_context(stop_on_signals()), store.deadline_seconds)
         inputs, names = Inputs(resolved.run.spec, {}, patience, search_path), resolve_names(resolved, None)
         given = Given()
-        materials = open_episode_materials(resolved.run.spec, names, inputs, given, show, closing)
+        materials = open_episode_materials(resolved.run, names, inputs, given, show, closing)
         parts = build_parts(
             resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing
         )

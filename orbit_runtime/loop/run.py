@@ -229,7 +229,7 @@ def _open(
     if spec.algorithm.type == "SFT":
         demonstrations = open_demonstration_materials(spec, names, inputs, show)
         return partial(build_sft, sides=given.sides, materials=demonstrations)
-    episodes = open_episode_materials(spec, names, inputs, given, show, closing)
+    episodes = open_episode_materials(asked.run, names, inputs, given, show, closing)
     return partial(build_parts, given=given, materials=episodes)
 
 

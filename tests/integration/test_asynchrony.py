@@ -107,7 +107,7 @@ def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: st
         show = Show(SilentProgress(), RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
         inputs, names = Inputs(resolved.run.spec, {}, Patience(), []), resolve_names(resolved, None)
         given = Given()
-        materials = open_episode_materials(resolved.run.spec, names, inputs, given, show, closing)
+        materials = open_episode_materials(resolved.run, names, inputs, given, show, closing)
         parts = build_parts(
             resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing
         )
