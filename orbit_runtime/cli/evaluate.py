@@ -221,7 +221,7 @@ def _local_subjects(models: Models, run: OrbitRun, tasks: Sequence[EvalTask], we
         from_elsewhere = getattr(run.spec.adapter, "init_from", None) is not None
         kept = kept_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)
     base = models.base or not kept
-    return open_models(run, tasks, kept, base=base, note=lambda _: None)
+    return open_models(run, tasks, kept, base=base)
 
 
 def _finish(journal: Journal, run: OrbitRun, uri: str, against: str | None) -> Summary:

@@ -61,9 +61,7 @@ class LocalSubject:
                 self.engine.unload_adapter(slot)
 
 
-def open_models(
-    run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[Kept], *, base: bool, note: Callable[[str], None]
-) -> list[LocalSubject]:
+def open_models(run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[Kept], *, base: bool) -> list[LocalSubject]:
     """The base, if asked for, and every adapter, all on one engine.
 
     Args:
@@ -93,7 +91,7 @@ def open_models(
             where=each.uri,
             fix="write the model and precision that it was trained on",
         )
-    policy = build_policy(resolved, folder, "None", note)
+    policy = build_policy(resolved, folder, "None")
     engine = TorchEngine(policy, tokenizer, max_running_requests=spec.rollout.max_running_requests)
     subjects = [LocalSubject("base", tokenizer, engine, weights)] if base else []
     for version, (each, adapter) in enumerate(adapters):
