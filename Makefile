@@ -21,6 +21,8 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 	tests/engines/test_ranks_run.py::test_a_rank_that_is_killed_is_named_nothing_stays_and_one_process_goes_on
 
 PURE := agents api errors types seeds spec storage workers model_info planner algorithms data environments observability
+# Types of these are checked too, except what they get from torch.
+TORCH := loop rollout training
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
 .PHONY: help install dev quickstart test test-long test-models test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
@@ -102,7 +104,7 @@ images-push: ## push both to REGISTRY=registry.example.com/team
 check: dev ## lint, types, import layers, budgets, stale generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PURE_PATHS) operator/orbit_operator
+	$(BIN)/mypy $(PURE_PATHS) $(TORCH:%=orbit_runtime/%) operator/orbit_operator
 	$(BIN)/mypy -p tools.chart
 	$(BIN)/lint-imports
 	$(call generate,--check)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -92,16 +91,11 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
         return _attach(options)
     if options.api_key_env is not None:
         raise UsageError("a key is used only with an API", where="--api-key-env", fix="give --base-url as well")
-    adapters = {}
-    if options.step is not None:
-        if options.source is None:
-            raise UsageError("a step belongs to a run", where="--step", fix="name a run folder")
-        adapters[f"step-{options.step}"] = f"{options.source.rstrip('/')}/adapters/policy-v{options.step}"
-    if options.adapter is not None:
-        adapters["adapter"] = options.adapter
-    check_named(options.source, options.model, [] if options.adapter is None else [options.adapter])
-    if options.source is not None and options.step is not None:
-        _check_step(options.source, options.step)
+    if options.step is not None and options.source is None:
+        raise UsageError("a step belongs to a run", where="--step", fix="name a run folder")
+    named = {} if options.adapter is None else {"adapter": options.adapter}
+    check_named(options.source, options.model, [*named.values()])
+    adapters = {**_adapter_of_step(options.source, options.step), **named}
     check_can_train()
     print("importing torch", file=sys.stderr, flush=True)
     from orbit_runtime.serve.names import POLICY
@@ -122,18 +116,15 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     return f"{serving.url}/v1", key, [base, chosen] if options.compare else [chosen]
 
 
-def _check_step(run: str, step: int) -> None:
-    """Raises UsageError if a run folder on this machine keeps no adapter of that version."""
-    folder = Path(run) / "adapters"
-    if "://" in run or (folder / f"policy-v{step}").is_dir():
-        return
-    names = [each.name.removeprefix("policy-v") for each in folder.glob("policy-v*")]
-    kept = ", ".join(map(str, sorted(int(name) for name in names if name.isdecimal())))
-    raise UsageError(
-        f"{run} keeps no adapter of version {step}",
-        where="--step",
-        fix=f"choose from {kept}; a larger spec.checkpoint.keep keeps more" if kept else "name a run with adapters",
-    )
+def _adapter_of_step(run: str | None, step: int | None) -> dict[str, str]:
+    """Its name and address, if a step is named. Raises UsageError if the run does not keep it."""
+    if run is None or step is None:
+        return {}
+    from orbit_runtime.loop.kept import kept_steps
+    from orbit_runtime.storage import open_store
+
+    kept = kept_steps(open_store(run, writable=False), [step], first=True, option="--step")
+    return {each.name: each.uri for each in kept}
 
 
 def _attach(options: ChatOptions) -> tuple[str, str | None, list[str]]:

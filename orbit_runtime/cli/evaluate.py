@@ -69,7 +69,7 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
         check_can_train()
     from orbit_runtime.evaluation.evaluate import ask_all
     from orbit_runtime.evaluation.journal import Journal, keep_asked, read_asked
-    from orbit_runtime.evaluation.tasks import asked_of, open_task, task_specs
+    from orbit_runtime.evaluation.tasks import asked_of, open_task, task_specs, telling_fields
     from orbit_runtime.spec import MachineFacts, resolve
     from orbit_runtime.storage import claim_execution, open_store
 
@@ -78,9 +78,10 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
     ended = "failed"
     with ExitStack() as closing:
         asked, folders = asked_of(run.spec), [str(folder), str(Path.cwd())]
-        tasks = [
-            open_task(name, spec, asked, folders, closing) for name, spec in task_specs(run.name, run.spec).items()
-        ]
+        tasks = []
+        for name, spec in task_specs(run.name, run.spec).items():
+            with telling_fields(run.spec, name):
+                tasks.append(open_task(name, spec, asked, folders, closing))
         subjects = (
             _api_subjects(models, tasks, run) if models.base_url else _local_subjects(models, run, tasks, weights)
         )
@@ -207,7 +208,8 @@ def _api_subjects(models: Models, tasks: Sequence[EvalTask], run: OrbitRun) -> S
 
 
 def _local_subjects(models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None) -> Sequence[Subject]:
-    from orbit_runtime.loop.evaluate import Kept, kept_steps, open_models
+    from orbit_runtime.loop.evaluate import open_models
+    from orbit_runtime.loop.kept import Kept, kept_steps
     from orbit_runtime.planner.whole import check_adapted
     from orbit_runtime.storage import open_store
 
@@ -219,7 +221,7 @@ def _local_subjects(models: Models, run: OrbitRun, tasks: Sequence[EvalTask], we
         from_elsewhere = getattr(run.spec.adapter, "init_from", None) is not None
         kept = kept_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)
     base = models.base or not kept
-    return open_models(run, tasks, kept, base=base, note=lambda _: None)
+    return open_models(run, tasks, kept, base=base)
 
 
 def _finish(journal: Journal, run: OrbitRun, uri: str, against: str | None) -> Summary:

@@ -35,15 +35,24 @@ def run_parity(file: Path, overrides: Sequence[str], *, layers: bool, as_json: b
     from orbit_runtime.api.before import check_before_run, check_can_train
     from orbit_runtime.spec import load_manifest
 
-    manifest = load_manifest(file, overrides)
+    manifest, folder = load_manifest(file, overrides), file.resolve().parent
     check_can_train()
-    check_before_run(manifest, file.resolve().parent)
-    from orbit_runtime.loop.parity import compare_sides
     from orbit_runtime.observability.logs import configure_logs
-    from orbit_runtime.observability.progress import SilentProgress
+    from orbit_runtime.observability.progress import build_progress
 
-    configure_logs(manifest.spec.observability.log_level, manifest.spec.observability.log_format)
-    found = compare_sides(manifest, progress=SilentProgress(), manifest_folder=file.resolve().parent, layers=layers)
+    shown = manifest.spec.observability
+    configure_logs(shown.log_level, shown.log_format)
+    # On standard error also for --json: the result is one object.
+    progress = build_progress(manifest.name, log_format=shown.log_format)
+    try:
+        progress.stage("checking the plan")
+        check_before_run(manifest, folder, progress.note)
+        progress.stage("importing the loop")
+        from orbit_runtime.loop.parity import compare_sides
+
+        found = compare_sides(manifest, progress=progress, manifest_folder=folder, layers=layers)
+    finally:
+        progress.close()
     if as_json:
         print_json(found.to_json())
     else:

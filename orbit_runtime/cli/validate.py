@@ -13,7 +13,6 @@ from orbit_runtime.errors import OrbitError
 
 if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
-    from orbit_runtime.spec.run import RunSpec
 
 
 def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
@@ -28,6 +27,7 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     from orbit_runtime.algorithms.own import check_own
     from orbit_runtime.api.before import local_model
     from orbit_runtime.environments.asked import check_local_inputs, code_path
+    from orbit_runtime.evaluation.tasks import task_specs, telling_fields
     from orbit_runtime.planner.sampling import check_engine, check_teacher_sampling
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 
@@ -37,7 +37,11 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     check_engine(run.spec)
     check_teacher_sampling(run.spec)
     folders = [str(file.resolve().parent), str(Path.cwd())]
-    unopened = [each for spec in _asked_specs(resolved.run.spec) for each in check_local_inputs(spec, folders)]
+    unopened = check_local_inputs(resolved.run.spec, folders)
+    if run.spec.evaluation.environments and run.spec.algorithm.type != "SFT":
+        for name, spec in task_specs(run.name, resolved.run.spec).items():
+            with telling_fields(resolved.run.spec, name):
+                unopened += check_local_inputs(spec, folders)
     model = local_model(resolved.run, file.resolve().parent)
     absent = None if model is None or model.is_dir() else model
     if absent is not None:
@@ -77,22 +81,6 @@ def _check_sizes(run: OrbitRun, folder: Path) -> list[str]:
     if check_sizes(run, model):
         return []
     return ["whether parallel sizes suit the GPUs of the machine, which the manifest does not name"]
-
-
-def _asked_specs(spec: RunSpec) -> list[RunSpec]:
-    """The run's own, and with the prompts and environment of each evaluation that it makes."""
-    if spec.algorithm.type == "SFT":
-        return [spec]
-    own = [
-        spec.model_copy(
-            update={
-                "data": spec.data.model_copy(update={"prompts": each.prompts, "limit": None}),
-                "environment": each.environment or spec.environment,
-            }
-        )
-        for each in spec.evaluation.environments
-    ]
-    return [spec, *own]
 
 
 def _summary(run: OrbitRun) -> list[tuple[str, str]]:

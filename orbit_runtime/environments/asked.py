@@ -6,9 +6,10 @@ scoring (`workers`).
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import InspectLoader
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from orbit_runtime.spec.data import Prompts
 from orbit_runtime.spec.quantities import read_quantity
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.inputs import code_digest
-from orbit_runtime.workers.entrypoints import MissingModuleError, load_object
 from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.environment_protocol import EnvironmentLimits, EnvironmentTarget
 from orbit_runtime.workers.reward_pool import RewardPool
@@ -97,14 +97,7 @@ def check_arguments(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) 
         # Those that read a column need nothing else.
         if reward.type is None or reward.name in functions or (not reward.arguments and reward.type in READS):
             continue
-        try:
-            function = load_object(REWARDS[reward.type])
-        except MissingModuleError:
-            continue  # a light install; the run's own worker needs it and says so
-        taken = {
-            name: each.default is each.empty for name, each in signature(function).parameters.items()
-            if each.kind is each.KEYWORD_ONLY
-        }  # fmt: skip
+        taken = keyword_arguments(REWARDS[reward.type])
         where, known = f"spec.environment.rewards[{index}].arguments", ", ".join(f"`{name}`" for name in taken)
         for name in reward.arguments:
             if name not in taken:
@@ -114,6 +107,23 @@ def check_arguments(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) 
             raise ManifestError(
                 f"{reward.type} needs the argument `{missing[0]}`", where=where, fix=f"add it; it takes {known}"
             )
+
+
+def keyword_arguments(target: str) -> dict[str, bool]:
+    """Argument → whether it is needed, of a function `module:name`, by its source.
+
+    Its module is not imported: what that imports takes seconds, and only workers need it.
+    """
+    module, _, name = target.partition(":")
+    found = find_spec(module)
+    assert found is not None
+    assert isinstance(found.loader, InspectLoader)
+    tree = ast.parse(found.loader.get_source(module) or "")
+    function = next(each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == name)
+    arguments = function.args
+    return {
+        each.arg: default is None for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    }
 
 
 def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:

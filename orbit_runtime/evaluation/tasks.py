@@ -7,8 +7,8 @@ Does not belong here: the models (`api_model`; `loop` for engines), playing (`pl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
 from orbit_runtime.environments.build import build_environment, build_scorer
 from orbit_runtime.environments.episodes import Environment
+from orbit_runtime.errors import OrbitError
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec.run import RunSpec
@@ -117,7 +118,7 @@ def open_task(
     functions = {each.name: given[each.name] for each in spec.environment.rewards if each.name in given}
     fetched = [
         None if each.uri.startswith("builtin://") else fetch_input(
-            each.uri, "prompts", f"{name}.prompts[{index}].uri", patience=patience).path
+            each.uri, "prompts", f"spec.data.prompts[{index}].uri", patience=patience).path
         for index, each in enumerate(spec.data.prompts)
     ]  # fmt: skip
     sources = [
@@ -128,7 +129,7 @@ def open_task(
     read = fields_read(spec, functions)
     check_fields(table, read)
     code = spec.environment.code
-    code_input = fetch_input(code.uri, "code", f"{name}.environment.code.uri", patience=patience) if code else None
+    code_input = fetch_input(code.uri, "code", "spec.environment.code.uri", patience=patience) if code else None
     path = [*([str(code_input.path)] if code_input else []), *folders]
     versions = environment_versions(spec, path)
     if code_input and code_input.digest:
@@ -198,6 +199,28 @@ def asked_of(spec: RunSpec) -> Asked:
         evaluation.limit,
         evaluation.seed,
     )
+
+
+@contextmanager
+def telling_fields(spec: RunSpec, name: str) -> Iterator[None]:
+    """What goes wrong with the task of this name is told by the field of the run's manifest that holds it.
+
+    Args: spec: the run's own, where the task's spec has its prompts and environment elsewhere.
+    """
+    try:
+        yield
+    except OrbitError as error:
+        for index, each in enumerate(spec.evaluation.environments):
+            if each.name != name:
+                continue
+            field = f"spec.evaluation.environments[{index}]"
+            moved = {"spec.data.prompts": f"{field}.prompts"}
+            if each.environment is not None:
+                moved["spec.environment"] = f"{field}.environment"
+            for there, here in moved.items():
+                error.where = error.where and error.where.replace(there, here)
+                error.fix = error.fix and error.fix.replace(there, here)
+        raise
 
 
 def task_specs(run: str, spec: RunSpec) -> dict[str, RunSpec]:

@@ -18,6 +18,7 @@ from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.buffer import Paid, RolloutBuffer
 from orbit_runtime.rollout.requests import end_all
 from orbit_runtime.types import TOKENS, Completion, Engine, Request, Sampling
+from orbit_runtime.workers.signs import sign
 
 
 class Sampled(Protocol):
@@ -237,6 +238,7 @@ class Asking:
                 self._has_new.clear()
                 async with aclosing(self._engine.completions()) as completions:
                     async for completion in completions:
+                        sign()
                         question = self._open.pop(completion.request_id)
                         if not question.answer.done():
                             question.answer.set_result(completion)

@@ -33,13 +33,13 @@ from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.loop.materials import EpisodeMaterials
-from orbit_runtime.loop.measure import HeldOut, open_held_out
+from orbit_runtime.loop.measure import HeldOut, build_held_out, check_held_out_sampling
 from orbit_runtime.loop.publish import Publisher
-from orbit_runtime.loop.served_teacher import TaughtEnvironment, attach_teacher, check_servers
+from orbit_runtime.loop.served_teacher import TaughtEnvironment, attach_teacher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import EngineOrder, Given, Opened
 from orbit_runtime.loop.teacher import CONTENT as TEACHER
-from orbit_runtime.loop.teacher import check_base, open_teacher, teacher_digest
+from orbit_runtime.loop.teacher import check_base, teacher_digest
 from orbit_runtime.loop.trainers import (
     TrainerSide,
     build_side,
@@ -148,21 +148,20 @@ def build_parts(
         given: its functions stand in the place of those that the manifest names.
     """
     run, spec = resolved.run, resolved.run.spec
-    names, table, pool = materials.names, materials.table, materials.pool
+    names, table, pool, teacher = materials.names, materials.table, materials.pool, materials.teacher
     check_engine(spec)
     check_teacher_sampling(spec)
     if spec.training.trainer == "Megatron" and given.sides is None:
         check_rank_packages()
-    check_servers(spec)
     algorithm = load_algorithm(resolved, inputs.search_path, given.advantages)
     loss = load_loss(resolved, inputs.search_path, given.loss) if given.sides is None else None
-    teacher = open_teacher(spec)
     show.stage("fetching the model")
     folder = inputs.model()
     division = decide_division(resolved, folder) if given.sides is None else None
     resolved = with_trainer(resolved, division.trainer if division else "Torch")
     run, spec = resolved.run, resolved.run.spec
     check_engine(spec)
+    check_held_out_sampling(run)
     weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
     check_base(teacher, weights)
     show.stage(f"loading the model, {amount(folder)}")
@@ -174,6 +173,7 @@ def build_parts(
         new_tokens = spec.rollout.sampling.max_new_tokens
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
+        held_out = build_held_out(spec, materials.held_out, tokenizer)
         if given.sides is not None:
             opened = Opened(names.model, store, execution, weights, teacher_digest(teacher).get(TEACHER))
             side = given.sides.open(resolved, opened, closing)
@@ -183,7 +183,6 @@ def build_parts(
             side = build_side(resolved, division, folder, loss, names.model, teacher, note=show.note, closing=closing)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
-    held_out = open_held_out(run, inputs, given.rewards, tokenizer, closing)
     show.stage("starting the engine")
     sequences = first_sequences(table, tokenizer)
     is_resumed = execution.number > 1

@@ -22,6 +22,7 @@ from orbit_runtime.loop.collect import MAX_STOPPED, Collected, Evidence, build_g
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.types import Engine, Prompt
+from orbit_runtime.workers.signs import sign
 
 STOP_SECONDS = 0.2
 """How often to look for a stop request: a completion may take hours, and a pod's grace period is short."""
@@ -195,6 +196,7 @@ class Collector:
             if not self._buffer.is_cancelled(step, number):
                 raise
             return
+        sign()
         cancelled = self._buffer.end(step, number, played)
         if cancelled:
             await self._cancel(step, {each: playing[each] for each in cancelled})

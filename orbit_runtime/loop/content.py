@@ -20,7 +20,7 @@ from orbit_runtime.digests import is_older_scheme
 from orbit_runtime.errors import OutputError
 from orbit_runtime.loop.sides import Given
 from orbit_runtime.model_info.content import file_digests
-from orbit_runtime.spec import Resolved
+from orbit_runtime.spec import OrbitRun
 
 PREFIX = "content."
 """Prefix of every content name, which sets it apart from the manifest's identity fields in `run.json`."""
@@ -42,12 +42,12 @@ class Names:
         return {"model": self.model, "prompts": list(self.prompts)}
 
 
-def resolve_names(resolved: Resolved, before: Mapping[str, Any] | None) -> Names:
+def resolve_names(run: OrbitRun, before: Mapping[str, Any] | None) -> Names:
     """The names in `run.json`, or those of the manifest at the first start."""
     kept = (before or {}).get("names")
     if kept:
         return Names(str(kept["model"]), tuple(map(str, kept["prompts"])))
-    spec = resolved.run.spec
+    spec = run.spec
     # PEFT reads this name in published files; a hub repository goes by its repository name there.
     uri = spec.model.uri
     model = uri.removeprefix("hf://").split("@")[0] if uri.startswith("hf://") else uri

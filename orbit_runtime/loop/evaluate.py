@@ -16,18 +16,16 @@ from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.prompts import check_lengths
-from orbit_runtime.errors import UsageError
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.asking import OnePolicy, asking_one
+from orbit_runtime.loop.kept import Kept
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.measure import EngineEpisode
-from orbit_runtime.loop.publish import adapter_name
 from orbit_runtime.loop.trainers import build_policy
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.spec import OrbitRun, resolve
-from orbit_runtime.storage import Store, list_bundles
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.storage.inputs import fetch_input
@@ -63,42 +61,7 @@ class LocalSubject:
                 self.engine.unload_adapter(slot)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """An adapter to measure."""
-
-    name: str
-    uri: str
-
-
-def kept_steps(store: Store, steps: Sequence[int] | None, *, first: bool) -> list[Kept]:
-    """The adapters that a run kept, by step: those asked for, or all.
-
-    Args:
-        first: whether to include step 0 if no steps are given; its adapter is not the bare base.
-
-    Raises:
-        UsageError: the folder holds no adapter, or lacks one that was asked for.
-    """
-    kept = sorted(int(name.rstrip("/").rpartition("policy-v")[2]) for name in list_bundles(store, "adapters/"))
-    if not kept:
-        raise UsageError(
-            "this folder holds no adapter", where=store.uri, fix="name the folder of a run that has started"
-        )
-    lacking = sorted({*(steps or ())} - {*kept})
-    if lacking:
-        raise UsageError(
-            f"the run keeps no adapter of step {', '.join(map(str, lacking))}; it keeps: {', '.join(map(str, kept))}",
-            where=f"{store.uri}, --steps",
-            fix="choose from those; a larger spec.checkpoint.keep keeps more",
-        )
-    wanted = [step for step in kept if step or first] if steps is None else sorted({*steps})
-    return [Kept(f"step-{step}", f"{store.uri}/adapters/{adapter_name(step)}") for step in wanted]
-
-
-def open_models(
-    run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[Kept], *, base: bool, note: Callable[[str], None]
-) -> list[LocalSubject]:
+def open_models(run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[Kept], *, base: bool) -> list[LocalSubject]:
     """The base, if asked for, and every adapter, all on one engine.
 
     Args:
@@ -128,7 +91,7 @@ def open_models(
             where=each.uri,
             fix="write the model and precision that it was trained on",
         )
-    policy = build_policy(resolved, folder, "None", note)
+    policy = build_policy(resolved, folder, "None")
     engine = TorchEngine(policy, tokenizer, max_running_requests=spec.rollout.max_running_requests)
     subjects = [LocalSubject("base", tokenizer, engine, weights)] if base else []
     for version, (each, adapter) in enumerate(adapters):

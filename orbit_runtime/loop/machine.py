@@ -11,11 +11,15 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from orbit_runtime.errors import StoppedOnRequest
+from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner import Machine
 from orbit_runtime.spec import MachineFacts
 from orbit_runtime.spec.placement import Placement
+from orbit_runtime.workers.garbage_collection import gc_paused
 from orbit_runtime.workers.host_memory import usable_memory
 from orbit_runtime.workers.joined_nodes import joined_nodes, ray_address
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
@@ -30,6 +34,21 @@ def machine_facts() -> MachineFacts:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return MachineFacts(has_cuda=count > 0, num_gpus=count, joins_nodes=joins_nodes)
+
+
+def find_machine(show: Show, stop: StopFlag) -> MachineFacts:
+    """Imports torch, which takes seconds, and asks it.
+
+    Raises:
+        StoppedOnRequest: a stop was requested meanwhile.
+    """
+    if find_spec("torch") is not None:
+        show.stage("importing torch")
+        with gc_paused():
+            from orbit_runtime.policy import load  # noqa: F401
+    if stop:
+        raise StoppedOnRequest(f"{stop.reason} before the model was loaded; the same command starts again")
+    return machine_facts()
 
 
 def gpu_machine(placement: Placement) -> Machine:

@@ -10,16 +10,23 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.demonstrations import Demonstration, read_demonstrations
-from orbit_runtime.data.prompts import PromptTable, check_fields, load_prompts
+from orbit_runtime.data.prompts import PromptTable, check_fields, hold_out, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
 from orbit_runtime.environments.build import build_scorer
+from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.content import Names
 from orbit_runtime.loop.inputs import Inputs
+from orbit_runtime.loop.measure import open_held_out
+from orbit_runtime.loop.served_teacher import check_servers
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import Given
+from orbit_runtime.loop.teacher import open_teacher
+from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.types import Prompt
 from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.reward_protocol import RewardScorer
 
@@ -42,6 +49,10 @@ class EpisodeMaterials(Materials):
     """Processes of the environment or of the tools; None: it needs none."""
     reference_fields: tuple[str, ...]
     """Columns that the shipped rewards read."""
+    held_out: tuple[EvalTask, ...]
+    """What the policy is measured on while it trains."""
+    teacher: AdapterFolder | None
+    """The adapter that teaches, as it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +60,29 @@ class DemonstrationMaterials(Materials):
     """For a run that learns from demonstrations."""
 
     demonstrations: Sequence[Demonstration]
+    trained: PromptTable
+    """Those of the table that are trained on."""
+    measured: Sequence[Prompt]
+    """The others, which the policy is measured on."""
 
 
 def open_episode_materials(
-    spec: RunSpec, names: Names, inputs: Inputs, given: Given, show: Show, closing: ExitStack
+    run: OrbitRun, names: Names, inputs: Inputs, given: Given, show: Show, closing: ExitStack
 ) -> EpisodeMaterials:
-    """Fetches and reads the prompts, and starts rewards and environment. Pushes what must be closed on `closing`.
+    """Fetches and reads the prompts, and starts rewards and environment, those of the run's evaluations too. Pushes
+    what must be closed on `closing`.
 
-    Args: spec: with absolute paths; what `Auto` becomes on this machine does not matter.
+    Args: run: with absolute paths; what `Auto` becomes on this machine does not matter.
 
     Raises:
         DataError, ManifestError, UsageError: as of `environments.asked.check_local_inputs`.
         UnsupportedError: (78) the package of the environment's type is not installed.
+        ModelError: (66) there is no adapter that teaches.
+        CredentialsError: (77) a variable that an endpoint needs is not set.
         StorageError: an input cannot be fetched.
     """
+    spec = run.spec
+    check_servers(spec)
     show.stage("reading prompts")
     table = load_prompts(_prompt_sources(spec, names, inputs), limit=spec.data.limit)
     rewards = given.rewards or {}
@@ -74,7 +94,8 @@ def open_episode_materials(
     target, pool = environment_target(spec), None
     if target is not None:
         pool = closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=search_path))
-    return EpisodeMaterials(names, table, scorer, pool, tuple(read))
+    held_out = open_held_out(run, inputs, rewards, closing)
+    return EpisodeMaterials(names, table, scorer, pool, tuple(read), held_out, open_teacher(spec))
 
 
 def open_demonstration_materials(spec: RunSpec, names: Names, inputs: Inputs, show: Show) -> DemonstrationMaterials:
@@ -82,7 +103,8 @@ def open_demonstration_materials(spec: RunSpec, names: Names, inputs: Inputs, sh
     show.stage("reading demonstrations")
     table = load_prompts(_prompt_sources(spec, names, inputs), limit=spec.data.limit)
     read = read_demonstrations(table, spec.data.prompts, last_only=spec.data.chat.answers == "Last")
-    return DemonstrationMaterials(names, table, read)
+    trained, measured = hold_out(table, spec.data.validation.share if spec.data.validation else 0.0, spec.data.seed)
+    return DemonstrationMaterials(names, table, read, trained, measured)
 
 
 def _prompt_sources(spec: RunSpec, names: Names, inputs: Inputs) -> list[PromptSource]:

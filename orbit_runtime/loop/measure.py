@@ -24,7 +24,7 @@ from orbit_runtime.evaluation.journal import Journal, keep_asked, read_asked
 from orbit_runtime.evaluation.records import Usage
 from orbit_runtime.evaluation.scores import paired
 from orbit_runtime.evaluation.summary import Prices, Score, build_summary
-from orbit_runtime.evaluation.tasks import EvalTask, asked_of, open_task, task_specs, with_sampling
+from orbit_runtime.evaluation.tasks import EvalTask, asked_of, open_task, task_specs, telling_fields, with_sampling
 from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.inputs import Inputs
@@ -34,6 +34,7 @@ from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
 from orbit_runtime.planner.sampling import check_engine
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import NotFound, Store
 from orbit_runtime.types import Completion, Sampling, Tokenizer
 
@@ -91,35 +92,44 @@ class HeldOut:
 
 
 def open_held_out(
-    run: OrbitRun,
-    inputs: Inputs,
-    rewards: Mapping[str, Callable[..., Any]] | None,
-    tokenizer: Tokenizer,
-    closing: ExitStack,
-) -> HeldOut | None:
-    """The held-out tasks; None if `spec.evaluation.everySteps` is not set.
+    run: OrbitRun, inputs: Inputs, rewards: Mapping[str, Callable[..., Any]] | None, closing: ExitStack
+) -> tuple[EvalTask, ...]:
+    """The held-out tasks, opened without torch; none if `spec.evaluation.everySteps` is not set.
 
     Args:
         run: has absolute paths.
 
     Raises:
-        OrbitError: prompts, rewards or environment are unusable, or the engine does not support the sampling settings.
+        OrbitError: prompts, rewards or environment are unusable; names their field.
     """
-    spec = run.spec
+    spec, tasks = run.spec, []
     if spec.evaluation.every_steps is None:
-        return None
-    asked, tasks = asked_of(spec), []
+        return ()
     for name, each in task_specs(run.name, spec).items():
-        task = open_task(
-            name, each, asked, inputs.folders, closing, rewards=rewards or {}, patience=inputs.patience
-        )  # fmt: skip
-        check_engine(with_sampling(each, asked))
+        with telling_fields(spec, name):
+            tasks.append(
+                open_task(
+                    name, each, asked_of(spec), inputs.folders, closing, rewards=rewards or {}, patience=inputs.patience
+                )
+            )
+    return tuple(tasks)
+
+
+def check_held_out_sampling(run: OrbitRun) -> None:
+    """Raises UnsupportedError (78) if the engine does not support the sampling of the run's evaluations."""
+    if run.spec.evaluation.every_steps is not None:
+        for each in task_specs(run.name, run.spec).values():
+            check_engine(with_sampling(each, asked_of(run.spec)))
+
+
+def build_held_out(spec: RunSpec, tasks: Sequence[EvalTask], tokenizer: Tokenizer) -> HeldOut | None:
+    """None if there are no tasks. Raises DataError if a prompt leaves no room for an answer."""
+    for task in tasks:
         encode = partial(tokenizer.encode_many, tools=task.pool.tools if task.pool else ())
-        check_lengths(
-            task.table, encode, max_prompt_tokens=spec.model.max_sequence_length - task.sampling.max_new_tokens
-        )
-        tasks.append(task)
-    return HeldOut(tuple(tasks), tokenizer)
+        longest = spec.model.max_sequence_length - task.sampling.max_new_tokens
+        with telling_fields(spec, task.name):
+            check_lengths(task.table, encode, max_prompt_tokens=longest)
+    return HeldOut(tuple(tasks), tokenizer) if tasks else None
 
 
 def measure(parts: Parts, state: RunState, collector: Collector, stop: StopFlag, *, is_last: bool = False) -> None:

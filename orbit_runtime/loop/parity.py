@@ -18,7 +18,7 @@ from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.looking import APART
-from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.machine import find_machine
 from orbit_runtime.loop.materials import open_episode_materials
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.show import Show
@@ -33,7 +33,7 @@ from orbit_runtime.parity.statistics import ParityLimits, build_limits
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
-from orbit_runtime.spec import OrbitRun, resolve
+from orbit_runtime.spec import MachineFacts, OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.types import Request
 
@@ -168,26 +168,32 @@ def compare_sides(
     Raises:
         OrbitError: the same errors that `run` raises before its first step.
     """
-    resolved = resolve(spec, machine_facts(), folder=manifest_folder)
+    # As in a run, what the user can have got wrong is found before torch is imported.
+    asked = resolve(spec, MachineFacts(has_cuda=False, num_gpus=0), folder=manifest_folder).run
     with ExitStack() as closing:
         store = open_store(closing.enter_context(TemporaryDirectory(prefix="orbit-parity-")))
         execution = claim_execution(store, run_name=spec.name)
         closing.callback(lambda: execution.release("done"))
         show = Show(progress, RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
         search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
-        patience = build_patience(show, closing.enter_context(stop_on_signals()), store.deadline_seconds)
-        inputs, names = Inputs(resolved.run.spec, {}, patience, search_path), resolve_names(resolved, None)
-        given = Given()
-        materials = open_episode_materials(resolved.run.spec, names, inputs, given, show, closing)
+        stop = closing.enter_context(stop_on_signals())
+        patience = build_patience(show, stop, store.deadline_seconds)
+        inputs, given = Inputs(asked.spec, {}, patience, search_path), Given()
+        materials = open_episode_materials(asked, resolve_names(asked, None), inputs, given, show, closing)
+        resolved = resolve(spec, find_machine(show, stop), folder=manifest_folder)
         parts = build_parts(
             resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing
         )
+        show.stage("publishing an adapter")
         publication = parts.publisher.publish(0, None)
+        show.stage("measuring both sides")
         started = time.monotonic()
         measured = measure_parity(parts, publication)
         preflight = measured[worst(measured)]
         seconds = time.monotonic() - started
         look = layers or bool(preflight.failures)
+        if look:
+            show.stage("looking for the layer")
         location = parts.publisher.bisect.find(publication.name, publication.adapter) if look else None
         return Comparison(resolved.engine, parts.facts.precision, preflight, location, seconds)
 

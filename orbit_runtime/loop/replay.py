@@ -96,7 +96,7 @@ def replay(
     check_weights_known(store.uri, before["identity"])
     if kept_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
         raise ModelError("the base has changed since the run began", where=spec.model.uri)
-    policy = build_policy(resolved, folder, decide_division(resolved, folder).recompute, lambda _: None)
+    policy = build_policy(resolved, folder, decide_division(resolved, folder).recompute)
     teacher = open_teacher(spec)
     if teacher_digest(teacher).get(CONTENT) != before["identity"].get(CONTENT):
         raise ModelError("the teacher's adapter has changed since the run began", where=f"{FIELD}.uri")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from orbit_runtime.loop.build import Parts, RunParts, build_parts
 from orbit_runtime.loop.content import Names, check_content, given_digests, resolve_names
 from orbit_runtime.loop.initial import Initial, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.inputs import Inputs, build_patience
-from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, machine_facts
+from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, find_machine
 from orbit_runtime.loop.materials import open_demonstration_materials, open_episode_materials
 from orbit_runtime.loop.memory import told_where_memory_ran_out
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
@@ -65,7 +64,7 @@ from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.whole import check_whole
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
-from orbit_runtime.workers.garbage_collection import gc_paused
+from orbit_runtime.workers.signs import silent_seconds
 from orbit_runtime.workers.stalls import watch_stalls
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
@@ -175,8 +174,8 @@ def _run(
     initial = open_initial(asked.run.spec, before) if bundle is None else None
     patience = build_patience(show, stop, store.deadline_seconds)
     inputs = Inputs(asked.run.spec, (before or {}).get("inputs", {}), patience, given.search_path)
-    build = _open(asked, resolve_names(asked, before), inputs, given, show, closing)
-    resolved = _kept(resolve_on(machine or _find_machine(show, stop)), before)
+    build = _open(asked, resolve_names(asked.run, before), inputs, given, show, closing)
+    resolved = _kept(resolve_on(machine or find_machine(show, stop)), before)
     changes = check_same_run(store, before, resolved) if before else []
     check_whole(resolved.run.spec)
     parts = build(resolved, store, execution, show, inputs=inputs, closing=closing)
@@ -228,23 +227,8 @@ def _open(
     if spec.algorithm.type == "SFT":
         demonstrations = open_demonstration_materials(spec, names, inputs, show)
         return partial(build_sft, sides=given.sides, materials=demonstrations)
-    episodes = open_episode_materials(spec, names, inputs, given, show, closing)
+    episodes = open_episode_materials(asked.run, names, inputs, given, show, closing)
     return partial(build_parts, given=given, materials=episodes)
-
-
-def _find_machine(show: Show, stop: StopFlag) -> MachineFacts:
-    """Imports torch, which takes seconds, and asks it.
-
-    Raises:
-        StoppedOnRequest: a stop was requested meanwhile.
-    """
-    if find_spec("torch") is not None:
-        show.stage("importing torch")
-        with gc_paused():
-            from orbit_runtime.policy import load  # noqa: F401
-    if stop:
-        raise StoppedOnRequest(f"{stop.reason} before the model was loaded; the same command starts again")
-    return machine_facts()
 
 
 def _nothing_left(done: int, total: int) -> str:
@@ -287,7 +271,8 @@ def _build_show(
 ) -> Show:
     namespace = spec.metadata.namespace or ""
     number = execution.number
-    status = RunStatus(spec.name, namespace=namespace, attempt=number, total=spec.spec.training.steps)
+    total = spec.spec.training.steps
+    status = RunStatus(spec.name, namespace=namespace, attempt=number, total=total, silent_seconds=silent_seconds)
     status.update(execution=number)
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
     progress = progress or build_progress(spec.name, log_format=spec.spec.observability.log_format)

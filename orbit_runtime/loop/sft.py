@@ -21,7 +21,6 @@ from functools import partial
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.demonstrations import Encoded, encode_demonstrations
-from orbit_runtime.data.prompts import hold_out
 from orbit_runtime.data.samples import build_demonstration_samples, with_column
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import (
@@ -104,7 +103,6 @@ def build_sft(
     names, table = materials.names, materials.table
     if spec.training.trainer == "Megatron" and sides is None:
         check_rank_packages()
-    trained, measured = hold_out(table, spec.data.validation.share if spec.data.validation else 0.0, spec.data.seed)
     algorithm = load_algorithm(resolved, inputs.search_path)
     loss = load_loss(resolved, inputs.search_path) if sides is None else None
     show.stage("fetching the model")
@@ -141,7 +139,7 @@ def build_sft(
         store=store,
         execution=execution,
         keeper=keeper,
-        prompts=build_stream(trained, spec),
+        prompts=build_stream(materials.trained, spec),
         side=side,
         algorithm=algorithm,
         names=names,
@@ -151,7 +149,7 @@ def build_sft(
         canary_T=build_canary(sequences, SHORT_CANARY),
         show=show,
         encoded=by_id,
-        held_out=tuple(by_id[prompt.prompt_id] for prompt in measured),
+        held_out=tuple(by_id[prompt.prompt_id] for prompt in materials.measured),
         weights=weights,
         whole_files=whole_files(folder) if spec.adapter.type == "Full" else None,
     )

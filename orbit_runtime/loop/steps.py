@@ -38,7 +38,8 @@ def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
     with Collector(parts.environment, parts.engine, taken=state.step, restored=state.kept) as collector:
         state.kept = ()
         collector.switch(state.publication)
-        first, cursors = state.step, {state.step: parts.prompts.state()}
+        first = state.step
+        cursors: dict[int, Mapping[str, Any]] = {first: parts.prompts.state()}
         ended = _run(parts, state, stop, collector, cursors)
         _settle(parts, state)
         kept: Sequence[Kept] = ()

@@ -309,15 +309,20 @@ def _no_adapter(adapter: AdapterFolder, _digest: str) -> None:
     raise InternalError(f"a model that trains as a whole begins with its own weights, not with {adapter.place}")
 
 
-def build_policy(resolved: Resolved, folder: Path, recompute: Recompute, note: Callable[[str], None]) -> Policy:
-    """The frozen base with a new adapter, in this process. Raises: as `adapter_config`."""
+def build_policy(
+    resolved: Resolved, folder: Path, recompute: Recompute, note: Callable[[str], None] | None = None
+) -> Policy:
+    """The frozen base with a new adapter, in this process. Raises: as `adapter_config`.
+
+    Args: note: called with the table of layers.
+    """
     from orbit_runtime.policy.load import load_policy
 
     policy = load_policy(
         folder,
         adapter_config(resolved.run.spec),
         **_policy_settings(resolved),
-        announce=lambda report: note(report.text()),
+        announce=note and (lambda report: note(report.text())),
     )
     policy.recompute(recompute)
     return policy

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from orbit_runtime.observability.metrics import MetricsRow
+from orbit_runtime.workers.stalls import STALL_SECONDS
 
 Phase = Literal["Starting", "Preflight", "Running", "Stopping", "Done", "Stopped", "Failed"]
 _ENDED: frozenset[str] = frozenset({"Done", "Stopped", "Failed"})
 
-STALL_LIMIT_SECONDS = 1800.0
 _STALL_STEPS = 10.0
 """A run is stalled if nothing happened for this many times its own step, and never before the limit."""
 
@@ -63,11 +63,19 @@ class RunStatus:
         namespace: str = "",
         attempt: int = 1,
         total: int | None = None,
-        stall_limit_seconds: float = STALL_LIMIT_SECONDS,
+        stall_limit_seconds: float = STALL_SECONDS,
         clock: Callable[[], float] = time.time,
+        silent_seconds: Callable[[], float] = lambda: math.inf,
     ) -> None:
+        """
+        Args:
+            clock: seconds since the epoch.
+            silent_seconds: seconds since the newest sign of life of a stage that is under way. A first step, of long
+                answers, may take hours.
+        """
         self._lock = threading.Lock()
         self._clock = clock
+        self._silent_seconds = silent_seconds
         self._stall_limit = stall_limit_seconds
         self._facts = StatusFacts(run=run, namespace=namespace, attempt=attempt, total=total)
         self._step_seconds: float | None = None
@@ -121,7 +129,7 @@ class RunStatus:
                 **_json_values(asdict(self._facts)),
                 "started_at": self._started,
                 "seconds_running": now - self._started,
-                "seconds_since_progress": now - self._progressed,
+                "seconds_since_progress": self._idle(),
                 "live": live,
                 "ready": ready,
                 "reason": live_reason or ready_reason,
@@ -133,10 +141,14 @@ class RunStatus:
             if self._facts.phase in _ENDED:
                 return True, None
             limit = max(self._stall_limit, _STALL_STEPS * (self._step_seconds or 0.0))
-            idle = self._clock() - self._progressed
+            idle = self._idle()
             if idle <= limit:
                 return True, None
             return False, f"no progress for {idle:.0f} s (limit {limit:.0f} s), stage {self._facts.stage or 'unknown'}"
+
+    def _idle(self) -> float:
+        """Call with the lock."""
+        return min(self._clock() - self._progressed, self._silent_seconds())
 
     def is_ready(self) -> tuple[bool, str | None]:
         """True from the first sampled step until the run ends."""

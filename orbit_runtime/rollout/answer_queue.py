@@ -96,7 +96,8 @@ class AnswerQueue:
 
     def news(self) -> News | None:
         ids, counts = array("q"), array(TOKENS)
-        tokens, logprobs = array(TOKENS), array(FLOATS)
+        tokens: array[int] = array(TOKENS)
+        logprobs: array[float] = array(FLOATS)
         alternatives: dict[int, Alternatives] = {}
         while self._pieces:
             request_id, new_tokens, new_logprobs, top = self._pieces.popleft()

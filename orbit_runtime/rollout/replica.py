@@ -23,6 +23,7 @@ from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.served import About, Api, Call, Loaded, LostError, Piece, Server, Sleeping
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 from orbit_runtime.workers.sglang_launch import PINNED_SGLANG
+from orbit_runtime.workers.signs import sign
 
 FACTS_VERSION = 4
 """Version of the plug-in's requests and facts."""
@@ -218,9 +219,12 @@ class Replica:
             while True:
                 done, _ = await asyncio.wait({task}, timeout=self._patience)
                 if done:
+                    sign()
                     return task.result()
                 since = since if silent else time.monotonic()
                 silent = 0 if await self.api.makes_progress() else silent + 1
+                if not silent:
+                    sign()
                 if silent >= CHECKS and time.monotonic() - since >= self._busy_seconds:
                     raise LostError(f"{self.server.url} answers, but shows no progress")
         finally:

@@ -156,7 +156,7 @@ class SGLangApi:
             async for event in events:
                 meta, index = _meta(event), int(event.get("index", 0))
                 # An index out of range is passed on as it is, and the caller refuses it.
-                ask = asks[index] if 0 <= index < len(asks) else None
+                found = asks[index] if 0 <= index < len(asks) else None
                 entries = meta.get("output_token_logprobs") or []
                 top = meta.get("output_top_logprobs") or []
                 if not self._incremental:
@@ -170,8 +170,10 @@ class SGLangApi:
                     reason,
                     total=meta.get("completion_tokens"),
                     adapter=(meta.get(APPLIED) or [None])[-1],
-                    alternatives=_read_alternatives(top, len(entries), ask.request.alternatives if ask else 0),
-                    routed_experts=self._experts(meta, ask, had[index]) if self._routed and reason and ask else None,
+                    alternatives=_read_alternatives(top, len(entries), found.request.alternatives if found else 0),
+                    routed_experts=self._experts(meta, found, had[index])
+                    if self._routed and reason and found
+                    else None,
                 )
 
     def _experts(self, meta: Mapping[str, Any], ask: Ask, sampled: int) -> RoutedExperts | None:
@@ -346,7 +348,8 @@ def _read_alternatives(entries: Sequence[Any], tokens: int, count: int) -> Alter
         return None
     if len(entries) != tokens:
         raise GateError(f"the engine reported alternatives of {len(entries)} tokens for {tokens}", where="rollout")
-    ids, logprobs = array(TOKENS), array(FLOATS)
+    ids: array[int] = array(TOKENS)
+    logprobs: array[float] = array(FLOATS)
     for entry in entries:
         pairs = [(int(each[1]), float(each[0])) for each in entry or () if each[0] is not None]
         pairs = [each if each[1] > LEAST_LOGPROB else NONE for each in pairs][:count]

@@ -52,9 +52,11 @@ def asked_facts(
         num_bytes: size of all these adapters.
     """
     name, seconds = secrets.token_hex(8), FACTS_SECONDS + seconds_for(num_bytes)
-    asked = {"name": name, "token_ids": list(token_ids_T), "adapters": list(adapters), "standing": list(standing)}
-    # A server process waits half as long for the other ones as this side waits for it.
-    asked["seconds"] = seconds / 2
+    asked = {
+        "name": name, "token_ids": list(token_ids_T), "adapters": list(adapters), "standing": list(standing),
+        # A server process waits half as long for the other ones as this side waits for it.
+        "seconds": seconds / 2,
+    }  # fmt: skip
     answer = folder / FACTS.format(name=name)
     _write(folder / FACTS_REQUEST, asked)
 

@@ -234,7 +234,7 @@ class TorchEngine:
         prompt, forced = tuple(token_ids_T[:-tail]), tuple(token_ids_T[-tail:])
         work = [Work(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)]
         told = Told()
-        tails: dict[int, list[float]] = {}
+        tails: dict[int, Sequence[float]] = {}
         # A batch of its own, because requests may be in flight.
         with self._policy.traced() as trace:
             self._scoring.add(work)

@@ -110,7 +110,7 @@ def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Op
     tokenizer = ChatTokenizer(source.folder, template)
     with ExitStack() as closing:
         if source.engine == "Torch":
-            held = _open_torch(source, tokenizer, limits, note)
+            held = _open_torch(source, tokenizer, limits)
         else:
             note(f"starting {source.engine}" if source.engine == "SGLang" else "asking the endpoints")
             held = open_servers(
@@ -133,9 +133,9 @@ def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Op
         )  # fmt: skip
 
 
-def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: Limits, note: Callable[[str], None]) -> Held:
+def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: Limits) -> Held:
     if source.resolved is not None:
-        policy = build_policy(source.resolved, source.folder, "None", note)
+        policy = build_policy(source.resolved, source.folder, "None")
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.float32 if device == "cpu" else torch.bfloat16

@@ -38,7 +38,7 @@ class Asked:
     @property
     def model(self) -> str:
         """The model's name in published files."""
-        return resolve_names(self.resolved, None).model
+        return resolve_names(self.resolved.run, None).model
 
 
 def kinds_of(spec: RunSpec) -> tuple[str, ...]:

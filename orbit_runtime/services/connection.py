@@ -34,6 +34,7 @@ from orbit_runtime.errors import (
 from orbit_runtime.services.depot import spooled
 from orbit_runtime.services.frames import CHUNK_BYTES, Frame, chunks, frame, num_bytes, unpack
 from orbit_runtime.services.host import BOOT, CALL, GOES, SESSION, WAIT_SECONDS
+from orbit_runtime.workers.signs import sign
 
 CONNECT_SECONDS, NAP_SECONDS, NOTE_SECONDS = 5.0, 0.2, 10.0
 LOOK_SECONDS = 3.0
@@ -254,6 +255,9 @@ class Connection:
             if answer.headers.get(BOOT) not in (None, self._boot):
                 raise _LostError("it was restarted")
             if answer.status_code == 202:
+                # It works on, and says how long ago it last showed that.
+                if float(answer.content) < 2 * WAIT_SECONDS:
+                    sign()
                 continue
             self._check_status(answer)
             return unpack(data)

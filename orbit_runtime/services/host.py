@@ -7,9 +7,9 @@
     POST /call/<name>    the session's next call, by number; a repeated call is answered again but not run again
     POST /close          ends the session
 
-A long call is answered with 202 after a while and asked for again by its number, which tells a machine that is
-gone from one that computes. Belongs here: sessions, numbers, threads. Does not belong here: what a call does
-(`trainer_host`, `engine_host`).
+A long call is answered with 202 after a while and asked for again by its number, which tells a machine that is gone
+from one that computes; its content is the seconds since the last sign of life. Belongs here: sessions, numbers,
+threads. Does not belong here: what a call does (`trainer_host`, `engine_host`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from orbit_runtime.observability.server import LISTEN_FIX, HTTPServer, listen, s
 from orbit_runtime.serve.guard import Guard
 from orbit_runtime.serve.metrics import ServeMetrics
 from orbit_runtime.services.frames import Frame, chunks, frame, num_bytes, unpack
+from orbit_runtime.workers.signs import silent_seconds
 
 WAIT_SECONDS = 20.0
 """Longest wait for a result before the client must ask again."""
@@ -241,7 +242,7 @@ async def _waited(future: Future[Frame]) -> tuple[int, bytes | Frame]:
     except TimeoutError:
         if future.done():
             raise
-        return 202, b""
+        return 202, f"{silent_seconds():.1f}".encode()
 
 
 def start_host(host: Host, address: str, port: int, token: str | None, *, body_bytes: int = BODY_BYTES) -> HTTPServer:

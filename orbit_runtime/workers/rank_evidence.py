@@ -14,6 +14,11 @@ from orbit_runtime.workers.rank_process import RankFailure
 Ending = Literal["done", "failed", "lost", "pending"]
 
 
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What comes before an answer, while ranks make progress with it."""
+
+
 @dataclass(frozen=True)
 class RankEnd:
     """The state of one rank when a call is given up."""

@@ -24,11 +24,12 @@ from typing import Any, Self
 
 from orbit_runtime import errors
 from orbit_runtime.errors import CollectiveError, InternalError, OrbitError, StalledError, UnsupportedError
-from orbit_runtime.workers.rank_evidence import Evidence
+from orbit_runtime.workers.rank_evidence import Evidence, Sign
 from orbit_runtime.workers.rank_guard import MARK, end_marked
 from orbit_runtime.workers.rank_process import Order, group_path, tail
 from orbit_runtime.workers.rank_verdict import judge
 from orbit_runtime.workers.ray_driver import Start
+from orbit_runtime.workers.signs import sign
 
 INSTALL = "pip install 'orbit-rl[ray]'"
 START_SECONDS = 1800.0
@@ -158,7 +159,8 @@ class RankGroup:
         try:
             if not select.select([self._connection], [], [], seconds)[0]:
                 raise StalledError(f"the ranks did not start within {seconds:.0f} s", where=str(self.logs))
-            answer = self._connection.recv()
+            while isinstance(answer := self._connection.recv(), Sign):
+                sign()
         except (EOFError, ConnectionResetError):
             raise self._driver_died(method) from None
         if isinstance(answer, Evidence):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import CollectiveError, OrbitError, UnsupportedError
-from orbit_runtime.workers.rank_evidence import Ending, Evidence, RankEnd
+from orbit_runtime.workers.rank_evidence import Ending, Evidence, RankEnd, Sign
 from orbit_runtime.workers.rank_guard import end_all
 from orbit_runtime.workers.rank_process import Order, RankFacts, RankFailure
 from orbit_runtime.workers.ray_node import HOST, RESOURCE, JoinedRay, PrivateRay, port_block, set_environment
@@ -36,6 +37,8 @@ ROOM_SECONDS, NODES_SECONDS = 60.0, 900.0
 SETTLE_SECONDS = 3.0
 """Wait after the first failure: others are on their way, and one of them may be the cause."""
 ASK_SECONDS = 10.0
+SIGN_SECONDS = 5.0
+"""Between two signs of life that go to the run."""
 STARTS = 2
 
 
@@ -176,20 +179,27 @@ class Driver:
 
     # --- calls ---
 
-    def call(self, method: str, arguments: bytes, patience: float | None) -> Evidence | list[bytes]:
-        """Results in the order of ranks, or evidence if a rank has none."""
+    def call(
+        self, method: str, arguments: bytes, patience: float | None, tell: Callable[[], None]
+    ) -> Evidence | list[bytes]:
+        """Results in the order of ranks, or evidence if a rank has none.
+
+        Args: tell: called now and then while ranks make progress.
+        """
         import ray
 
         packed = ray.put(arguments)
-        return self._collect(method, [each.run.remote(method, packed) for each in self._actors], patience)
+        return self._collect(method, [each.run.remote(method, packed) for each in self._actors], patience, tell)
 
-    def _collect(self, method: str, calls: list[Any], patience: float | None) -> Evidence | list[Any]:
+    def _collect(
+        self, method: str, calls: list[Any], patience: float | None, tell: Callable[[], None] = lambda: None
+    ) -> Evidence | list[Any]:
         import ray
         from ray.exceptions import RayError
 
         rank_of = {call: rank for rank, call in enumerate(calls)}
         pending, results, said = list(calls), {}, {}
-        watch = _Patience(patience, self._start.stopped_seconds)
+        watch = _Patience(patience, self._start.stopped_seconds, tell)
         failed_at: float | None = None
         gave_up, stopped = False, tuple[int, ...]()
         while pending and not gave_up:
@@ -303,23 +313,37 @@ def _patiently[R](start: Callable[[], R]) -> R:
 class _Patience:
     """Decides when to give up a call that does not end."""
 
-    def __init__(self, seconds: float | None, stopped_seconds: float) -> None:
+    def __init__(
+        self,
+        seconds: float | None,
+        stopped_seconds: float,
+        tell: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args: tell: called when there is progress, at most every `SIGN_SECONDS`."""
         self._seconds = seconds
         self._stopped_seconds = stopped_seconds
-        self._progressed = time.monotonic()
+        self._tell = tell
+        self._clock = clock
+        self._told = -math.inf
+        self._progressed = self._clock()
         self._counts: dict[int, int] = {}
         self._stopped_since: dict[int, float] = {}
         self.stopped: tuple[int, ...] = ()
 
     def progress(self) -> None:
-        self._progressed = time.monotonic()
+        self._progressed = self._clock()
+        if self._progressed >= self._told + SIGN_SECONDS:
+            self._told = self._progressed
+            self._tell()
 
     def look(self, glances: Mapping[int, Any], pending: set[int]) -> bool:
         """Whether to give up: no rank has written a note for too long, or one is stopped."""
-        now = time.monotonic()
+        now = self._clock()
         counts = {rank: each.note.count for rank, each in glances.items()}
         if counts != self._counts:
-            self._counts, self._progressed = counts, now
+            self._counts = counts
+            self.progress()
         halted = {rank for rank, each in glances.items() if rank in pending and each.state == "T"}
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in halted}
         self.stopped = tuple(
@@ -340,12 +364,16 @@ def main(descriptor: int, parent: int) -> int:
     tempfile.tempdir = start.scratch
     os.environ.update(TMPDIR=start.scratch)
     driver = Driver(start)
+
+    def tell() -> None:
+        connection.send(Sign())
+
     try:
         connection.send(_guarded(driver.start))
         while True:
             method, patience = connection.recv()
             arguments = connection.recv_bytes()
-            connection.send(_guarded(lambda m=method, a=arguments, p=patience: driver.call(m, a, p)))
+            connection.send(_guarded(lambda m=method, a=arguments, p=patience: driver.call(m, a, p, tell)))
     except EOFError:
         return 0
     finally:

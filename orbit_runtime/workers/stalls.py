@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from orbit_runtime.errors import StalledError
+from orbit_runtime.workers.signs import sign
 
 STALL_SECONDS = 1800.0
-"""For one decoding step or one micro-batch, which take seconds. Longer than the compilation of any kernel."""
+"""How long a piece of a device's work, a rank, or a run may show no sign of life. A decoding step or a micro-batch
+takes seconds; no kernel takes as long to compile."""
 LOOK_SECONDS = 5.0
 FIX = "see the driver's log (`dmesg`, Xid errors), then start the same command again"
 _MAX_STACKS = 1 << 18
@@ -54,18 +56,21 @@ class Stall:
 
 @contextmanager
 def device_work(what: str, device_type: str) -> Iterator[None]:
-    """Marks a piece of work that ends within minutes on a device that answers. Of nested pieces the outermost counts.
+    """Marks a piece of work that ends within minutes on a device that answers; its end is a sign of life. Of nested
+    pieces the outermost counts.
 
     Args: what: begins a sentence, such as `a step of sampling`.
     """
     thread = threading.get_ident()
     if device_type not in WATCHED or thread in _under_way:
         yield
+        sign()
         return
     _watch.start()
     _under_way[thread] = (next(_numbers), what)
     try:
         yield
+        sign()
     finally:
         del _under_way[thread]
 

@@ -110,9 +110,9 @@ def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: st
         execution = claim_execution(store, run_name=spec.name)
         closing.callback(lambda: execution.release("done"))
         show = Show(SilentProgress(), RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
-        inputs, names = Inputs(resolved.run.spec, {}, Patience(), []), resolve_names(resolved, None)
+        inputs, names = Inputs(resolved.run.spec, {}, Patience(), []), resolve_names(resolved.run, None)
         given = Given()
-        materials = open_episode_materials(resolved.run.spec, names, inputs, given, show, closing)
+        materials = open_episode_materials(resolved.run, names, inputs, given, show, closing)
         parts = build_parts(
             resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing
         )

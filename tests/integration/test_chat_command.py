@@ -125,3 +125,16 @@ def test_the_guides_commands_run(trained: Path, url: str, monkeypatch: pytest.Mo
     done = CliRunner().invoke(app, shlex.split(other.replace("http://127.0.0.1:8000/v1", url))[1:])
     assert done.exit_code == 0, done.output
     assert [*json.loads(done.output)["answers"]] == ["policy"]
+
+
+def test_a_conversation_with_a_run_begins_without_a_table_of_its_layers(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = options(None, model=None, source=str(trained), api_key_env=None, prompt="12+34=")
+    assert run_chat(asked, as_json=True) == 0
+    out, told = capsys.readouterr()
+    assert "policy" in json.loads(out)["answers"]
+    first, second = told.splitlines()
+    assert first == "importing torch"
+    assert second.startswith("policy: ")
+    assert second.endswith(" live")

@@ -14,7 +14,11 @@ EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "quickstart.yam
 
 def test_two_sides_that_agree_are_told_with_their_floors(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["parity", EXAMPLE, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, told = capsys.readouterr()
+    found = json.loads(out)
+    stages = [line.partition(" start: ")[2] for line in told.splitlines() if " start: " in line]
+    assert stages[:3] == ["checking the plan", "importing the loop", "reading prompts"]
+    assert stages.index("importing torch") < stages.index("measuring both sides")
     assert (found["engine"], found["precision"], found["location"]) == ("Torch", "INT4", None)
     preflight = found["preflight"]
     assert preflight["passed"]

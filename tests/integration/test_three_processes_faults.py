@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.server import start_server
 from orbit_runtime.services.children import Children
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.frames import pack, unpack
+from orbit_runtime.services.frames import frame, pack, unpack
 from orbit_runtime.services.host import CALL, SESSION, Host, start_host
 from orbit_runtime.services.orchestrate import RemoteSides, check_inference, check_pair
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.workers.signs import sign, silent_seconds
 from tests.integration.killing import small_manifest
 from tests.integration.three_processes import TOKEN, Side, free_port, two_sides
 
@@ -374,3 +376,27 @@ def test_impossible_options(
     command, *options = arguments
     assert run_command([command, str(tmp_path / "run.json"), *options]) == code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("silent", "is_sign"), [("1.5", True), ("1800.0", False), ("inf", False)])
+def test_a_side_that_works_on_says_how_long_ago_it_last_showed_it(silent: str, is_sign: bool) -> None:
+    answers = [(202, silent.encode()), (200, b"".join(frame("done")))]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            status, content = answers.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        sign()
+        time.sleep(0.2)
+        began = time.monotonic()
+        assert line("trainer", f"http://127.0.0.1:{server.server_port}").tell("update") == "done"
+        assert (silent_seconds() <= time.monotonic() - began) == is_sign
+        server.shutdown()
+    assert not answers

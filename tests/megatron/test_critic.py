@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.samples import spread, with_column
+from orbit_runtime.errors import GateError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.megatron.groups import Sizes
@@ -23,7 +25,7 @@ from tests.integration.test_torch_trainer import samples_of
 from tests.megatron.cases import folder_of
 from tests.megatron.ranks import Failed, World, world
 from tests.megatron.test_trainer import TRAINING, apart, with_experts
-from tests.megatron.trainers import WorldRanks
+from tests.megatron.trainers import WorldRanks, spoil
 from tests.models.family_matrix import Case, adapter_of
 
 LORA, OFT = Case("qwen3_moe", "INT4", "LoRA", "PerExpert"), Case("qwen3_moe", "BF16", "OFT", "SharedOuter")
@@ -93,6 +95,15 @@ def test_ranks_value_and_learn_values_as_one_process_does(ranks: tuple[World, Ca
     many.update(samples)
     many.load_state(state)
     assert hold_state(many) == state
+    many.score(range(5, 17))
+    name = made.call(spoil, made.sizes.world - 1, True, True)[-1]
+    assert bool(name) == (made.sizes.pipeline != made.sizes.world), "stages alone hold no copies"
+    if name:
+        last = made.sizes.world - 1
+        with pytest.raises(
+            GateError, match=rf"ranks \d and {last} hold different values of the critic's {re.escape(name)}:"
+        ):
+            many.score(range(5, 17))
 
 
 @pytest.mark.timeout(900)

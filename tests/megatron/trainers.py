@@ -41,16 +41,19 @@ def ask(groups: Groups, method: str, *arguments: Any) -> Any:
     return getattr(_HERE["rank"], method)(*arguments)
 
 
-def spoil(groups: Groups, rank: int, copied: bool) -> str:
+def spoil(groups: Groups, rank: int, copied: bool, critic: bool = False) -> str:
     """On one rank, the last master that only this rank has, or that others have too, is off by a little.
 
-    Returns its name on that rank.
+    Args: critic: whether to take one of the critic's.
+
+    Returns its name on that rank; empty if there is none.
     """
     made = _HERE["rank"]
-    levels = made._passes._owners._levels
+    passes = made._updater.critic._passes if critic else made._passes
+    levels = passes._owners._levels
     found = [key for key, held in levels.items() if any(level.group.size() > 1 for level in held) == copied]
     name = found[-1] if found else ""
     if torch.distributed.get_rank() == rank:
         with torch.no_grad():
-            made._masters.parameters[name].view(-1)[0] += 0.5
+            passes._owners._masters[name].view(-1)[0] += 0.5
     return name

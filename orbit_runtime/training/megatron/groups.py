@@ -102,8 +102,8 @@ class Groups:
         return self.is_last_stage and self.context.rank() == 0  # type: ignore[no-any-return]
 
     def share(self) -> Share:
-        divided = (self.tensor, self.expert, self.pipeline)
-        return Share(*((group.rank(), group.size()) for group in divided))
+        tensor, expert, pipeline = ((group.rank(), group.size()) for group in (self.tensor, self.expert, self.pipeline))
+        return Share(tensor, expert, pipeline)
 
 
 def join(sizes: Sizes, rank: int, address: str, *, seconds: float, listener: int | None = None) -> Groups:

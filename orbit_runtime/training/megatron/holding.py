@@ -7,7 +7,7 @@ lie (`outline`), files (`trainer`), passes and updates (`rank`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Buffer, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,13 +103,15 @@ class Holding:
             Whether the bytes could be read.
         """
         with torch.no_grad(), ExitStack() as stack:
-            if data is None:
+            source: Buffer | None = data
+            if source is None:
                 try:
                     descriptor = stack.enter_context(opened(opening, os.O_RDONLY))
                 except OSError:
                     return False
-                data = read_place(descriptor, start, window.size)
-            given = torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=torch.float32)
+                source = read_place(descriptor, start, window.size)
+            values = source if isinstance(source, memoryview) else bytearray(source)
+            given = torch.frombuffer(values, dtype=torch.float32)
             for spot in window.spots:
                 if spot.what in MOMENTS and self.owns(spot.key):
                     master = self._parameters[spot.key]
@@ -155,7 +157,7 @@ class Holding:
                 continue
             runs, own = self._find_runs(spot, held), self.value(spot.what, spot.key)
             if runs.rows is not None:
-                if spot.index not in runs.rows:
+                if spot.index is None or spot.index not in runs.rows:
                     continue
                 own = own[runs.rows.index(spot.index)]
             elif isinstance(own, tuple):

@@ -49,6 +49,15 @@ class Owners:
         }
         """The parameters that this rank updates. Every value of an adapter is in those of exactly one rank."""
 
+    @property
+    def copied(self) -> Mapping[str, nn.Parameter]:
+        """The parameters of this rank whose values other ranks hold too."""
+        return {
+            name: master
+            for name, master in self._masters.items()
+            if any(level.group.size() > 1 for level in self._levels[name])
+        }
+
     def _deal(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Each parameter's owner, as ranks within its levels' groups: largest parameters first, each to the rank that
         has least so far.

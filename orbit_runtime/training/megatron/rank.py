@@ -26,7 +26,7 @@ from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
 from orbit_runtime.algorithms.losses import policy_loss
-from orbit_runtime.digests import Pieces
+from orbit_runtime.digests import Pieces, cut, hash_pieces
 from orbit_runtime.errors import InternalError, ModelError
 from orbit_runtime.policy.facts import PolicyFacts, describe
 from orbit_runtime.policy.packed import Branch, PackedBatch
@@ -92,6 +92,8 @@ class RankScore:
     """`<module>.<kind>` of this rank's layers → pieces of each tensor of its part, one for each expert if each has its
     own in files; ranks that hold the same part must agree."""
     scalings: frozenset[float | None]
+    critic: Mapping[str, Pieces]
+    """The critic's parameters that other ranks hold too → pieces of this rank's values; empty without a critic."""
 
 
 class MegatronRank:
@@ -123,8 +125,11 @@ class MegatronRank:
         teacher = Teacher(self.policy, trainer.teacher) if trainer.teacher else None
         self._passes = RankPasses(held, self._groups, teacher)
         critic = None
+        self._copied_of_critic: Mapping[str, Tensor] = {}
         if trainer.critic:
-            critic, self._holdings["critic"] = build_critic(held, self._groups, trainer, trainer.critic)
+            critic, self._holdings["critic"], self._copied_of_critic = build_critic(
+                held, self._groups, trainer, trainer.critic
+            )
         self._updater = Updater(self._passes, trainer, settings.loss, critic)
         self._outline = outline_of(self.policy.injected, self._masters)
         self._holdings["policy"] = Holding(
@@ -188,6 +193,7 @@ class MegatronRank:
             tuple(base_top.tolist()),
             parts,
             scalings,
+            {name: hash_pieces(cut(_host_bytes(each))) for name, each in self._copied_of_critic.items()},
         )
 
     def _scores(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -306,21 +312,28 @@ class MegatronRank:
 
 def build_critic(
     held: RankPolicy, groups: Groups, settings: TrainerSettings, critic: CriticSettings
-) -> tuple[Critic, Holding]:
-    """A critic around this rank's part of the policy; its head is on the last stage."""
+) -> tuple[Critic, Holding, Mapping[str, Tensor]]:
+    """A critic around this rank's part of the policy, with its head on the last stage; and its parameters that other
+    ranks hold too."""
     valued = ValueModel(held.policy, settings.seed, critic.rank, has_head=groups.is_last_stage)
-    made, adapter = Critic(RankValues(held, groups, valued), settings, critic), valued.adapter
+    passes, adapter = RankValues(held, groups, valued), valued.adapter
+    made = Critic(passes, settings, critic)
     head = valued.places.keys() - adapter.places.keys()
     outline = outline_of(held.policy.injected, adapter) | {
         name: Held(valued.places[name], HEAD, (name,)) for name in head
     }
-    return made, Holding(outline, adapter.config, valued.parameters, made.owned, made.optimizer)
+    holding = Holding(outline, adapter.config, valued.parameters, made.owned, made.optimizer)
+    return made, holding, passes.copied
 
 
 def applied_pieces(applied: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[Pieces, ...]]:
     """Pieces of each parameter's tensors."""
     found = tensorfile.tensor_pieces(((key, index), each) for key in applied for index, each in enumerate(applied[key]))
     return {key: tuple(found[key, index] for index in range(len(tensors))) for key, tensors in applied.items()}
+
+
+def _host_bytes(values: Tensor) -> memoryview:
+    return memoryview(values.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B")
 
 
 def join_by_environment(settings: RankSettings) -> Groups:

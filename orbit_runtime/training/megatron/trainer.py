@@ -71,14 +71,13 @@ from orbit_runtime.types import (
     StateWriter,
     UpdateResult,
 )
+from orbit_runtime.workers.stalls import STALL_SECONDS
 
 WINDOW = "window"
 SHARED_WINDOWS = 16
 """Windows of a large file that ranks write where it is read: enough to hash one while they write the next."""
 PARTS: Mapping[Holder, str] = {"policy": PART, "critic": CRITIC_PART}
 """Where a checkpoint has the state of each."""
-PATIENCE_SECONDS = 1800.0
-"""Ranks report every layer that they begin. Longer than a collective's timeout, whose error is more specific."""
 
 
 class Ranks(Protocol):
@@ -93,20 +92,26 @@ class Ranks(Protocol):
         ...
 
 
-def check_copies(outlines: Sequence[Outline], results: Sequence[RankScore]) -> None:
-    """One of the ranks that hold a part publishes it, so the others must hold the same values.
+def check_copies(
+    outlines: Sequence[Outline], found: Sequence[Mapping[str, Pieces | tuple[Pieces, ...]]], of: str = ""
+) -> None:
+    """One of the ranks that hold a part publishes it and keeps it, so the others must hold the same values.
+
+    Args:
+        found: rank by rank, the pieces of its parameters.
+        of: whose parameters they are, for the message.
 
     Raises:
         GateError: two ranks differ; the message names them and the tensor.
     """
-    first: dict[tuple[str, Part | None], tuple[int, tuple[Pieces, ...]]] = {}
-    for rank, (outline, result) in enumerate(zip(outlines, results, strict=True)):
-        for key, applied in result.applied.items():
+    first: dict[tuple[str, Part | None], tuple[int, Pieces | tuple[Pieces, ...]]] = {}
+    for rank, (outline, held) in enumerate(zip(outlines, found, strict=True)):
+        for key, applied in held.items():
             place = outline[key].place
             other, pieces = first.setdefault((key, None if place.is_whole else place.part), (rank, applied))
             if pieces != applied:
                 raise GateError(
-                    f"ranks {other} and {rank} hold different values of {key}: one of them is stale or damaged",
+                    f"ranks {other} and {rank} hold different values of {of}{key}: one of them is stale or damaged",
                     where="trainer",
                     fix="resume from the last checkpoint; where it comes again, test the memory of that device",
                 )
@@ -127,12 +132,13 @@ class MegatronTrainer:
         self.facts: PolicyFacts = join_facts([each.policy for each in facts[::stage]])
         self._config = self.facts.adapter
         self._outlines = [each.outline for each in facts]
+        self._critic_outlines = [each.critic for each in facts]
         self._held: Mapping[str, Held] = ChainMap(*[dict(outline) for outline in self._outlines])
         self._is_shared = False
         """Whether every rank was able to write to this machine's memory when it last had to."""
         self._outline_of: dict[Holder, Outline] = {"policy": self._held}
         if facts[-1].critic:
-            self._outline_of["critic"] = ChainMap(*[dict(each.critic) for each in facts])
+            self._outline_of["critic"] = ChainMap(*map(dict, self._critic_outlines))
         self._reader: StateWriter | None = None
         """Writer that may still be reading masters and moments."""
 
@@ -169,7 +175,8 @@ class MegatronTrainer:
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         with self._turn:
-            return list(self._ranks.call(method, *arguments, patience=PATIENCE_SECONDS))
+            # Ranks report every layer that they begin. A collective's timeout is shorter, and its error more specific.
+            return list(self._ranks.call(method, *arguments, patience=STALL_SECONDS))
 
     # --- publishing and proof ---
 
@@ -238,7 +245,8 @@ class MegatronTrainer:
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         results: list[RankScore] = self._call("score", tuple(token_ids_T))
-        check_copies(self._outlines, results)
+        check_copies(self._outlines, [each.applied for each in results])
+        check_copies(self._critic_outlines, [each.critic for each in results], "the critic's ")
         is_whole = all(
             outline.keys() == each.applied.keys() for outline, each in zip(self._outlines, results, strict=True)
         )

@@ -31,6 +31,8 @@ class RankValues:
         self._owners = Owners(groups, model.parameters, model.places)
         self.parameters = model.parameters
         self.owned = self._owners.owned
+        self.copied = self._owners.copied
+        """Those of `parameters` that other ranks hold too."""
 
     def values(self, micro: MicroBatch) -> Tensor:
         if self._is_last:

@@ -14,6 +14,9 @@ ALL_IN_ONE = (
 )
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
 REWARD = "environment.rewards=[{name: mine, entrypoint: %s}]"
+MEASURED = "evaluation={everySteps: 1, environments: [{name: held-out, %s}]}"
+OWN = "prompts: [{uri: one.jsonl}], environment: {%s}"
+FIELD = "spec.evaluation.environments[0].environment"
 CASES = [
     (["data.prompts=[{uri: none.jsonl}]"], 65, "the prompts file does not exist"),
     (["data.prompts=[{uri: bare.jsonl}]"], 65, "answer"),
@@ -21,6 +24,21 @@ CASES = [
     ([REWARD % "mine:nothing"], 64, "nothing"),
     (["environment={type: MultiTurn, entrypoint: nowhere:Game}"], 64, "nowhere"),
     (["algorithm.type=SFT", "data.prompts=[{uri: bare.jsonl, completionField: answer}]"], 65, "answer"),
+    ([MEASURED % "prompts: [{uri: none.jsonl}]"], 65, "the prompts file does not exist"),
+    ([MEASURED % "prompts: [{uri: bare.jsonl}]"], 65, "answer"),
+    ([MEASURED % OWN % "code: {uri: none}, rewards: [{name: a, type: Math}]"], 64, f"{FIELD}.code.uri: "),
+    ([MEASURED % OWN % "rewards: [{name: mine, entrypoint: 'nowhere:score'}]"], 64, f"{FIELD}.rewards[mine]: "),
+    ([MEASURED % OWN % "type: MultiTurn, entrypoint: 'mine:Nothing'"], 64, f"{FIELD}.entrypoint: "),
+    (["algorithm.type=Distillation", "algorithm.teacher={type: Adapter, uri: none}"], 66, "there is no such folder"),
+    (
+        [
+            "algorithm.type=SFT",
+            "data.prompts=[{uri: one.jsonl, completionField: answer}]",
+            "data.validation={share: 0.5}",
+        ],
+        65,
+        "spec.data.validation.share",
+    ),
     (["model.uri=models/none"], 66, "the model folder does not exist"),
 ]
 
@@ -28,6 +46,7 @@ CASES = [
 def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(EXAMPLE.read_text())
     (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "one.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "mine.py").write_text("def score(completion, prompt, fields):\n    return 1.0\n")
     asked = [[part for change in changes for part in ("--set", f"spec.{change}")] for changes, *_ in CASES]
     ended = subprocess.run(

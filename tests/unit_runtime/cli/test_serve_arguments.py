@@ -31,9 +31,13 @@ def test_a_busy_port_is_told_before_torch_is_imported() -> None:
 def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
     here, none = str(tmp_path), str(tmp_path / "none")
     tiny = ["--model", "builtin://tiny-adder"]
-    for version in (9, 10):
+    for version in (9, 10, 11):
         (tmp_path / "adapters" / f"policy-v{version}").mkdir(parents=True)
     (tmp_path / "run.json").write_text("{}")
+    for version in (9, 10):
+        # An adapter exists once it has a manifest.
+        (tmp_path / "adapters" / f"policy-v{version}" / "manifest.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
     cases = [
         (["serve", none], f"{none}: there is no such run folder or manifest"),
         (["serve", f"{here}/adapters"], f"{here}/adapters: there is no run here"),
@@ -43,7 +47,8 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
         (["serve", here, "--limit", "choice=1"], "--limit: there is no limit 'choice'"),
         (["chat", none, "--prompt", "1+1="], f"{none}: there is no such run folder or manifest"),
         (["chat", "--prompt", "1+1="], "name either a run or a model"),
-        (["chat", here, "--step", "3"], f"--step: {here} keeps no adapter of version 3"),
+        (["chat", here, "--step", "11"], f"{here}, --step: the run keeps no adapter of step 11; it keeps: 9, 10"),
+        (["chat", f"{here}/empty", "--step", "3"], f"{here}/empty: this folder holds no adapter"),
         (["chat", here, "--adapter", none], f"{none}: there is no such adapter or run folder"),
     ]
     asked = json.dumps([arguments for arguments, _ in cases])
@@ -52,4 +57,4 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
     said = ended.stderr.splitlines()
     assert said[::2] == [f"error: {words}" for _, words in cases]
     assert all(line.startswith("  fix: ") for line in said[1::2])
-    assert "  fix: choose from 9, 10; a larger spec.checkpoint.keep keeps more" in said
+    assert "  fix: choose from those; a larger spec.checkpoint.keep keeps more" in said

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,16 +15,38 @@ from typing import Any
 
 import pytest
 
-from orbit_runtime.environments.asked import READS
+from orbit_runtime.environments.asked import READS, keyword_arguments
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.rewards.code_tests import code_tests
 from orbit_runtime.environments.rewards.judge import SHORTEST_WAIT, judge
 from orbit_runtime.environments.rewards.length import length
 from orbit_runtime.environments.rewards.multiple_choice import multiple_choice
 from orbit_runtime.environments.rewards.pattern import pattern
+from orbit_runtime.workers.entrypoints import load_object
 from orbit_runtime.workers.reward_pool import RewardPool
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget, WrongAnswer
 from orbit_runtime.workers.reward_threads import RewardThreads
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_reward_takes_what_its_source_says(name: str) -> None:
+    taken = inspect.signature(load_object(REWARDS[name])).parameters.values()
+    assert keyword_arguments(REWARDS[name]) == {
+        each.name: each.default is each.empty for each in taken if each.kind is each.KEYWORD_ONLY
+    }
+
+
+def test_only_a_worker_imports_the_library_of_mathematics() -> None:
+    asked = "environment.rewards=[{name: a, type: Math, arguments: {field: answer}}]"
+    code = (
+        "import sys; from orbit_runtime.environments.asked import check_arguments; "
+        "from orbit_runtime.spec import load_manifest; "
+        "check_arguments(load_manifest(__import__('pathlib').Path(sys.argv[1]), [sys.argv[2]]).spec, {}); "
+        "sys.exit(bool({'sympy', 'math_verify'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(EXAMPLE), asked]).returncode == 0
 
 
 @pytest.mark.parametrize(

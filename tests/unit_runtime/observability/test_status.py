@@ -15,6 +15,7 @@ from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics, build_row
 from orbit_runtime.observability.server import BIND_VARIABLE, HTTPServer, start_server
 from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.workers.stalls import STALL_SECONDS
 
 
 class Clock:
@@ -55,6 +56,30 @@ def test_a_run_that_makes_no_progress_is_not_alive_and_says_where_it_hangs() -> 
     assert "collect" in str(reason)
     status.beat()
     assert status.is_live()[0]
+
+
+def test_a_run_may_be_as_silent_as_a_device_and_its_ranks() -> None:
+    clock = Clock()
+    status = RunStatus("a", clock=clock)
+    clock.now += STALL_SECONDS
+    assert status.is_live()[0]
+    clock.now += 1
+    assert not status.is_live()[0]
+
+
+def test_a_first_step_of_hours_lives_while_its_stage_shows_signs_of_life() -> None:
+    clock, signed = Clock(), [0.0]
+    status = RunStatus("a", clock=clock, silent_seconds=lambda: clock.now - signed[0])
+    status.update(stage="collect")
+    for _ in range(4):
+        clock.now += 1000
+        signed[0] = clock.now - 5
+        assert status.is_live() == (True, None)
+        assert status.snapshot()["seconds_since_progress"] == 5
+    clock.now += STALL_SECONDS
+    is_live, reason = status.is_live()
+    assert not is_live
+    assert reason == "no progress for 1805 s (limit 1800 s), stage collect"
 
 
 def test_a_run_whose_steps_are_long_is_given_ten_of_them() -> None:
