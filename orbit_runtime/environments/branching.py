@@ -12,7 +12,6 @@ Legend: `_P` prompts, `_T` tokens.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,7 +71,7 @@ class _Tree:
         self._tokenizer = tokenizer
         self._tokens = tokens
         self._key = (settings.seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index)
-        self._started = time.monotonic()
+        self._started = settings.clock()
         self._asked = 0
         self.answers: dict[Path, _Answer] = {}
         """What each path leads to; after a limit, the answer before it."""
@@ -81,6 +80,10 @@ class _Tree:
         self.newest: _Answer | None = None
         self.sampled = 0
         """Tokens over all branches."""
+
+    def start(self) -> None:
+        """Its time begins: it has a process."""
+        self._started = self._settings.clock()
 
     def begin(self, ask: Mapping[str, Any]) -> list[asyncio.Task[dict[str, Any]]]:
         """One task for each answer that is asked for. They ask in this order, in one turn of the event loop."""
@@ -115,7 +118,7 @@ class _Tree:
         length = (before.length if before else 0) + len(given_T)
         sampled, turns = (before.sampled, before.turns) if before else (0, 0)
         room = self._settings.room(length, sampled)
-        ended = self._settings.limit_reached(room, turns, time.monotonic() - self._started)
+        ended = self._settings.limit_reached(room, turns, self._settings.clock() - self._started)
         if ended is not None:
             self.cut[path] = ended
             if before is not None:
@@ -231,6 +234,7 @@ class Branching:
         # All episodes of a group start with the same seed, because their rewards are compared.
         shared = stream_key(seed, "environment", prompt.prompt_id, prompt.visit)
         await process.play(prompt.messages, prompt.fields, shared)
+        tree.start()
         receiving = asyncio.create_task(process.receive())
         sampling: list[asyncio.Task[dict[str, Any]]] = []
         try:

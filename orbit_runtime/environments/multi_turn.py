@@ -11,7 +11,6 @@ Legend: `_P` prompts, `_T` tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -116,10 +115,11 @@ class MultiTurn:
 
     async def _converse(self, episode: Episode, state: _State, opponent: Opponent, tokens: TokenSource) -> None:
         prompt, settings, track = episode.prompt, self._settings, state.track
-        started = time.monotonic()
         keys = (settings.seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index)
         # All episodes of a group start with the same seed, because their rewards are compared.
         first = await opponent.reset(prompt, stream_key(settings.seed, "environment", prompt.prompt_id, prompt.visit))
+        # Not before: with more episodes than processes, it may have waited for one as long as others played.
+        started = settings.clock()
         self._count(state, first)
         state.messages += first.messages
         (ids,) = self._tokenizer.encode_many([state.messages], tools=first.tools)
@@ -127,7 +127,7 @@ class MultiTurn:
         turn, is_done = 0, first.done
         while not is_done:
             room = settings.room(len(track.token_ids_T), track.sampled)
-            ended = settings.limit_reached(room, turn, time.monotonic() - started)
+            ended = settings.limit_reached(room, turn, settings.clock() - started)
             if ended is not None:
                 track.finish_reason = ended
                 self._count(state, await opponent.finish())

@@ -5,7 +5,8 @@ Belongs here: settings, and pure functions of them. Does not belong here: playin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,8 @@ class EpisodeLimits:
     context: int = 4096
     """Maximum sequence length of the model."""
     seconds: float = 3600.0
-    """Checked between turns: a turn in progress is finished."""
+    """From when its environment has a process: waiting for one is not the episode's time. Checked between turns: a turn
+    in progress is finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class EpisodeSettings:
     seed: int
     gives_reward: bool
     """Whether the environment's own rewards count, as the part `environment`."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds from any origin."""
 
     def room(self, length: int, sampled: int) -> int:
         """Tokens that the next completion may have. Args: length: tokens so far; sampled: the policy's among them."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
@@ -101,6 +103,36 @@ def test_chunked_logprobs_entropies_and_their_gradient_equal_the_dense_ones(top_
     torch.testing.assert_close(logprobs, expected.float(), rtol=0, atol=2e-6)
     torch.testing.assert_close(entropies, entropy.detach().float(), rtol=0, atol=2e-6)
     torch.testing.assert_close(ours, exact.grad.float(), rtol=1e-5, atol=2e-6)
+
+
+def test_no_logits_outlive_their_chunk_in_either_pass() -> None:
+    """Every tensor with a column per token of the vocabulary, seen by the dispatcher; none is kept for backward."""
+    vocabulary, rows = 64, 4
+    largest: list[int] = []
+    kept: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for each in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(each, torch.Tensor) and each.dim() == 2 and each.shape[-1] == vocabulary:
+                    largest.append(each.shape[0])
+            return out
+
+    head_VN = torch.randn(vocabulary, 3)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape[-1]), t)[1], lambda t: t)
+    for count in (16, 160):
+        hidden, targets = torch.randn(count, 3, requires_grad=True), torch.randint(vocabulary, (count,))
+        with Watch():
+            with hooks:
+                logprobs, _ = token_logprobs(
+                    hidden, targets, lambda states: states @ head_VN.T, vocabulary=vocabulary,
+                    chunk_elements=rows * vocabulary,
+                )  # fmt: skip
+            logprobs.sum().backward()
+    assert 0 < max(largest) <= rows
+    assert kept
+    assert vocabulary not in kept, "hidden states and targets are kept, and no logits"
 
 
 def test_int4_base_equals_transformers_over_the_codecs_own_values() -> None:

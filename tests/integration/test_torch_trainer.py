@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orbit_runtime.adapters.buffer import AdapterBuffer, publishable
 from orbit_runtime.adapters.config import AdapterConfig
@@ -105,6 +107,31 @@ def test_how_micro_batches_are_cut_does_not_change_the_gradient(folder: Path, ad
     for name, value in whole.items():
         torch.testing.assert_close(single[name], value, rtol=0, atol=1e-6 * max(1.0, largest))
         torch.testing.assert_close(some[name], value, rtol=0, atol=1e-6 * max(1.0, largest))
+
+
+@given(
+    seed=st.integers(0, 99),
+    groups=st.integers(1, 4),
+    size=st.integers(1, 4),
+    budget=st.integers(1, 90),
+    reduction=st.sampled_from(["Token", "Sequence", "Constant"]),
+)
+@settings(max_examples=8, deadline=None)
+def test_however_any_batch_is_packed_its_loss_and_gradient_are_the_same(
+    folder: Path, seed: int, groups: int, size: int, budget: int, reduction: str
+) -> None:
+    """The samples of a budget share one pass, and their prompt in it; against a pass for each sample."""
+    samples = samples_of(seed, groups, size)
+    packed, single = (
+        build(folder, reduction=reduction, micro_batch_tokens=tokens, max_grad_norm=1e9) for tokens in (budget, 1)
+    )
+    losses = [trainer.update(samples).metrics["loss"] for trainer in (packed, single)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    masters = [trainer._policy.injected.masters.parameters for trainer in (packed, single)]
+    for name, parameter in masters[0].items():
+        found = packed._optimizer.state[parameter]["exp_avg"]
+        expected = single._optimizer.state[masters[1][name]]["exp_avg"]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS | VARIANTS))

@@ -118,6 +118,16 @@ def test_two_tokens_whitened_by_hand() -> None:
     assert flat(estimated(groups, "ReinforcePlusPlus")) == pytest.approx([0.707107, -0.707107], abs=1e-6)
 
 
+def test_two_answers_to_a_prompt_worked_by_hand() -> None:
+    """Rewards 1 and 0: mean 0.5, unbiased deviation sqrt(0.5) = 0.707107, so ±0.5 / 0.707207. Beside a prompt whose
+    answers both earn 1, four tokens: ±0.5, 0 and 0, whose unbiased variance is 0.5 / 3, so ±0.5 / 0.408248."""
+    group, other = ScoredGroup([1.0, 0.0], [1, 1]), ScoredGroup([1.0, 1.0], [1, 1])
+    assert estimated([group], "GRPO")[0] == pytest.approx([0.707007, -0.707007], abs=1e-6)
+    assert estimated([group], "DrGRPO")[0] == [0.5, -0.5]
+    found = flat(estimated([group, other], "ReinforcePlusPlusBaseline"))
+    assert found == pytest.approx([1.224745, -1.224745, 0.0, 0.0], abs=1e-6)
+
+
 def test_a_divergence_in_the_reward_is_taken_off_before_a_baseline() -> None:
     group = ScoredGroup([1.0, 1.0], [2, 1], [[0.1, 0.2], [0.1]])
     assert estimated([group], "RLOO")[0] == pytest.approx([-0.2, 0.2], abs=1e-12)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,17 @@ def play(
     rewards: Mapping[str, Any] | None = None,
     group_size: int | None = None,
     only_first: bool = False,
+    process: Callable[[Any], Any] = PlayedHere,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[Played]:
     """One group of it."""
     rollouts = getattr(environment, "rollouts", 1)
     cohorts = [""] * rollouts if isinstance(rollouts, int) else rollouts
     scorer = RewardThreads([RewardTarget(name, function) for name, function in (rewards or {}).items()])
     size = group_size or len(cohorts)
-    settings = EpisodeSettings("run", Sampling(max_new_tokens=16), limits or EpisodeLimits(), size, 0, True)
+    settings = EpisodeSettings("run", Sampling(max_new_tokens=16), limits or EpisodeLimits(), size, 0, True, clock)
     made = Branching(
-        settings, Written(), scorer, dict.fromkeys(rewards or {}, 0.5), lambda: PlayedHere(environment),  # type: ignore[arg-type, return-value]
+        settings, Written(), scorer, dict.fromkeys(rewards or {}, 0.5), lambda: process(environment),
         cohorts, only_first=only_first,
     )  # fmt: skip
     episodes = made.build_episodes([PROMPT], 3)
@@ -212,6 +215,20 @@ def test_limits_reach_every_branch_and_leave_it_to_be_scored(limits: EpisodeLimi
         assert len(rollout.token_ids_T) <= limits.context
     assert all(room >= 1 for room in policy.rooms)
     assert bool(policy.asked) == (reason != "deadline")
+
+
+def test_an_hour_in_the_queue_for_a_process_is_not_the_episodes_time() -> None:
+    now = [0.0]
+
+    class Waits(PlayedHere):
+        async def play(self, prompt: Any, fields: Any, seed: int) -> None:
+            now[0] += 3600.0
+            await super().play(prompt, fields, seed)
+
+    limits = EpisodeLimits(turns=3, seconds=60.0)
+    (played,) = play(UntilOver(), ByKey(), limits, process=Waits, clock=lambda: now[0])
+    assert {each.finish_reason for each in played.rollouts} == {"length"}, "by its turns"
+    assert all(each.trains for each in played.rollouts)
 
 
 def test_an_answer_that_is_cut_off_ends_its_branch() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -118,10 +119,11 @@ def play(
     gives_reward: bool = True,
     rewards: Mapping[str, Any] | None = None,
     max_new_tokens: int = 256,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Played:
     scorer = RewardThreads([RewardTarget(name, function) for name, function in (rewards or {}).items()])
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    settings = EpisodeSettings("run", sampling, limits or EpisodeLimits(), 1, 0, gives_reward)
+    settings = EpisodeSettings("run", sampling, limits or EpisodeLimits(), 1, 0, gives_reward, clock)
     environment = MultiTurn(settings, Written(), scorer, dict.fromkeys(rewards or {}, 0.5), lambda: opponent)
     (episode,) = environment.build_episodes([PROMPT], 3)
     return asyncio.run(environment.play(episode, policy))
@@ -208,6 +210,33 @@ def test_a_limit_ends_an_episode_that_is_then_scored(
     assert rollout.finish_reason == finish
     assert rollout.reward == 0.5 * len(rooms) + 0.125, "with what the environment gives at the end"
     assert opponent.is_closed
+
+
+class Slow(Plays):
+    """Each reset and each step takes so many seconds of a clock that is told."""
+
+    def __init__(self, resets: float, steps: float) -> None:
+        super().__init__(*[user("more", 0.5)] * 2, Answered(reward=1.0, done=True))
+        self.now, self.resets, self.steps = 0.0, resets, steps
+
+    async def reset(self, prompt: Prompt, seed: int) -> Answered:
+        self.now += self.resets
+        return await super().reset(prompt, seed)
+
+    async def step(self, completion: str) -> Answered:
+        self.now += self.steps
+        return await super().step(completion)
+
+
+def test_an_hour_in_the_queue_for_a_process_is_not_the_episodes_time() -> None:
+    """With more episodes than processes, an episode's reset waits until others have ended."""
+    limits = EpisodeLimits(seconds=60.0)
+    waited = Slow(resets=3600.0, steps=29.0)
+    rollout = play(Says("a", "b", "c"), waited, limits, clock=lambda: waited.now).rollout
+    assert (rollout.finish_reason, rollout.reward) == ("stop", 2.0)
+    late = Slow(resets=3600.0, steps=30.0)
+    rollout = play(Says("a", "b", "c"), late, limits, clock=lambda: late.now).rollout
+    assert (rollout.finish_reason, rollout.reward) == ("deadline", 1.125)
 
 
 def test_an_answer_that_was_cut_off_is_answered_by_nothing() -> None:

@@ -88,6 +88,30 @@ def test_a_server_that_dies_is_waited_for_while_another_answers(servers: list[Fa
     asked.engine.close()
 
 
+def test_a_slow_teacher_is_waited_for_and_asked_once(servers: list[FakeServer]) -> None:
+    server, paths = FakeServer(), list[str]()
+    asked = teacher(servers, server)
+    (replica,) = asked.engine.replicas
+    replica._patience, server.delay = 0.05, 0.5
+    server.faults.append(lambda _, path, body: paths.append(path))
+    assert asyncio.run(asked.logprobs(TOKENS))[1] == pytest.approx(server.logprob(None, 1, 6))
+    assert paths.count("/generate") == 1
+    assert paths.count("/health_generate") > 1, "and looked after meanwhile"
+    asked.engine.close()
+
+
+def test_a_teacher_that_hangs_ends_the_run_with_82(servers: list[FakeServer]) -> None:
+    server = FakeServer()
+    asked = teacher(servers, server)
+    (replica,) = asked.engine.replicas
+    # It is waited for as long as a server takes to start; here, a second.
+    replica._patience, replica.server._seconds, server.hangs = 0.05, 1.0, True
+    with pytest.raises(EngineDiedError, match="did not answer within 1 s") as caught:
+        asyncio.run(asked.logprobs(TOKENS))
+    assert caught.value.exit_code == 82
+    asked.engine.close()
+
+
 def test_a_request_that_is_cut_off_is_asked_again(servers: list[FakeServer]) -> None:
     server = FakeServer()
     asked = teacher(servers, server)

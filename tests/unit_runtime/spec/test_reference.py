@@ -8,8 +8,10 @@ import pytest
 
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec import load_manifest, parse_manifest
+from orbit_runtime.spec.algorithms_reference import render_algorithms
 from orbit_runtime.spec.fields import all_fields, find_schema, schema_tree
 from orbit_runtime.spec.generate import render_all, write_pages
+from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 from orbit_runtime.spec.problems import _HINTS
 from orbit_runtime.spec.reference import render_reference, render_template
 
@@ -29,6 +31,14 @@ def test_check_finds_a_stale_file_and_names_it(tmp_path: Path, capsys: pytest.Ca
     assert write_pages(render_all(), ["--check"], tmp_path) == 1
     assert f"stale: {name}; run `make docs`" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "old"
+
+
+def test_every_algorithms_defaults_say_where_they_are_from() -> None:
+    page = render_algorithms()
+    for name, row in OBJECTIVES.items():
+        assert f"- `{name}`: {row.source}." in page
+        assert row.paper.startswith("https://") or name == "Custom"
+    assert all(each.source in page and each.source for name, each in CORRECTIONS.items() if name != "None")
 
 
 def test_the_page_has_a_row_for_every_field() -> None:
