@@ -22,7 +22,7 @@ from orbit_runtime.evaluation.journal import Journal
 from orbit_runtime.evaluation.player import Metered, play
 from orbit_runtime.evaluation.records import EvalSample
 from orbit_runtime.evaluation.tasks import EvalTask
-from orbit_runtime.types import Tokenizer
+from orbit_runtime.types import Prompt, Tokenizer
 
 Show = Callable[[str, int, int], None]
 """Called with what is being asked, the number of samples so far, and the total."""
@@ -115,10 +115,10 @@ async def ask_one(
     async with subject.asking() as ask:
         for task, episodes in left:
 
-            def keep(sample: EvalSample, task: EvalTask = task) -> None:
+            def keep(sample: EvalSample, prompt: Prompt, task: EvalTask = task) -> None:
                 nonlocal done
                 done += 1
-                journal.add(replace(sample, expected=task.expected(sample.prompt_id)))
+                journal.add(replace(sample, expected=task.expected(prompt)))
                 show(subject.name, done, total)
 
             environment = task.environment(subject.tokenizer)

@@ -15,7 +15,7 @@ from typing import Protocol
 from orbit_runtime.environments.episodes import Environment, Episode
 from orbit_runtime.errors import EngineDiedError
 from orbit_runtime.evaluation.records import EvalSample, Failure, FailureKind, Usage, build_sample
-from orbit_runtime.types import Completion, Sampling
+from orbit_runtime.types import Completion, Prompt, Sampling
 
 GIVE_UP_AFTER = 16
 """Consecutive unanswered samples after which the model counts as down; asking on would only delay the error."""
@@ -48,14 +48,14 @@ async def play(
     ask: Callable[[], Metered],
     *,
     concurrency: int,
-    keep: Callable[[EvalSample], None],
+    keep: Callable[[EvalSample, Prompt], None],
 ) -> None:
     """Plays all episodes. `concurrency` of them ask at a time, while as many more are scored.
 
     Args:
         name: name of the environment.
         ask: makes the token source of one episode.
-        keep: called with each finished sample.
+        keep: called with each finished sample and its prompt.
 
     Raises:
         EngineDiedError: the model did not answer `GIVE_UP_AFTER` consecutive samples, or could not be reached for any.
@@ -82,7 +82,7 @@ async def play(
                 silent = 0
             # A failed environment may have asked nothing, and so still have its place.
             asking.give_back()
-            keep(sample)
+            keep(sample, episode.prompt)
             is_gone = silent == len(episodes) and sample.failure is not None and sample.failure.kind == "Unreachable"
             if silent >= GIVE_UP_AFTER or is_gone:
                 assert sample.failure is not None

@@ -25,7 +25,7 @@ from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.storage.inputs import fetch_input
-from orbit_runtime.types import Sampling, Tokenizer
+from orbit_runtime.types import Prompt, Sampling, Tokenizer
 from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.reward_protocol import RewardScorer
 
@@ -54,9 +54,9 @@ class EvalTask:
             self.name, self.spec, tokenizer, self.scorer, self.pool, self.sampling, only_first=True
         )  # fmt: skip
 
-    def expected(self, prompt_id: str) -> str:
+    def expected(self, prompt: Prompt) -> str:
         """The expected answer from the prompt's row, for display."""
-        row = self.table.prompts_P.with_id(prompt_id).fields
+        row = prompt.fields
         return "\n".join(str(row[name]) for name in self.expected_fields if row.get(name) is not None)[:MAX_EXPECTED]
 
     def to_json(self) -> dict[str, Any]:
