@@ -15,7 +15,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("example", "steps", "gain"),
-    [("quickstart.yaml", 25, 0.25), pytest.param("quickstart-oft.yaml", 25, 0.08, marks=pytest.mark.long)],
+    [
+        ("quickstart.yaml", 25, 0.25),
+        pytest.param("quickstart-oft.yaml", 25, 0.08, marks=pytest.mark.long),
+        pytest.param("ppo.yaml", 20, 0.1, marks=pytest.mark.long),
+    ],
 )
 def test_an_example_learns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], example: str, steps: int, gain: float
