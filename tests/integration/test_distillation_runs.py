@@ -19,11 +19,12 @@ from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.loop.trainers import decide_division
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.planner.support import Combination, find_support
-from orbit_runtime.spec import OrbitRun, resolve
+from orbit_runtime.spec import OrbitRun, load_manifest, resolve
 from orbit_runtime.storage import open_store
 from tests.integration.killing import adapter_digests, small_manifest
 
 FILE = "adapter_model.safetensors"
+EXAMPLE = Path(__file__).parents[2] / "examples/distillation.yaml"
 pytestmark = pytest.mark.timeout(600)  # whole runs, on machines that may be busy
 
 
@@ -78,6 +79,16 @@ def test_a_student_learns_from_a_better_adapter_without_a_reward(taught: Path) -
     report = json.loads((taught / "report.json").read_text())
     assert report["base_digest_before"] == report["base_digest_after"]
     assert report["publishes"] == report["publishes_proven"]
+
+
+@pytest.mark.long
+def test_the_example_learns_from_what_it_is_told_to(teacher: Path, tmp_path: Path) -> None:
+    """`examples/distillation.yaml` as it stands, but for where its teacher lies and how long it runs."""
+    changed = [f"spec.algorithm.teacher.uri={teacher}", "spec.training.steps=12"]
+    assert run(load_manifest(EXAMPLE, changed), out=str(tmp_path / "run")).ended == "done"
+    rows = rows_of(tmp_path / "run")
+    assert rows[-1]["teacher_divergence"] < rows[0]["teacher_divergence"] / 2
+    assert sum(row["reward_mean"] for row in rows[-4:]) / 4 > rows[0]["reward_mean"]
 
 
 def test_its_steps_are_replayed_bit_for_bit(taught: Path) -> None:

@@ -38,6 +38,7 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
         # An adapter exists once it has a manifest.
         (tmp_path / "adapters" / f"policy-v{version}" / "manifest.json").write_text("{}")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.json").write_text("{}")
     cases = [
         (["serve", none], f"{none}: there is no such run folder or manifest"),
         (["serve", f"{here}/adapters"], f"{here}/adapters: there is no run here"),
