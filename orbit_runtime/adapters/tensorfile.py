@@ -16,7 +16,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from orbit_runtime.digests import PIECE_BYTES, PieceHasher, Pieces, cut, hash_pieces
+from orbit_runtime.digests import IN_FLIGHT_BYTES, PIECE_BYTES, PieceHasher, Pieces, cut, hash_pieces
 from orbit_runtime.model_info.headers import parse_header
 
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
@@ -135,8 +135,9 @@ class TensorHasher[K]:
     A tensor must not change before `result`. Few of them at a time are kept.
     """
 
-    def __init__(self) -> None:
-        self._hasher = PieceHasher()
+    def __init__(self, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
+        """Args: in_flight_bytes: as of `PieceHasher`."""
+        self._hasher = PieceHasher(in_flight_bytes)
         self._counts: dict[K, int] = {}
 
     def add(self, tensors: Iterable[tuple[K, Tensor]]) -> None:

@@ -294,8 +294,8 @@ TRAINERS: Mapping[str, Fault] = {
     "factor transposed": Fault("transposed"),
     "scale doubled": Fault("scaled"),
     "one rank stale": Fault("rank_stale", ("model.layers.",), both=False),
-    "values of one moment": Fault("momentary", ("{victim}.", "was applied with other values than")),
     "offset of experts": Fault("offset", ("model.layers.1.mlp.experts.",), f"{LIAR} of the trainer hold", both=False),
+    "values of one moment": Fault("momentary", ("{victim}.", "was applied with other values than")),
 }
 ENGINES: Mapping[str, Callable[[FaultyEngine], None]] = {
     "tensor dropped": lambda engine: _spoil(engine, drop_one),
