@@ -110,8 +110,8 @@ class Selection:
         names = {active} if isinstance(active, str) else {name for name, _, _ in active or ()}
         with self.turn:
             before = (self.active, self.live, self.dropout, self.by_layer)
-            built = () if by_layer else names & self.applied_masters.keys()
-            if made := {name: self.applied_masters[name]() for name in built}:
+            wanted = {} if by_layer else self.applied_masters
+            if made := {name: build() for name, build in wanted.items() if name in names}:
                 self.live = made
             self.active, self.dropout, self.by_layer = active, dropout, Newest() if by_layer else None
             try:

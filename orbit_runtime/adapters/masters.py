@@ -8,7 +8,7 @@ Does not belong here: optimisers, files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,8 +116,8 @@ class Masters:
             newest: what the call before built; of rotations, this one may need the same.
         """
         if self.config.type == "LoRA":
-            names = self.owner if layer is None else (layer,)
-            keys = self.parameters if layer is None else (f"{layer}.lora_A", f"{layer}.lora_B")
+            names: Collection[str] = self.owner if layer is None else (layer,)
+            keys: Collection[str] = self.parameters if layer is None else (f"{layer}.lora_A", f"{layer}.lora_B")
             values = [self._of_experts(key, experts) for key in keys]
             rounded = dict(zip(keys, _Rounded.apply(compute_dtype, *values), strict=True))
             return {
