@@ -24,8 +24,7 @@ _Key = tuple[str, int, int]
 
 
 _IN_FLIGHT_BYTES = 1 << 23
-"""What waits to be hashed lies between the values of one layer and those of the next, and whoever frees it is another
-thread: of four times as much, malloc left up to 193 MiB of holes."""
+"""Enough to keep eight threads busy; nothing of a pass may pile up while they have no processor."""
 
 
 class AppliedHashes:
