@@ -8,6 +8,7 @@ Does not belong here: optimisers, files.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from orbit_runtime.adapters.rotations import Newest, Rotations
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Probe
 
+OWN_PAGES_BYTES = 1 << 20
 PROBE_SIZE = 0.1
 """Approximate share by which a random adapter changes a layer's output: far above rounding, far below noise."""
 
@@ -36,7 +38,7 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         sizes = [tensor.numel() for tensor in tensors]
-        parts = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device).split_with_sizes(sizes)
+        parts = _room(sum(sizes), dtype, tensors[0].device).split_with_sizes(sizes)
         for part, tensor in zip(parts, tensors, strict=True):
             # Rounded where it is to lie: at no time are all of them there once more, be it in fp32 or in BF16.
             part.copy_(tensor.reshape(-1) if dtype == torch.bfloat16 else tensor.reshape(-1).to(torch.bfloat16))
@@ -45,6 +47,14 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *(grad.float() for grad in grads))
+
+
+def _room(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the host, memory that is given back to the system with its last view: malloc may keep it, in holes that the
+    next layer's values do not fit into."""
+    if device.type != "cpu" or size * dtype.itemsize < OWN_PAGES_BYTES:
+        return torch.empty(size, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
