@@ -31,7 +31,8 @@ SCHEME = "tree:"
 """Begins every digest made here. One that begins otherwise was made by an Orbit that hashed whole files in a row."""
 _BATCH_BYTES = 1 << 20
 """Small pieces are handed to another thread together: handing one over takes as long as hashing 30 KiB."""
-_IN_FLIGHT_BYTES = 2 * PIECE_BYTES
+IN_FLIGHT_BYTES = 2 * PIECE_BYTES
+"""What waits to be hashed at most, if it is more than a piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class PieceHasher:
     hashed is at most two pieces of the largest size, or what is given.
     """
 
-    def __init__(self, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
+    def __init__(self, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
         self._in_flight_bytes = in_flight_bytes
         self._found: list[list[Piece] | Future[list[Piece]]] = []
         self._waiting: deque[tuple[Future[list[Piece]], int]] = deque()

@@ -23,7 +23,10 @@ from orbit_runtime.adapters.layer import Segment, Selection, Slot, dropped, find
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.names import expert_file_names, split_tensor
 from orbit_runtime.adapters.oft import OFTSlot, rotate
-from orbit_runtime.adapters.part import Part
+from orbit_runtime.adapters.part import WHOLE, Part
+
+RUN_BYTES = 1 << 22
+"""Of fp32 masters: the experts whose slot is built at a time, where it is built when a pass reaches the layer."""
 
 
 class Slots(Protocol):
@@ -34,6 +37,10 @@ class Slots(Protocol):
     """int32; end of each expert's slots."""
 
     def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor: ...
+
+    def of(self, experts: slice) -> tuple[Slots, slice]:
+        """The slots of these experts, and which of all slots they are."""
+        ...
 
 
 class AdaptedExpertLinear(nn.Module):
@@ -53,6 +60,7 @@ class AdaptedExpertLinear(nn.Module):
             shape=(self.out_features, self.in_features), num_experts=self.num_experts, group="expert"
         )
         self.slots: dict[str, Slot] = {}
+        self._held_names: dict[str, tuple[str, ...]] = {}
         self.shares_input = False
         """OFT: other layers have the same input and the same R."""
 
@@ -77,18 +85,34 @@ class AdaptedExpertLinear(nn.Module):
 
     def held_names(self, kind: str) -> tuple[str, ...]:
         """File names for the experts that this process holds."""
-        names = self.file_names(kind)
-        return names[self.part.experts] if len(names) > 1 else names
+        if kind not in self._held_names:
+            names = self.file_names(kind)
+            self._held_names[kind] = names[self.part.experts] if len(names) > 1 else names
+        return self._held_names[kind]
 
-    def named(self, slot: Slot) -> dict[str, Tensor]:
+    def named(self, slot: Slot, experts: slice = WHOLE) -> dict[str, Tensor]:
         """The slot's tensors by file name. Created once: a trace distinguishes tensors by identity."""
         if slot.named is None:
-            parts = (split_tensor(self.held_names(kind), tensor) for kind, tensor in slot.tensors().items())
+            names = {kind: self.held_names(kind) for kind in slot.tensors()}
+            parts = (
+                split_tensor(names[kind][experts] if len(names[kind]) > 1 else names[kind], tensor)
+                for kind, tensor in slot.tensors().items()
+            )
             slot.named = {name: tensor for part in parts for name, tensor in part.items()}
         return slot.named
 
-    def slot(self, name: str) -> Slot:
-        return find_slot(self, name)
+    def slot(self, name: str, experts: slice = WHOLE) -> Slot:
+        return find_slot(self, name, experts)
+
+    def runs(self) -> list[slice]:
+        """Of the experts that this process holds, few at a time: one run where they share files' tensors."""
+        held = range(self.part.num_experts)[self.part.experts]
+        if self.config.expert_layout != "PerExpert":
+            return [WHOLE]
+        config = self.config
+        of_rank, of_blocks = config.rank * (self.in_features + self.out_features), config.block_size * self.in_features
+        step = max(1, RUN_BYTES // (4 * (of_rank if config.type == "LoRA" else of_blocks)))
+        return [slice(start, min(start + step, len(held))) for start in range(0, len(held), step)]
 
     def forward(self, x: Tensor, dispatch: Slots) -> Tensor:
         """`[S, N]` from x with one row per token if the base reads tokens, otherwise one per slot."""
@@ -96,6 +120,8 @@ class AdaptedExpertLinear(nn.Module):
         if active is None:
             return self.base(x, dispatch)  # type: ignore[no-any-return]
         runs: tuple[Segment, ...] = ((active, 0, -1),) if isinstance(active, str) else active
+        if self.selection.by_layer is not None:
+            return self._forward_in_runs(x, dispatch, runs)
         slots = [(self.slot(name), start, stop) for name, start, stop in runs if name is not None and stop != start]
         whole = isinstance(active, str)
         if self.config.type == "OFT":
@@ -105,6 +131,27 @@ class AdaptedExpertLinear(nn.Module):
             update_SN = self._update(x, slot, dispatch)  # type: ignore[arg-type]
             y_SN = y_SN + (update_SN if whole else update_SN * _within(dispatch, start, stop).to(update_SN.dtype))
         return y_SN
+
+    def _forward_in_runs(self, x: Tensor, dispatch: Slots, segments: tuple[Segment, ...]) -> Tensor:
+        """Few experts at a time, whose values are released before the next ones are built. Without gradient."""
+        is_oft = self.config.type == "OFT"
+        x_SK = x if not self.reads_tokens or not is_oft else dispatch.gather(x)
+        result: Tensor = x_SK.clone() if is_oft else self.base(x, dispatch)
+        for name, start, stop in segments:
+            if name is None or stop == start:
+                continue
+            for experts in self.runs():
+                slot = self.slot(name, experts)
+                part, rows = dispatch.of(experts)
+                own = x if self.reads_tokens else x[rows]
+                changed = result[rows]
+                if isinstance(slot, OFTSlot):
+                    new = self._turned(own, slot, part)
+                else:
+                    new = changed + self._update(own, slot, part)
+                is_all = isinstance(self.selection.active, str)
+                result[rows] = new if is_all else torch.where(_within(part, start, stop), new, changed)
+        return self.base.product(result, dispatch) if is_oft else result  # type: ignore[operator,no-any-return]
 
     def _update(self, x: Tensor, slot: LoRASlot, dispatch: Slots) -> Tensor:
         """`scaling * B A x` of every slot."""

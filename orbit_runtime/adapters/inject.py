@@ -81,7 +81,7 @@ def inject(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, adapted)
     masters = _create_masters(layers, owner, adapter, seed)
-    selection.applied_masters[TRAINER_SLOT] = lambda: masters.applied(selection.compute_dtype)
+    selection.applied_masters[TRAINER_SLOT] = lambda *which: masters.applied(selection.compute_dtype, *which)
     return Injected(adapter, report, selection, layers, masters)
 
 
@@ -98,7 +98,7 @@ def add_masters(injected: Injected, slot: str, adapter: AdapterConfig, seed: int
                 places[f"{name}.{kind}"] = Place(kind, layer.part, layer.shapes(adapter)[kind])
     masters = Masters(adapter, dict(sorted(parameters.items())), owner, places)
     selection = injected.selection
-    selection.applied_masters[slot] = lambda: masters.applied(selection.compute_dtype)
+    selection.applied_masters[slot] = lambda *which: masters.applied(selection.compute_dtype, *which)
     return masters
 
 

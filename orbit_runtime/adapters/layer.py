@@ -19,6 +19,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.lora import LoRASlot, add_lora, dropout
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.adapters.part import WHOLE, Part
+from orbit_runtime.adapters.rotations import Newest
 from orbit_runtime.adapters.turn import Turn
 from orbit_runtime.errors import InternalError
 from orbit_runtime.seeds import stream_key
@@ -42,6 +43,18 @@ class Applied:
     tensors: Mapping[str, Tensor]
     """Tensors by file name."""
     scaling: float | None
+    experts: slice = WHOLE
+    """Of the experts that this process holds, those that these tensors belong to."""
+
+
+class Building(Protocol):
+    """Builds slots from masters, with published rounding and straight-through gradient."""
+
+    def __call__(
+        self, layer: str | None = None, experts: slice = WHOLE, newest: Newest | None = None, /
+    ) -> dict[str, Slot]:
+        """As `Masters.applied`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,12 +76,14 @@ class Selection:
     compute_dtype: torch.dtype = torch.float32
     """The dtype that slots are widened to."""
     active: str | tuple[Segment, ...] | None = None
-    trace: list[Applied] | None = None
-    """If set to a list, every layer appends what it applied."""
-    applied_masters: dict[str, Callable[[], dict[str, Slot]]] = field(default_factory=dict)
-    """By slot: builds every layer's slot from its masters, with published rounding and straight-through gradient."""
+    trace: Callable[[Applied], None] | None = None
+    """If set, every layer tells it what it applies."""
+    applied_masters: dict[str, Building] = field(default_factory=dict)
+    """By slot."""
     live: dict[str, dict[str, Slot]] = field(default_factory=dict)
     """What they built for the current pass, by slot and layer."""
+    by_layer: Newest | None = None
+    """If set, each layer has its slot built when the current pass reaches it, and releases it at once."""
     rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
     """(input, its version, R, result) of the newest rotation: projections with the same input and R share it."""
 
@@ -78,7 +93,9 @@ class Selection:
     """Held by the thread that selects: an engine may sample in another thread than the trainer's."""
 
     @contextmanager
-    def use(self, segments: str | Sequence[Segment] | None, *, dropout: Dropout | None = None) -> Iterator[None]:
+    def use(
+        self, segments: str | Sequence[Segment] | None, *, dropout: Dropout | None = None, by_layer: bool = False
+    ) -> Iterator[None]:
         """Within this context, layers apply nothing (None), one slot (its name), or one slot per run of rows.
 
         With the trainer's slot the rounded masters are computed once, on entry, and all passes within share their
@@ -86,18 +103,21 @@ class Selection:
 
         Args:
             dropout: enables LoRA's dropout, drawn from this stream.
+            by_layer: the rounded masters are computed where a pass reaches them instead, a layer or some of its experts
+                at a time, and released at once. For one pass without gradient.
         """
         active = segments if segments is None or isinstance(segments, str) else _checked(segments)
         names = {active} if isinstance(active, str) else {name for name, _, _ in active or ()}
         with self.turn:
-            before = (self.active, self.live, self.dropout)
-            if made := {name: build() for name, build in self.applied_masters.items() if name in names}:
+            before = (self.active, self.live, self.dropout, self.by_layer)
+            wanted = {} if by_layer else self.applied_masters
+            if made := {name: build() for name, build in wanted.items() if name in names}:
                 self.live = made
-            self.active, self.dropout = active, dropout
+            self.active, self.dropout, self.by_layer = active, dropout, Newest() if by_layer else None
             try:
                 yield
             finally:
-                self.active, self.live, self.dropout = before
+                self.active, self.live, self.dropout, self.by_layer = before
                 self.rotated = None
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
@@ -145,19 +165,26 @@ class _Layer(Protocol):
     slots: dict[str, Slot]
     part: Part
 
-    def named(self, slot: Slot) -> Mapping[str, Tensor]: ...
+    def named(self, slot: Slot, experts: slice = WHOLE) -> Mapping[str, Tensor]: ...
 
 
-def find_slot(layer: _Layer, name: str) -> Slot:
-    """The slot called `name`; recorded in the trace, so call it once per use."""
+def find_slot(layer: _Layer, name: str, experts: slice = WHOLE) -> Slot:
+    """The slot called `name`; told to the trace, so call it once per use.
+
+    Args:
+        experts: where slots are built by layer, the experts whose values are wanted.
+    """
     selection = layer.selection
     try:
-        slot = selection.live[name][layer.name] if name in selection.live else layer.slots[name]
+        if selection.by_layer is not None and name in selection.applied_masters:
+            slot = selection.applied_masters[name](layer.name, experts, selection.by_layer)[layer.name]
+        else:
+            slot = selection.live[name][layer.name] if name in selection.live else layer.slots[name]
     except KeyError:
         raise InternalError(f"no slot {name!r} in layer {layer.name}; it has {sorted(layer.slots)}") from None
     if selection.trace is not None:
         scaling = slot.scaling if isinstance(slot, LoRASlot) else None
-        selection.trace.append(Applied(layer.name, name, layer.named(slot), scaling))
+        selection.trace(Applied(layer.name, name, layer.named(slot, experts), scaling, experts))
     return slot
 
 
@@ -217,7 +244,9 @@ class AdaptedLinear(nn.Module):
     def file_names(self, kind: str) -> tuple[str, ...]:
         return (f"{self.name}.{kind}",)
 
-    def named(self, slot: Slot) -> dict[str, Tensor]:
+    held_names = file_names
+
+    def named(self, slot: Slot, experts: slice = WHOLE) -> dict[str, Tensor]:
         """The slot's tensors by file name."""
         return {f"{self.name}.{kind}": tensor for kind, tensor in slot.tensors().items()}
 

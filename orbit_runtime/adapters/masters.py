@@ -8,9 +8,11 @@ Does not belong here: optimisers, files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import mmap
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +21,13 @@ from torch import Tensor, nn
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
-from orbit_runtime.adapters.oft import OFTSlot, constrained, rotations, series_error
-from orbit_runtime.adapters.part import Part
+from orbit_runtime.adapters.oft import OFTSlot, constrained, series_error
+from orbit_runtime.adapters.part import WHOLE, Part
+from orbit_runtime.adapters.rotations import Newest, Rotations
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Probe
 
+OWN_PAGES_BYTES = 1 << 20
 PROBE_SIZE = 0.1
 """Approximate share by which a random adapter changes a layer's output: far above rounding, far below noise."""
 
@@ -34,7 +38,7 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         sizes = [tensor.numel() for tensor in tensors]
-        parts = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device).split_with_sizes(sizes)
+        parts = _room(sum(sizes), dtype, tensors[0].device).split_with_sizes(sizes)
         for part, tensor in zip(parts, tensors, strict=True):
             # Rounded where it is to lie: at no time are all of them there once more, be it in fp32 or in BF16.
             part.copy_(tensor.reshape(-1) if dtype == torch.bfloat16 else tensor.reshape(-1).to(torch.bfloat16))
@@ -43,6 +47,14 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *(grad.float() for grad in grads))
+
+
+def _room(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the host, memory that is given back to the system with its last view: malloc may keep it, in holes that the
+    next layer's values do not fit into."""
+    if device.type != "cpu" or size * dtype.itemsize < OWN_PAGES_BYTES:
+        return torch.empty(size, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +111,56 @@ class Masters:
     places: Mapping[str, Place]
     """The place of each parameter."""
 
-    def applied(self, compute_dtype: torch.dtype) -> dict[str, Slot]:
-        """Every layer's slot as it would be after a publish, with gradient to the masters."""
+    def applied(
+        self,
+        compute_dtype: torch.dtype,
+        layer: str | None = None,
+        experts: slice = WHOLE,
+        newest: Newest | None = None,
+    ) -> dict[str, Slot]:
+        """Every layer's slot as it would be after a publish, with gradient to the masters.
+
+        Args:
+            layer: only this one's.
+            experts: of the experts that this process holds, only these; what experts share is whole in any case.
+            newest: what the call before built; of rotations, this one may need the same.
+        """
         if self.config.type == "LoRA":
-            rounded = dict(zip(self.parameters, _Rounded.apply(compute_dtype, *self.parameters.values()), strict=True))
+            names: Collection[str] = self.owner if layer is None else (layer,)
+            keys: Collection[str] = self.parameters if layer is None else (f"{layer}.lora_A", f"{layer}.lora_B")
+            values = [self._of_experts(key, experts) for key in keys]
+            rounded = dict(zip(keys, _Rounded.apply(compute_dtype, *values), strict=True))
             return {
                 name: LoRASlot(rounded[f"{name}.lora_A"], rounded[f"{name}.lora_B"], self.config.scaling)
-                for name in self.owner
+                for name in names
             }
-        R = self.rotations()
-        if self.config.rotation_dtype == "BF16":
-            R = dict(zip(R, _Rounded.apply(compute_dtype, *R.values()), strict=True))
-        return {name: OFTSlot(R[owner]) for name, owner in self.owner.items()}
+        is_rounded = self.config.rotation_dtype == "BF16"
+        if layer is not None:
+            owner, newest = self.owner[layer], newest or Newest()
+            if newest.applied is None or newest.applied[:2] != (owner, experts):
+                newest.applied = None
+                R = self.rotations.of(owner, experts, newest)
+                newest.applied = (owner, experts, _Rounded.apply(compute_dtype, R)[0] if is_rounded else R)
+            return {layer: OFTSlot(newest.applied[2])}
+        every = self.rotations.every()
+        if is_rounded:
+            every = dict(zip(every, _Rounded.apply(compute_dtype, *every.values()), strict=True))
+        return {name: OFTSlot(every[owner]) for name, owner in self.owner.items()}
 
-    def rotations(self) -> dict[str, Tensor]:
-        """fp32 R of every owner, in one batch: trainer and publish both call this, so they get the same bits."""
-        flat = [parameter.flatten(0, -2) for parameter in self.parameters.values()]
-        config = self.config
-        stacked = rotations(torch.cat(flat), config.block_size, config.parametrization, config.neumann_terms)
-        parts = torch.split(stacked, [len(blocks) for blocks in flat])
-        return {
-            key.removesuffix(".oft_R"): part.unflatten(0, parameter.shape[:-1])
-            for (key, parameter), part in zip(self.parameters.items(), parts, strict=True)
-        }
+    @cached_property
+    def rotations(self) -> Rotations:
+        """Of OFT: what passes multiply by, before it is rounded."""
+        keys = {key.removesuffix(".oft_R"): key for key in self.parameters}
+        stacked = {owner for owner, key in keys.items() if self._is_stacked(key)}
+        return Rotations(self.config, {owner: self.parameters[key] for owner, key in keys.items()}, stacked)
+
+    def _of_experts(self, key: str, experts: slice) -> Tensor:
+        return self.parameters[key][experts] if self._is_stacked(key) else self.parameters[key]
+
+    def _is_stacked(self, key: str) -> bool:
+        """Whether each expert has its own."""
+        place = self.places[key]
+        return place.part.num_experts > 0 and not place.is_whole
 
     def series_error(self) -> float:
         """Largest distance of a block of OFT's truncated series from an exact rotation; see `oft.series_error`."""

@@ -79,7 +79,7 @@ def build_files(injected: Injected, config: AdapterConfig, base_model_name: str)
     assert config.rotation_dtype == "BF16", "an adapter with fp32 rotations is for comparisons only"
     owner = injected.masters.owner
     with torch.no_grad():
-        built = injected.masters.rotations()
+        built = injected.masters.rotations.every()
     parameters = _parts(injected.layers, {f"{name}.oft_R": values[f"{owner[name]}.oft_R"] for name in owner})
     tensors = {_peft_key(key): part for key, part in parameters.items()}
     turned = _parts(injected.layers, {f"{name}.oft_R": built[owner[name]] for name in owner})

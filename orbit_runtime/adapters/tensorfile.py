@@ -16,7 +16,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from orbit_runtime.digests import PIECE_BYTES, Pieces, cut, hash_pieces
+from orbit_runtime.digests import IN_FLIGHT_BYTES, PIECE_BYTES, PieceHasher, Pieces, cut, hash_pieces
 from orbit_runtime.model_info.headers import parse_header
 
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
@@ -129,17 +129,37 @@ def assemble(shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces]) 
     return (*header, *chain.from_iterable(pieces[name] for name in ordered))
 
 
-def tensor_pieces[K](tensors: Iterable[tuple[K, Tensor]]) -> dict[K, Pieces]:
-    """The pieces of each named tensor, narrowed if that is exact. Few tensors at a time are kept."""
-    counts: dict[K, int] = {}
+class TensorHasher[K]:
+    """The pieces of each named tensor, narrowed if that is exact; they are hashed as they go by, in other threads.
 
-    def counted() -> Iterator[Tensor]:
+    A tensor must not change before `result`. Few of them at a time are kept.
+    """
+
+    def __init__(self, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
+        """Args: in_flight_bytes: as of `PieceHasher`."""
+        self._hasher = PieceHasher(in_flight_bytes)
+        self._counts: dict[K, int] = {}
+
+    def add(self, tensors: Iterable[tuple[K, Tensor]]) -> None:
+        """Each name once."""
+        for piece in runs(self._counted(tensors), narrow_where_exact, _NARROW, host_group=_CACHED_BYTES):
+            self._hasher.add(piece)
+
+    def _counted(self, tensors: Iterable[tuple[K, Tensor]]) -> Iterator[Tensor]:
         for name, tensor in tensors:
-            counts[name] = -(-tensor.numel() * _NARROW // PIECE_BYTES)
+            self._counts[name] = -(-tensor.numel() * _NARROW // PIECE_BYTES)
             yield tensor
 
-    pieces = iter(hash_pieces(runs(counted(), narrow_where_exact, _NARROW, host_group=_CACHED_BYTES)))
-    return {name: tuple(islice(pieces, count)) for name, count in counts.items()}
+    def result(self) -> dict[K, Pieces]:
+        pieces = iter(self._hasher.result())
+        return {name: tuple(islice(pieces, count)) for name, count in self._counts.items()}
+
+
+def tensor_pieces[K](tensors: Iterable[tuple[K, Tensor]]) -> dict[K, Pieces]:
+    """As `TensorHasher`, of all of these."""
+    hasher = TensorHasher[K]()
+    hasher.add(tensors)
+    return hasher.result()
 
 
 def narrowed(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -220,14 +220,14 @@ class Policy:
         recompute_layers(self.model, recompute, [state for state in states if state is not None])
 
     @contextmanager
-    def traced(self) -> Iterator[list[Applied]]:
-        """Within this context, every adapted layer records the tensors that it multiplied by."""
-        selection = self.injected.selection
-        # Records only this thread's passes.
+    def traced(self, tell: Callable[[Applied], None] | None = None) -> Iterator[list[Applied]]:
+        """Within this context, every adapted layer tells what it multiplies by; without `tell` that is collected."""
+        selection, collected = self.injected.selection, list[Applied]()
+        # Tells only of this thread's passes.
         with selection.turn:
-            selection.trace, before = [], selection.trace
+            selection.trace, before = tell or collected.append, selection.trace
             try:
-                yield selection.trace
+                yield collected
             finally:
                 selection.trace = before
 

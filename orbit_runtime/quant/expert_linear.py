@@ -9,8 +9,8 @@ Legend: `T` tokens, `C` experts a token goes to, `S = T·C` slots (a token at an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,25 @@ class Dispatch:
     offsets_E: Tensor
     """int32; end of each expert's slots."""
     _gathered: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _ends: list[int] | None = field(default=None, repr=False)
+
+    def of(self, experts: slice) -> tuple[Self, slice]:
+        """The slots of these experts, and which of all slots they are. Not for gradients; reads sizes on the host."""
+        if self._ends is None:
+            self._ends = self.offsets_E.tolist()
+        first, last, _ = experts.indices(len(self._ends))
+        start, end = self._ends[first - 1] if first else 0, self._ends[last - 1]
+        rows = slice(start, end)
+        part = replace(
+            self,
+            token_S=self.token_S[rows],
+            expert_S=self.expert_S[rows] - first,
+            order_S=self.order_S[rows],
+            offsets_E=self.offsets_E[experts] - start,
+            _gathered=None,
+            _ends=None,
+        )
+        return part, rows
 
     def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor:
         """`[S, K]`. With `keep`, computed once for neighbours that read the same tensor."""

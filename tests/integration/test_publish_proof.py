@@ -182,8 +182,8 @@ def test_what_the_trainer_itself_applied_otherwise_is_named(rig: Rig) -> None:
     built = rig.trainer._policy.injected.selection.applied_masters
     honest = built[TRAINER_SLOT]
 
-    def zeroed() -> dict[str, Slot]:
-        slots = honest()
+    def zeroed(*which: Any) -> dict[str, Slot]:
+        slots = honest(*which)
         field = "lora_B" if isinstance(slots[layer], LoRASlot) else "rotation"
         return slots | {layer: replace(slots[layer], **{field: torch.zeros_like(getattr(slots[layer], field))})}
 

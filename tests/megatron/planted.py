@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot
+from orbit_runtime.adapters.part import WHOLE
 from orbit_runtime.adapters.state import config_json, slot_files
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
@@ -83,17 +84,51 @@ def plant(groups: Groups, name: str, victim: str, other: str) -> None:
         globals()[f"_{name}"](victim, other)
 
 
+Change = Callable[[Slot, slice], Slot]
+"""A slot of a layer, and of which of the rank's experts → another one."""
+
+
 def _changed(slot: Slot, change: Callable[[torch.Tensor], torch.Tensor]) -> Slot:
     if isinstance(slot, LoRASlot):
         return replace(slot, lora_A=change(slot.lora_A), named=None)
     return replace(slot, rotation=change(slot.rotation), named=None)
 
 
-def _applies(change: Callable[[dict[str, Slot]], dict[str, Slot]]) -> None:
-    """From now on this rank's passes multiply by something else than its masters say."""
+def _applies(changes: Mapping[str, Change]) -> None:
+    """From now on this rank's passes multiply by something else in these layers than its masters say."""
     built = rank_here().policy.injected.selection.applied_masters
     honest = built[TRAINER_SLOT]
-    built[TRAINER_SLOT] = lambda: change(honest())
+
+    def build(layer: str | None = None, experts: slice = WHOLE, *newest: Any) -> dict[str, Slot]:
+        slots = honest(layer, experts, *newest)
+        return slots | {name: change(slots[name], experts) for name, change in changes.items() if name in slots}
+
+    built[TRAINER_SLOT] = build
+
+
+def _before(names: Iterable[str]) -> dict[str, Change]:
+    """What these layers apply now."""
+    honest = rank_here().policy.injected.selection.applied_masters[TRAINER_SLOT]
+    with torch.no_grad():
+        kept = {name: _changed(slot, lambda t: t.detach().clone()) for name, slot in honest().items()}
+
+    def change(name: str) -> Change:
+        return lambda slot, experts: _of_experts(kept[name], slot, experts)
+
+    return {name: change(name) for name in names}
+
+
+def _of_experts(whole: Slot, like: Slot, experts: slice) -> Slot:
+    """The values of these experts. Args: like: a slot of theirs."""
+    parts = {
+        field: tensor if tensor.shape == of_some.shape else tensor[experts]
+        for (field, tensor), of_some in zip(_fields(whole).items(), _fields(like).values(), strict=True)
+    }
+    return replace(whole, **parts, named=None)
+
+
+def _fields(slot: Slot) -> dict[str, torch.Tensor]:
+    return slot.tensors() if isinstance(slot, LoRASlot) else {"rotation": slot.rotation}
 
 
 def _dropped(victim: str, other: str) -> None:
@@ -111,18 +146,25 @@ def _dropped(victim: str, other: str) -> None:
 
 
 def _zeroed(victim: str, other: str) -> None:
-    _applies(lambda slots: slots | {victim: _changed(slots[victim], torch.zeros_like)})
+    _applies({victim: lambda slot, _: _changed(slot, torch.zeros_like)})
+
+
+def _momentary(victim: str, other: str) -> None:
+    """Only while the pass goes on: built again, it has the right values."""
+    selection = rank_here().policy.injected.selection
+    _applies({victim: lambda slot, _: slot if selection.trace is None else _changed(slot, torch.zeros_like)})
 
 
 def _swapped(victim: str, other: str) -> None:
-    _applies(lambda slots: slots | {victim: replace(slots[other], named=None)})
+    honest = rank_here().policy.injected.selection.applied_masters[TRAINER_SLOT]
+    _applies({victim: lambda _, experts: replace(honest(other, experts)[other], named=None)})
 
 
 def _transposed(victim: str, other: str) -> None:
     def turned(t: torch.Tensor) -> torch.Tensor:
         return t.transpose(-1, -2).reshape(t.shape).contiguous()
 
-    _applies(lambda slots: slots | {victim: _changed(slots[victim], turned)})
+    _applies({victim: lambda slot, _: _changed(slot, turned)})
 
 
 def _scaled(victim: str, other: str) -> None:
@@ -131,38 +173,28 @@ def _scaled(victim: str, other: str) -> None:
             return _changed(slot, lambda R: 2 * R)
         return replace(slot, scaling=2 * slot.scaling, named=None)
 
-    _applies(lambda slots: slots | {victim: twice(slots[victim])})
-
-
-def _held(slots: Mapping[str, Slot]) -> dict[str, Slot]:
-    return {name: _changed(slot, lambda t: t.detach().clone()) for name, slot in slots.items()}
+    _applies({victim: lambda slot, _: twice(slot)})
 
 
 def _stale(victim: str, other: str) -> None:
     """One tensor of the version before."""
-    with torch.no_grad():
-        before = _held(rank_here().policy.injected.selection.applied_masters[TRAINER_SLOT]())
-    _applies(lambda slots: slots | {victim: before[victim]})
+    _applies(_before([victim]))
 
 
 def _rank_stale(victim: str, other: str) -> None:
     """Everything that only this rank holds, of the version before."""
     made = rank_here()
     places = made._outline
-    with torch.no_grad():
-        before = _held(made.policy.injected.selection.applied_masters[TRAINER_SLOT]())
-    kinds = {name: [key for key in places if key.startswith(f"{name}.")] for name in before}
+    kinds = {name: [key for key in places if key.startswith(f"{name}.")] for name in made.policy.injected.layers}
     own = {name for name, keys in kinds.items() if not any(places[key].place.is_whole for key in keys)}
-    _applies(lambda slots: slots | {name: before[name] for name in own or {victim}})
+    _applies(_before(own or {victim}))
 
 
 def _copy_stale(victim: str, other: str) -> None:
     """Of a factor that both ranks hold whole."""
     made = rank_here()
     name = next(key for key, held in made._outline.items() if held.place.is_whole).rpartition(".")[0]
-    with torch.no_grad():
-        before = _held(made.policy.injected.selection.applied_masters[TRAINER_SLOT]())
-    _applies(lambda slots: slots | {name: before[name]})
+    _applies(_before([name]))
 
 
 def _never_switched(victim: str, other: str) -> None:
@@ -194,9 +226,15 @@ def _cached(victim: str, other: str) -> None:
     kinds = [key for key in made._outline if key.startswith(f"{victim}.")]
     what = "lora" if made._masters.config.type == "LoRA" else "rotations"
     held = made._holdings["policy"]
-    kept = {key: held.value(what, key).clone() for key in kinds}
+    kept = {key: held.value(what, key, None).clone() for key in kinds}
     honest = held.value
-    held.value = lambda asked, key: kept[key] if asked == what and key in kept else honest(asked, key)
+
+    def value(asked: str, key: str, row: int | None) -> torch.Tensor | None:
+        if asked != what or key not in kept:
+            return honest(asked, key, row)
+        return kept[key] if row is None else kept[key][row]
+
+    held.value = value
 
 
 def _misnamed(victim: str, other: str) -> None:
@@ -204,10 +242,10 @@ def _misnamed(victim: str, other: str) -> None:
     held = rank_here()._holdings["policy"]
     honest = held.value
 
-    def value(what: str, key: str) -> torch.Tensor:
+    def value(what: str, key: str, row: int | None) -> torch.Tensor | None:
         layer, _, kind = key.rpartition(".")
         names = {victim: other, other: victim}
-        return honest(what, f"{names.get(layer, layer)}.{kind}" if what in ("lora", "rotations") else key)
+        return honest(what, f"{names.get(layer, layer)}.{kind}" if what in ("lora", "rotations") else key, row)
 
     held.value = value
 
@@ -257,6 +295,7 @@ TRAINERS: Mapping[str, Fault] = {
     "scale doubled": Fault("scaled"),
     "one rank stale": Fault("rank_stale", ("model.layers.",), both=False),
     "offset of experts": Fault("offset", ("model.layers.1.mlp.experts.",), f"{LIAR} of the trainer hold", both=False),
+    "values of one moment": Fault("momentary", ("{victim}.", "was applied with other values than")),
 }
 ENGINES: Mapping[str, Callable[[FaultyEngine], None]] = {
     "tensor dropped": lambda engine: _spoil(engine, drop_one),

@@ -7,7 +7,7 @@ lie (`outline`), files (`trainer`), passes and updates (`rank`).
 from __future__ import annotations
 
 import os
-from collections.abc import Buffer, Iterator, Mapping
+from collections.abc import Buffer, Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,9 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.training.megatron.outline import Held, Outline, Runs, Spot, What, Window, held_runs, spans
 from orbit_runtime.training.state import MOMENTS
 
+BUILT: tuple[What, ...] = ("rotations", "applied")
+"""Not held as they lie in files."""
+
 
 @dataclass(slots=True)
 class Filled:
@@ -30,7 +33,8 @@ class Filled:
     sent: list[tuple[int, np.ndarray[Any, Any]]] = field(default_factory=list)
     """Positions in the window and bytes of what it could not write itself: it is on another machine."""
     is_exact: bool = True
-    """False if something that was applied has another size or is not representable in the file's dtype."""
+    """False if something that was applied has another size, is not representable in the file's dtype, or cannot be
+    built again."""
 
 
 class Holding:
@@ -54,11 +58,9 @@ class Holding:
         self._parameters = parameters
         self._owned = owned
         self._optimizer = optimizer
-        self.rotations: Mapping[str, Tensor] = {}
-        """OFT: rotations as they are published, by parameter."""
-        self.applied: Mapping[str, tuple[Tensor, ...]] = {}
-        """What the newest `score` multiplied by, by parameter: one tensor for each expert if each has its own in
-        files."""
+        self.built: Callable[[What, str, int | None], Tensor | None] = lambda *_: None
+        """Builds rotations as they are published, and what the newest `score` multiplied by: of a parameter, or of one
+        of the experts that this rank holds. None if it had other values."""
         self._runs: dict[tuple[str, bool, bool], Runs] = {}
 
     def fill(self, window: Window, dtype: torch.dtype, opening: Opening, start: int) -> Filled:
@@ -130,13 +132,13 @@ class Holding:
         for moments in self._optimizer.state.values():
             moments["step"] = torch.tensor(float(updates), dtype=torch.float32)
 
-    def value(self, what: What, key: str) -> Tensor | tuple[Tensor, ...]:
-        if what == "rotations":
-            return self.rotations[key]
-        if what == "applied":
-            return self.applied[key]
+    def value(self, what: What, key: str, row: int | None) -> Tensor | None:
+        """Args: row: which of the experts that this rank holds; None for all."""
+        if what in BUILT:
+            return self.built(what, key, row)
         master = self._parameters[key]
-        return master if what in ("master", "lora") else self._optimizer.state[master][what]  # type: ignore[no-any-return]
+        found = master if what in ("master", "lora") else self._optimizer.state[master][what]
+        return found if row is None else found[row]
 
     def owns(self, key: str) -> bool:
         """Whether this rank updates the master of this parameter."""
@@ -155,14 +157,13 @@ class Holding:
             held = self.outline.get(spot.key)
             if held is None or ((told or spot.what in MOMENTS) and not self.owns(spot.key)):
                 continue
-            runs, own = self._find_runs(spot, held), self.value(spot.what, spot.key)
+            runs, row = self._find_runs(spot, held), None
             if runs.rows is not None:
                 if spot.index is None or spot.index not in runs.rows:
                     continue
-                own = own[runs.rows.index(spot.index)]
-            elif isinstance(own, tuple):
-                own = own[0]
-            if own.numel() == runs.num_values:
+                row = runs.rows.index(spot.index)
+            own = self.value(spot.what, spot.key, row)
+            if own is not None and own.numel() == runs.num_values:
                 for position, span in spans(runs, own.detach(), spot.position, end, size):
                     yield spot, position, span
             else:
@@ -170,7 +171,7 @@ class Holding:
 
     def _find_runs(self, spot: Spot, held: Held) -> Runs:
         # Rotations have another shape than their parameters.
-        kind = (spot.key, spot.what in ("rotations", "applied"), spot.index is not None)
+        kind = (spot.key, spot.what in BUILT, spot.index is not None)
         if kind not in self._runs:
             self._runs[kind] = held_runs(spot.what, held, self._config, by_row=spot.index is not None)
         return self._runs[kind]

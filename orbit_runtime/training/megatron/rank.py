@@ -20,14 +20,16 @@ import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.applied import AppliedHashes, AppliedPieces
 from orbit_runtime.adapters.buffer import Opening
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
-from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
-from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
+from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.adapters.part import WHOLE
+from orbit_runtime.adapters.rotations import Newest
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.digests import Pieces, cut, hash_pieces
-from orbit_runtime.errors import InternalError, ModelError
+from orbit_runtime.errors import ModelError
 from orbit_runtime.policy.facts import PolicyFacts, describe
 from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.recompute import Recompute
@@ -36,7 +38,7 @@ from orbit_runtime.training.critic import Critic
 from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
 from orbit_runtime.training.megatron.holding import Filled, Holding
 from orbit_runtime.training.megatron.model import RankPolicy, load_rank_policy
-from orbit_runtime.training.megatron.outline import Held, Holder, Outline, Window, cut_published, outline_of
+from orbit_runtime.training.megatron.outline import Held, Holder, Outline, What, Window, cut_published, outline_of
 from orbit_runtime.training.megatron.passes import RankPasses
 from orbit_runtime.training.megatron.sent import Sent, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
@@ -88,9 +90,8 @@ class RankScore:
     adapted_top: tuple[int, ...]
     """The most probable token at each position."""
     base_top: tuple[int, ...]
-    applied: Mapping[str, tuple[Pieces, ...]]
-    """`<module>.<kind>` of this rank's layers → pieces of each tensor of its part, one for each expert if each has its
-    own in files; ranks that hold the same part must agree."""
+    applied: AppliedPieces
+    """Of this rank's part; ranks that hold the same part must agree."""
     scalings: frozenset[float | None]
     critic: Mapping[str, Pieces]
     """The critic's parameters that other ranks hold too → pieces of this rank's values; empty without a critic."""
@@ -139,8 +140,11 @@ class MegatronRank:
             self._passes.owned,
             self._updater.optimizer,
         )
-        self._scalings: dict[str, float | None] = {}
-        """Scaling of the newest `score`, by module."""
+        self._holdings["policy"].built = self._built
+        self._applied: AppliedPieces = {}
+        self._scalings: Mapping[str, set[float | None]] = {}
+        """Of the newest `score`: what was applied, and each module's scaling."""
+        self._newest = Newest()
         self._probing = ExitStack()
 
     def facts(self) -> RankFacts:
@@ -152,8 +156,6 @@ class MegatronRank:
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         """Returns the same numbers on every rank."""
         note(step=self._updater.steps + 1)
-        # Only for `explain`; the passes need the memory for what they round.
-        self._holdings["policy"].applied = {}
         return self._updater.update(samples_D)
 
     def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
@@ -174,25 +176,21 @@ class MegatronRank:
     def score(self, token_ids_T: Sequence[int]) -> RankScore:
         """Every replica scores the same tokens: with the masters rounded as for publishing, and with the bare base."""
         first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
-        policy = self.policy
-        self._holdings["policy"].applied = {}
+        policy, hashes = self.policy, AppliedHashes(self.policy.injected.layers)
         batch = policy.pack([Branch(0, first, rest)])
         with torch.no_grad():
-            with policy.injected.selection.use(TRAINER_SLOT), policy.traced() as trace:
+            with policy.injected.selection.use(TRAINER_SLOT, by_layer=True), policy.traced(hashes.add):
                 adapted, adapted_top = self._scores(batch)
             with policy.injected.selection.use(None):
                 base, base_top = self._scores(batch)
-        applied = self._holdings["policy"].applied = self._keep(trace)
-        self._scalings = {entry.module: entry.scaling for entry in trace}
-        parts = applied_pieces(applied)
-        scalings = frozenset(entry.scaling for entry in trace)
+        self._applied, self._scalings, self._newest = hashes.result(), hashes.scalings, Newest()
         return RankScore(
             tuple(adapted.tolist()),
             tuple(base.tolist()),
             tuple(adapted_top.tolist()),
             tuple(base_top.tolist()),
-            parts,
-            scalings,
+            self._applied,
+            frozenset().union(*self._scalings.values()),
             {name: hash_pieces(cut(_host_bytes(each))) for name, each in self._copied_of_critic.items()},
         )
 
@@ -203,18 +201,22 @@ class MegatronRank:
         self.policy.through(batch)
         return torch.empty(0), torch.empty(0, dtype=torch.long)
 
-    def _keep(self, trace: Sequence[Applied]) -> dict[str, tuple[Tensor, ...]]:
-        applied: dict[str, tuple[Tensor, ...]] = {}
-        for entry in trace:
-            layer = self.policy.injected.layers[entry.module]
-            for kind in layer.shapes():
-                names = layer.held_names(kind) if isinstance(layer, AdaptedExpertLinear) else layer.file_names(kind)
-                tensors = tuple(entry.tensors[name].detach() for name in names)
-                before = applied.setdefault(f"{entry.module}.{kind}", tensors)
-                # Comparing a tensor with itself reads all of it.
-                if before is not tensors and not all(map(torch.equal, before, tensors)):
-                    raise InternalError(f"one pass applied two different values of {entry.module}.{kind}")
-        return applied
+    @torch.no_grad()
+    def _built(self, what: What, key: str, row: int | None) -> Tensor | None:
+        """As `Holding.built`. Nothing that was applied is kept: it is built again, and its hash tells whether it has
+        the values that the newest `score` multiplied by."""
+        module, _, kind = key.rpartition(".")
+        experts = WHOLE if row is None else slice(row, row + 1)
+        if what == "rotations":
+            R = self._masters.rotations.of(module, experts, self._newest)
+            return (R if row is None else R[0]).to(torch.bfloat16)
+        build, layer = self.policy.injected.selection.applied_masters[TRAINER_SLOT], self.policy.injected.layers[module]
+        values = build(module, experts, self._newest)[module].tensors()[kind]
+        parts = values.unbind() if len(layer.held_names(kind)) > 1 else (values,)
+        pieces = tensorfile.tensor_pieces(enumerate(parts))
+        if self._applied.get(key, ())[experts] != tuple(pieces.values()):
+            return None
+        return values if row is None else values[0]
 
     def explain(self, values: Mapping[str, Sent], scaling: float | None) -> list[str]:
         """How the values that the newest `score` applied here differ from the published ones, one sentence per
@@ -224,21 +226,23 @@ class MegatronRank:
             values: whole published parameters of one layer: LoRA factors or OFT rotations.
             scaling: factor of the LoRA product.
         """
-        published, told, used_here = {}, [], self._holdings["policy"].applied
+        published, applied, told = {}, {}, list[str]()
         for key, whole in receive(values).items():
             held = self._outline.get(key)
             if held is None:
                 continue
-            if key not in used_here:
+            if key not in self._applied:
                 told.append(f"{key} was not applied")
                 continue
-            published[key] = cut_published(held.place, whole, self._masters.config)
-            used = self._scalings[key.rpartition(".")[0]]
-            if used != scaling:
+            again = self._built("applied", key, None)
+            if again is None:
+                told.append(f"{key} was applied with other values than are built from its masters now")
+            else:
+                published[key] = cut_published(held.place, whole, self._masters.config)
+                applied[key] = again.cpu()
+            for used in self._scalings[key.rpartition(".")[0]] - {scaling}:
                 told.append(f"{key} was scaled by {used}, published was {scaling}")
-        applied = {key: used_here[key] for key in published}
-        joined = {key: each[0] if len(each) == 1 else torch.stack(each) for key, each in applied.items()}
-        return told + explain_tensors(published, {key: each.cpu() for key, each in joined.items()})
+        return told + explain_tensors(published, applied)
 
     def begin_probing(self, probe: Probe, seed: int) -> None:
         """From now on the masters hold an untrained probe adapter."""
@@ -270,12 +274,8 @@ class MegatronRank:
     # --- reading and writing ---
 
     def prepare_publish(self) -> None:
-        """OFT: from now on `rotations` are computed from the masters' current values."""
-        if self._masters.config.type == "OFT":
-            with torch.no_grad():
-                built = self._masters.rotations()
-            rotations = {f"{name}.oft_R": value.to(torch.bfloat16) for name, value in built.items()}
-            self._holdings["policy"].rotations = rotations
+        """OFT: from now on rotations are built from the masters' current values."""
+        self._newest = Newest()
 
     def fill(self, window: Window, dtype: torch.dtype, opening: Opening, start: int) -> Filled:
         """As `Holding.fill`."""
@@ -324,12 +324,6 @@ def build_critic(
     }
     holding = Holding(outline, adapter.config, valued.parameters, made.owned, made.optimizer)
     return made, holding, passes.copied
-
-
-def applied_pieces(applied: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[Pieces, ...]]:
-    """Pieces of each parameter's tensors."""
-    found = tensorfile.tensor_pieces(((key, index), each) for key in applied for index, each in enumerate(applied[key]))
-    return {key: tuple(found[key, index] for index in range(len(tensors))) for key, tensors in applied.items()}
 
 
 def _host_bytes(values: Tensor) -> memoryview:

@@ -16,6 +16,7 @@ from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.files import expected_applied_digest, files_digest
 from orbit_runtime.adapters.inject import Injected, inject
+from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.errors import InternalError, ModelError
 
 TARGETS = ("q_proj", "k_proj", "up_proj")
@@ -76,9 +77,10 @@ def test_trainer_and_engine_compute_the_same_bits_and_prove_it(config: AdapterCo
     digests, outputs = [], []
     for slot in ("trainer", "policy-v1"):
         with injected.selection.use(slot):
-            injected.selection.trace = []
+            trace: list[Applied] = []
+            injected.selection.trace = trace.append
             outputs.append(model(X).detach())
-            digests.append(state.applied_digest(injected.selection.trace))
+            digests.append(state.applied_digest(trace))
     assert digests == [expected_applied_digest(files)] * 2
     assert torch.equal(*outputs)
 
@@ -114,10 +116,11 @@ def test_one_changed_bit_in_a_slot_changes_what_is_read_back(config: AdapterConf
     words[data.draw(st.integers(0, words.numel() - 1))] ^= 1 << data.draw(st.integers(0, 30))
     again = state.slot_files(engine.layers, "policy-v1", files["adapter_config.json"])
     assert files_digest(again) != files_digest(files)
-    engine.selection.trace = []
+    trace: list[Applied] = []
+    engine.selection.trace = trace.append
     with torch.no_grad(), engine.selection.use("policy-v1"):
         model(X)
-    assert state.applied_digest(engine.selection.trace) != expected_applied_digest(files)
+    assert state.applied_digest(trace) != expected_applied_digest(files)
 
 
 def test_a_changed_scaling_shows() -> None:
@@ -126,19 +129,21 @@ def test_a_changed_scaling_shows() -> None:
     engine.layers["1.up_proj"].slots["policy-v1"].scaling = 1.0
     again = state.slot_files(engine.layers, "policy-v1", files["adapter_config.json"])
     assert files_digest(again) != files_digest(files)
-    engine.selection.trace = []
+    trace: list[Applied] = []
+    engine.selection.trace = trace.append
     with torch.no_grad(), engine.selection.use("policy-v1"):
         model(X)
-    assert state.applied_digest(engine.selection.trace) != expected_applied_digest(files)
+    assert state.applied_digest(trace) != expected_applied_digest(files)
 
 
 def test_a_layer_that_did_not_take_part_shows() -> None:
     files, (model, engine) = published(LORA), adapted(LORA)
     state.load_slot(engine.layers, "policy-v1", files)
-    engine.selection.trace = []
+    trace: list[Applied] = []
+    engine.selection.trace = trace.append
     with torch.no_grad(), engine.selection.use("policy-v1"):
         model[0](X)
-    assert state.applied_digest(engine.selection.trace) != expected_applied_digest(files)
+    assert state.applied_digest(trace) != expected_applied_digest(files)
 
 
 KEY = "base_model.model.0.k_proj."
