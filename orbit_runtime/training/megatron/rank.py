@@ -201,17 +201,17 @@ class MegatronRank:
         self.policy.through(batch)
         return torch.empty(0), torch.empty(0, dtype=torch.long)
 
-    @torch.no_grad()
     def _built(self, what: What, key: str, row: int | None) -> Tensor | None:
         """As `Holding.built`. Nothing that was applied is kept: it is built again, and its hash tells whether it has
         the values that the newest `score` multiplied by."""
         module, _, kind = key.rpartition(".")
         experts = WHOLE if row is None else slice(row, row + 1)
-        if what == "rotations":
-            R = self._masters.rotations.of(module, experts, self._newest)
-            return (R if row is None else R[0]).to(torch.bfloat16)
         build, layer = self.policy.injected.selection.applied_masters[TRAINER_SLOT], self.policy.injected.layers[module]
-        values = build(module, experts, self._newest)[module].tensors()[kind]
+        with torch.no_grad():
+            if what == "rotations":
+                R = self._masters.rotations.of(module, experts, self._newest)
+                return (R if row is None else R[0]).to(torch.bfloat16)
+            values = build(module, experts, self._newest)[module].tensors()[kind]
         parts = values.unbind() if len(layer.held_names(kind)) > 1 else (values,)
         pieces = tensorfile.tensor_pieces(enumerate(parts))
         if self._applied.get(key, ())[experts] != tuple(pieces.values()):
