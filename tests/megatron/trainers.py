@@ -53,7 +53,7 @@ def spoil(groups: Groups, rank: int, copied: bool, critic: bool = False) -> str:
     levels = passes._owners._levels
     found = [key for key, held in levels.items() if any(level.group.size() > 1 for level in held) == copied]
     name = found[-1] if found else ""
-    if torch.distributed.get_rank() == rank:
+    if name and torch.distributed.get_rank() == rank:
         with torch.no_grad():
             passes._owners._masters[name].view(-1)[0] += 0.5
     return name
