@@ -97,7 +97,8 @@ def test_the_speed_table_of_the_readme_is_the_committed_results() -> None:
 
 
 def test_the_curves_of_the_algorithms_guide_are_the_committed_results() -> None:
-    figures = load_results()["objectives"]["figures"]
+    results = load_results()
+    figures = results["objectives"]["figures"] | results["objectives_distillation"]["figures"]
     guide = (ROOT / "docs" / "guides" / "algorithms.md").read_text(encoding="utf-8")
     table = guide.partition("6th, each seed |\n")[2].partition("\n\n")[0]
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
