@@ -40,7 +40,7 @@ quickstart: install ## train the shipped model with LoRA on its INT4 base (two c
 	$(BIN)/orbit run examples/quickstart.yaml --out runs/quickstart
 
 test: dev ## the run, its parts, the operator's logic (Python only; the structure: make check)
-	$(SPREAD) -m "not long" --ignore tests/architecture
+	$(SPREAD) -m "not long"
 
 test-long: dev ## what the other tests of this list leave out: every benchmark at its smallest size, examples, precisions and notebooks that learn, the guide of SFT, the pages for Python, kills under load (long)
 	$(SPREAD) -m long tests/integration tests/models
