@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orbit_runtime.agents import RewardSpec, VeRLAlgorithm, VeRLConfig, VeRLTrainer
+from orbit_runtime.model_info.builtin_models import builtin_folder
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs/guides/agents.md").read_text(encoding="utf-8")
 
@@ -47,3 +50,19 @@ def test_ppo_learns_and_its_rewards_see_their_items(tmp_path: Path) -> None:
     assert metrics.reward is not None
     assert metrics.reward > metrics.extra["reward_first"] + 0.2
     assert "value_loss" in metrics.extra["history"][-1]
+
+
+def test_a_model_of_ones_own_is_trained(tmp_path: Path) -> None:
+    """A folder as from a model hub, whose chat template comes with it."""
+    folder = tmp_path / "model"
+    shutil.copytree(builtin_folder("tiny-adder", "BF16"), folder)
+    config = VeRLConfig(
+        model=str(folder), batch_size=2, epochs=1, max_new_tokens=4, max_sequence_length=32, out=str(tmp_path / "run")
+    )
+    metrics = asyncio.run(
+        VeRLTrainer(config, [RewardSpec("long", 1.0, lambda output: float(len(output)))]).train(["1+2="])
+    )
+    assert metrics.reward is not None
+    resolved = json.loads((tmp_path / "run" / "run.json").read_text())["resolved"]["spec"]
+    assert resolved["model"]["uri"] == str(folder)
+    assert (tmp_path / "run/adapters/policy-v1/manifest.json").exists()
