@@ -80,7 +80,8 @@ def read_run_folder(source: Source, rows: tuple[MetricsRow, ...] | None = None) 
 
     Args: rows: the rows, if they were already read.
     """
-    heartbeats = sorted(key for key in source.list("executions") if key.endswith(".heartbeat.json"))
+    executions = sorted(source.list("executions"))
+    heartbeats = [key for key in executions if key.endswith(".heartbeat.json")]
     failures = sorted(key for key in source.list("failures") if key.endswith(".json"))
     evaluations = _read_evaluations(source)
     return RunFolder(
@@ -91,7 +92,7 @@ def read_run_folder(source: Source, rows: tuple[MetricsRow, ...] | None = None) 
         adapters=_read_manifests(source, "adapters"),
         heartbeat=_read_json(source, heartbeats[-1]) if heartbeats else None,
         executions=len(heartbeats),
-        start=_read_start(source),
+        start=_read_start(source, [key for key in executions if key.endswith(".start.json")]),
         failures=tuple(failure for key in failures if (failure := _read_json(source, key)) is not None),
         evaluations=tuple(evaluations.values()),
         rollouts=rollout_files(source),
@@ -142,8 +143,7 @@ def _read(source: Source, key: str) -> bytes | None:
         return None
 
 
-def _read_start(source: Source) -> dict[str, float]:
-    keys = sorted(key for key in source.list("executions") if key.endswith(".start.json"))
+def _read_start(source: Source, keys: Sequence[str]) -> dict[str, float]:
     found = (_read_json(source, keys[-1]) or {}).get("seconds") if keys else None
     if not isinstance(found, Mapping):
         return {}

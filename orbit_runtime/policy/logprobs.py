@@ -111,9 +111,6 @@ class _TokenLogProbs(torch.autograd.Function):
             biased = _bias(logits.detach(), sampling)
             seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
             cut = _cut(biased, targets_R[part], sampling, seen_RV)
-            entropy_slope = None
-            if entropy_grad_R is not None:
-                entropy_slope = _entropy_slope(cut).mul_(entropy_grad_R[part, None] / sampling.temperature)
             if grad_R is None:
                 slope = torch.zeros_like(cut)
             else:
@@ -121,8 +118,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 slope = torch.softmax(cut, dim=-1).neg_()
                 slope[torch.arange(len(slope), device=slope.device), targets_R[part]] += 1.0
                 slope.mul_(grad_R[part, None] / sampling.temperature)
-            if entropy_slope is not None:
-                slope += entropy_slope
+            if entropy_grad_R is not None:
+                slope += _entropy_slope(cut).mul_(entropy_grad_R[part, None] / sampling.temperature)
             if seen_RV is not None:
                 slope.mul_(penalty_slope(biased, seen_RV, sampling.repetition_penalty))
             grad_hidden[part], *found = torch.autograd.grad(logits, (hidden, *weights), slope.to(logits.dtype))
