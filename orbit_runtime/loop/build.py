@@ -22,7 +22,9 @@ from orbit_runtime.data.prompts import PromptTable, check_lengths
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.build import build_environment
 from orbit_runtime.environments.episodes import Environment
+from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.loop.content import Names, content_digests
+from orbit_runtime.loop.engine_ahead import EngineAhead, may_start_ahead
 from orbit_runtime.loop.engines import (
     build_engine,
     change_limit,
@@ -42,6 +44,8 @@ from orbit_runtime.loop.teacher import CONTENT as TEACHER
 from orbit_runtime.loop.teacher import check_base, teacher_digest
 from orbit_runtime.loop.trainers import (
     TrainerSide,
+    TrainerStart,
+    adapter_config,
     build_side,
     check_rank_packages,
     check_replay,
@@ -164,7 +168,8 @@ def build_parts(
     check_held_out_sampling(run)
     weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
     check_base(teacher, weights)
-    show.stage(f"loading the model, {amount(folder)}")
+    is_ahead = division is not None and may_start_ahead(resolved, division)
+    show.stage(f"loading the model{' and starting the engine' if is_ahead else ''}, {amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
         from orbit_runtime.data.chat import ChatTokenizer
@@ -174,20 +179,29 @@ def build_parts(
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         held_out = build_held_out(spec, materials.held_out, tokenizer)
+        sequences = first_sequences(table, tokenizer)
+        ahead = None
+        if is_ahead:
+            told = facts_of_checkpoint(folder, adapter_config(spec), resolved.compute_dtype)
+            ahead = EngineAhead(EngineOrder(resolved, told, tokenizer, folder, sequences, closing))
+            closing.callback(ahead.close)
         if given.sides is not None:
             opened = Opened(names.model, store, execution, weights, teacher_digest(teacher).get(TEACHER))
             side = given.sides.open(resolved, opened, closing)
         else:
             assert division is not None
             assert loss is not None
-            side = build_side(resolved, division, folder, loss, names.model, teacher, note=show.note, closing=closing)
+            start = TrainerStart(show.note, closing, ahead.check if ahead else lambda: None)
+            side = build_side(resolved, division, folder, loss, names.model, teacher, start)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
     show.stage("starting the engine")
-    sequences = first_sequences(table, tokenizer)
-    is_resumed = execution.number > 1
-    order = EngineOrder(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed)
-    engine = given.sides.build_engine(order) if given.sides else build_engine(order, side.policy)
+    if ahead is not None:
+        engine: Engine = ahead.take()
+    else:
+        is_resumed = execution.number > 1
+        order = EngineOrder(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed)
+        engine = given.sides.build_engine(order) if given.sides else build_engine(order, side.policy)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
     keeper = Keeper()

@@ -15,9 +15,9 @@ from orbit_runtime.errors import ManifestError
 from orbit_runtime.model_info.checkpoint import folder_headers, headers_facts
 from orbit_runtime.model_info.layouts import packed_module
 from orbit_runtime.model_info.quantization import parse_quantization
-from orbit_runtime.model_info.weights import EXPERT, Weight
+from orbit_runtime.model_info.weights import EXPERT, Architecture, Weight
 from orbit_runtime.planner.adapter_size import LEFT_OUT
-from orbit_runtime.policy.facts import PolicyFacts
+from orbit_runtime.policy.facts import PolicyFacts, RoutedFacts
 
 EXPERTS = f".{EXPERT}."
 
@@ -47,6 +47,7 @@ def facts_of_checkpoint(folder: Path, adapter: AdapterConfig, compute_dtype: str
     layers = tuple(dict.fromkeys(_module(weight) for weight in adapted))
     infos = headers.infos()
     quant = parse_quantization(headers.config, where=str(folder / "config.json"), tensors=infos)
+    routed = _routed_layers(architecture)
     of_experts = {weight.module.partition(EXPERTS)[0] for weight in adapted if weight.role == "routed_expert"}
     packed = (packed_module(name, info)[0] for name, info in infos.items() if ".experts." in name)
     formats = {quant.layout_of(name) for name in packed if name and any(name.startswith(each) for each in of_experts)}
@@ -60,8 +61,14 @@ def facts_of_checkpoint(folder: Path, adapter: AdapterConfig, compute_dtype: str
         report=InjectReport((), 0),
         expert_formats=tuple(sorted(formats or ({"BF16"} if of_experts else set()))),
         group_size=None,
-        routed=None,
+        routed=RoutedFacts(architecture.num_layers, routed, architecture.experts_per_token) if routed else None,
     )
+
+
+def _routed_layers(architecture: Architecture) -> tuple[int, ...]:
+    layers = {weight.layer for weight in architecture.weights if weight.role == "routed_expert"}
+    # Layers that only predict further tokens ahead lie behind the others, and no trainer loads them.
+    return tuple(sorted(each for each in layers if each is not None and each < architecture.num_layers))
 
 
 def _is_named(weight: Weight, target: str) -> bool:

@@ -82,7 +82,7 @@ def _start(order: EngineOrder) -> ServedEngine:
     scratch = Path(order.closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
     servers = plan_servers(resolved, order.facts, order.folder, scratch)
     for server in servers:
-        order.closing.callback(server.stop)
+        order.closing.callback(server.end)
     return start_engine(
         servers,
         order.tokenizer,

@@ -49,7 +49,14 @@ from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import Opened, Sides
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.loop.trainers import build_side, check_rank_packages, decide_division, load_algorithm, load_loss
+from orbit_runtime.loop.trainers import (
+    TrainerStart,
+    build_side,
+    check_rank_packages,
+    decide_division,
+    load_algorithm,
+    load_loss,
+)
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
 from orbit_runtime.spec import Resolved
@@ -128,7 +135,7 @@ def build_sft(
         else:
             assert division is not None
             assert loss is not None
-            side = build_side(resolved, division, folder, loss, names.model, None, note=show.note, closing=closing)
+            side = build_side(resolved, division, folder, loss, names.model, None, TrainerStart(show.note, closing))
     keeper = Keeper()
     closing.callback(keeper.close)
     sequences = first_sequences(table, tokenizer)

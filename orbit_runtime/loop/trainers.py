@@ -67,6 +67,17 @@ class TrainerSide:
     """How what the newest `score` applied differs from these published files, in words; None: it cannot tell."""
 
 
+@dataclass(frozen=True)
+class TrainerStart:
+    """What a trainer's start says, leaves to be ended, and is given up for."""
+
+    note: Callable[[str], None]
+    closing: ExitStack
+    """Ranks are ended there."""
+    check: Callable[[], None] = lambda: None
+    """Called while ranks start; they end with what it raises."""
+
+
 @dataclass(frozen=True, slots=True)
 class Division:
     """Who holds the model, decided."""
@@ -137,23 +148,21 @@ def build_side(
     loss: Callable[..., Any],
     base_model: str,
     teacher: AdapterFolder | None,
-    *,
-    note: Callable[[str], None],
-    closing: ExitStack,
+    start: TrainerStart,
 ) -> TrainerSide:
     """As the first step finds it.
 
     Args:
         base_model: named in published files.
         teacher: the adapter that teaches.
-        closing: ranks are ended there.
     """
+    note = start.note
     if division.recompute != "None":
         note(f"layers are computed again in the backward pass: training.recompute is {division.recompute}")
     if resolved.run.spec.adapter.type == "Full":
         return _build_whole(resolved, folder, loss, base_model, division, note)
     if division.trainer == "Megatron":
-        return _build_ranks(resolved, folder, loss, base_model, division, note, closing)
+        return _build_ranks(resolved, folder, loss, base_model, division, start)
     return _build_alone(resolved, folder, loss, base_model, teacher, division, note)
 
 
@@ -163,15 +172,14 @@ def _build_ranks(
     loss: Callable[..., Any],
     base_model: str,
     division: Division,
-    note: Callable[[str], None],
-    closing: ExitStack,
+    start: TrainerStart,
 ) -> TrainerSide:
     from orbit_runtime.training.megatron.groups import Sizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
     from orbit_runtime.workers.ranks import Group, start_ranks
 
-    spec, layout = resolved.run.spec, division.layout
+    spec, layout, note, closing = resolved.run.spec, division.layout, start.note, start.closing
     if spec.algorithm.entrypoint == FROM_PYTHON:
         raise UnsupportedError(
             "ranks import a loss by its name, and this one was passed from Python",
@@ -215,6 +223,7 @@ def _build_ranks(
             nodes=max(1, division.nodes - 1),
         ),
         logs,
+        start.check,
     )
     closing.callback(ranks.close)
     trainer = MegatronTrainer(ranks, base_model)

@@ -102,6 +102,7 @@ class SGLangServer:
         self.taps = log.parent / "taps"
         """Folder through which the plug-in is asked what a pass computed, and answers."""
         self._process: WatchedServer | None = None
+        self._is_ended = False
         self._port = 0
 
     @property
@@ -131,7 +132,7 @@ class SGLangServer:
     def start(self) -> None:
         """Starts it in the engine's container if there is one, or else here.
 
-        Raises EngineDiedError, with the end of the log, if it never responds.
+        Raises EngineDiedError, with the end of the log, if it never responds, or if it is ended meanwhile.
         """
         self._port = free_port()
         self.taps.mkdir(parents=True, exist_ok=True)
@@ -145,6 +146,8 @@ class SGLangServer:
                 "SGLang", launch_command(arguments), environment=launch_environment(own), log=self._log,
                 token=self._token,
             )  # fmt: skip
+        if self._is_ended:
+            self._process.stop()
         self._process.wait_until(self._answers, seconds=START_SECONDS)
 
     def is_alive(self) -> bool:
@@ -156,6 +159,11 @@ class SGLangServer:
     def stop(self) -> None:
         if self._process:
             self._process.stop()
+
+    def end(self) -> None:
+        """Stops it for good, from any thread: a start that is under way fails, and so does every later one."""
+        self._is_ended = True
+        self.stop()
 
     def memory_bytes(self) -> int | None:
         if self._process is None:

@@ -16,7 +16,7 @@ from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, build_adapter, open_adapter
 from orbit_runtime.digests import split
 from orbit_runtime.errors import OrbitError
-from orbit_runtime.loop.trainers import TrainerSide, build_side, decide_division, load_loss
+from orbit_runtime.loop.trainers import TrainerSide, TrainerStart, build_side, decide_division, load_loss
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.services.building import Asked, common_facts
 from orbit_runtime.services.depot import Depot, DepotWriter, HeldWriter
@@ -140,7 +140,7 @@ def build_trainer_host(asked: Asked, note: Callable[[str], None], closing: ExitS
     resolved, folder = asked.resolved, asked.folder
     loss = load_loss(resolved, asked.inputs.search_path)
     division = decide_division(resolved, folder)
-    side = build_side(resolved, division, folder, loss, asked.model, asked.teacher, note=note, closing=closing)
+    side = build_side(resolved, division, folder, loss, asked.model, asked.teacher, TrainerStart(note, closing))
     from pydantic import TypeAdapter
 
     facts = {

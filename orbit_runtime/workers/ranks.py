@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -34,6 +35,7 @@ from orbit_runtime.workers.signs import sign
 INSTALL = "pip install 'orbit-rl[ray]'"
 START_SECONDS = 1800.0
 """A rank reads its slice of the base while it starts; one that reports nothing for this long never will."""
+CHECK_SECONDS = 0.5
 END_SECONDS = 20.0
 STOPPED_SECONDS = 60.0
 LONGEST_FOLDER = 50
@@ -69,7 +71,7 @@ class RankGroup:
     """Living ranks. For one thread at a time. After any error the group is closed, nothing of it is left, and further
     calls raise the same error."""
 
-    def __init__(self, group: Group, logs: Path) -> None:
+    def __init__(self, group: Group, logs: Path, check: Callable[[], None]) -> None:
         """See `start_ranks`."""
         self.logs = logs
         self._ended: OrbitError | None = None
@@ -105,7 +107,7 @@ class RankGroup:
         )  # fmt: skip
         try:
             self._connection.send(start)
-            self._receive("start", START_SECONDS)
+            self._receive("start", check)
         except BaseException:
             self.close()
             raise
@@ -137,7 +139,7 @@ class RankGroup:
             raise InternalError(f"the group of ranks is closed; {method} cannot be called")
         try:
             self._send(method, patience, arguments)
-            return [pickle.loads(each) for each in self._receive(method, None)]
+            return [pickle.loads(each) for each in self._receive(method)]
         except OrbitError as error:
             self._ended = error
             self.close()
@@ -154,12 +156,20 @@ class RankGroup:
         except (BrokenPipeError, ConnectionResetError):
             raise self._driver_died(method) from None
 
-    def _receive(self, method: str, seconds: float | None) -> list[bytes]:
+    def _receive(self, method: str, check: Callable[[], None] | None = None) -> list[bytes]:
+        """Args: check: of a start, which may also take too long; other calls have their own watch in the driver."""
         assert self._connection is not None
+        until = time.monotonic() + START_SECONDS
         try:
-            if not select.select([self._connection], [], [], seconds)[0]:
-                raise StalledError(f"the ranks did not start within {seconds:.0f} s", where=str(self.logs))
-            while isinstance(answer := self._connection.recv(), Sign):
+            while True:
+                while check and not select.select([self._connection], [], [], CHECK_SECONDS)[0]:
+                    check()
+                    if time.monotonic() > until:
+                        raise StalledError(
+                            f"the ranks did not start within {START_SECONDS:.0f} s", where=str(self.logs)
+                        )
+                if not isinstance(answer := self._connection.recv(), Sign):
+                    break
                 sign()
         except (EOFError, ConnectionResetError):
             raise self._driver_died(method) from None
@@ -223,12 +233,13 @@ class RankGroup:
         self.close()
 
 
-def start_ranks(group: Group, logs: Path) -> RankGroup:
+def start_ranks(group: Group, logs: Path, check: Callable[[], None] = lambda: None) -> RankGroup:
     """Starts a process per rank and makes the target's object in each; ranks start in the order of their numbers.
 
     Args:
         logs: folder for `rank-N.log` of each rank, `ray.log` of the processes that hold them, and stacks of calls that
             were given up.
+        check: called about twice a second while they start; what it raises ends them.
 
     Raises:
         UnsupportedError: (78) Ray is not installed, or the cluster has no room.
@@ -244,7 +255,7 @@ def start_ranks(group: Group, logs: Path) -> RankGroup:
         raise UnsupportedError(
             f"{group.nodes} nodes need a Ray cluster", where="spec.placement.nodes", fix="name its head in RAY_ADDRESS"
         )
-    return RankGroup(group, logs)
+    return RankGroup(group, logs, check)
 
 
 def _short_folder() -> str:

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,10 @@ def family(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 def ranks(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return [each for each in family(run) if "RankActor" in " ".join(each.cmdline() or [each.name()])]
+
+
+def servers(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return [each for each in family(run) if "sglang_plugin" in " ".join(each.cmdline())]
 
 
 @pytest.mark.parametrize("recipe", ["kimi-k2-6", "kimi-k2-6-oft", "qwen3-30b-a3b-nvfp4", "glm-4-5"])
@@ -67,6 +72,27 @@ def test_a_rank_that_is_killed_is_named_nothing_stays_and_one_process_goes_on(tm
     go_on_in_one_process(out, 3)
 
 
+@pytest.mark.parametrize(("killed", "code"), [("a rank", 81), ("the server", 82)])
+def test_ranks_and_server_start_beside_each_other_and_one_that_dies_ends_both(
+    killed: str, code: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    run = start(out, "training.steps=1")
+    until = time.monotonic() + 600
+    while not (ranks(run) and servers(run)):
+        assert run.poll() is None, log_of(out).read_text()[-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    everything = family(run)
+    # The first of the server's processes has the others below it, and is what Orbit watches.
+    victim = ranks(run)[0] if killed == "a rank" else min(servers(run), key=lambda each: each.create_time())
+    victim.send_signal(signal.SIGKILL)
+    assert run.wait(120) == code, log_of(out).read_text()[-3000:]
+    assert "Traceback" not in log_of(out).read_text()
+    _, alive = psutil.wait_procs(everything, timeout=30)
+    assert alive == []
+
+
 @pytest.mark.long
 def test_after_a_rank_was_killed_the_run_goes_on_in_two_other_divisions(tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -84,7 +110,7 @@ def kill_a_rank(out: Path) -> None:
     wait_for_step(out, 2, run, seconds=900)
     everything, victims = family(run), ranks(run)
     assert len(victims) == 2, [each.cmdline() for each in everything]
-    assert any("sglang_plugin" in " ".join(each.cmdline()) for each in everything)
+    assert servers(run)
     victims[1].send_signal(signal.SIGKILL)
     assert run.wait(300) == 81, log_of(out).read_text()[-3000:]
     said = log_of(out).read_text()

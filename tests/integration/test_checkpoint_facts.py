@@ -35,3 +35,5 @@ def test_headers_tell_what_a_policy_tells(tmp_path: Path, family: str, layout: s
         ), name  # fmt: skip
         assert told.modules >= set(loaded.layers), name
         assert told.modules <= loaded.modules, sorted(told.modules - loaded.modules)[:5]
+        if loaded.routed is not None:
+            assert told.routed == loaded.routed, name
