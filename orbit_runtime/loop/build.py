@@ -39,12 +39,11 @@ from orbit_runtime.loop.measure import HeldOut, build_held_out, check_held_out_s
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.served_teacher import TaughtEnvironment, attach_teacher
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.sides import EngineOrder, Given, Opened
+from orbit_runtime.loop.sides import EngineOrder, Given, Opened, TrainerStart
 from orbit_runtime.loop.teacher import CONTENT as TEACHER
 from orbit_runtime.loop.teacher import check_base, teacher_digest
 from orbit_runtime.loop.trainers import (
     TrainerSide,
-    TrainerStart,
     adapter_config,
     build_side,
     check_rank_packages,

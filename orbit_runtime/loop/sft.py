@@ -46,11 +46,10 @@ from orbit_runtime.loop.publish import (
 from orbit_runtime.loop.resume import restored_wrongly
 from orbit_runtime.loop.row import with_checkpoint
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.sides import Opened, Sides
+from orbit_runtime.loop.sides import Opened, Sides, TrainerStart
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.trainers import (
-    TrainerStart,
     build_side,
     check_rank_packages,
     decide_division,

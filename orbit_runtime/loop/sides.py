@@ -54,6 +54,17 @@ class EngineOrder:
     """Another execution of the run was there before, and may have left adapters on attached servers."""
 
 
+@dataclass(frozen=True)
+class TrainerStart:
+    """What a trainer's start says, leaves to be ended, and is given up for."""
+
+    note: Callable[[str], None]
+    closing: ExitStack
+    """Ranks are ended there."""
+    check: Callable[[], None] = lambda: None
+    """Called while ranks start; they end with what it raises."""
+
+
 class Sides(Protocol):
     """Trainer and engine in other processes."""
 

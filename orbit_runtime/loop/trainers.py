@@ -7,7 +7,7 @@ Belongs here: what a manifest asks of a trainer, and what each kind is made of. 
 from __future__ import annotations
 
 from collections.abc import Buffer, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correctio
 from orbit_runtime.errors import InternalError, OrbitError, UnsupportedError
 from orbit_runtime.loop.machine import rounding_facts
 from orbit_runtime.loop.rank_places import THREAD_VARIABLES, rank_devices, threads_of_a_rank
+from orbit_runtime.loop.sides import TrainerStart
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.planner.whole import check_adapted
 from orbit_runtime.spec import Resolved
@@ -65,17 +66,6 @@ class TrainerSide:
     """Whether no call can succeed any more, after any error: ranks that failed are not started again."""
     explain: Callable[[Mapping[str, Buffer]], str] | None = None
     """How what the newest `score` applied differs from these published files, in words; None: it cannot tell."""
-
-
-@dataclass(frozen=True)
-class TrainerStart:
-    """What a trainer's start says, leaves to be ended, and is given up for."""
-
-    note: Callable[[str], None]
-    closing: ExitStack
-    """Ranks are ended there."""
-    check: Callable[[], None] = lambda: None
-    """Called while ranks start; they end with what it raises."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, build_adapter, open_adapter
 from orbit_runtime.digests import split
 from orbit_runtime.errors import OrbitError
-from orbit_runtime.loop.trainers import TrainerSide, TrainerStart, build_side, decide_division, load_loss
+from orbit_runtime.loop.sides import TrainerStart
+from orbit_runtime.loop.trainers import TrainerSide, build_side, decide_division, load_loss
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.services.building import Asked, common_facts
 from orbit_runtime.services.depot import Depot, DepotWriter, HeldWriter
