@@ -8,7 +8,6 @@ Does not belong here: optimisers, files.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +21,12 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, constrained, series_error
+from orbit_runtime.adapters.pages import Pages, room
 from orbit_runtime.adapters.part import WHOLE, Part
 from orbit_runtime.adapters.rotations import Newest, Rotations
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Probe
 
-OWN_PAGES_BYTES = 1 << 20
 PROBE_SIZE = 0.1
 """Approximate share by which a random adapter changes a layer's output: far above rounding, far below noise."""
 
@@ -36,9 +35,13 @@ class _Rounded(torch.autograd.Function):
     """Rounds to BF16 and widens again; the gradient passes straight through. Many tensors in one node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        sizes = [tensor.numel() for tensor in tensors]
-        parts = _room(sum(sizes), dtype, tensors[0].device).split_with_sizes(sizes)
+    def forward(ctx: Any, dtype: torch.dtype, kept: Pages | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        sizes, device = [tensor.numel() for tensor in tensors], tensors[0].device
+        if device.type == "cpu":
+            values = kept.room(sum(sizes), dtype) if kept else room(sum(sizes), dtype)
+        else:
+            values = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = values.split_with_sizes(sizes)
         for part, tensor in zip(parts, tensors, strict=True):
             # Rounded where it is to lie: at no time are all of them there once more, be it in fp32 or in BF16.
             part.copy_(tensor.reshape(-1) if dtype == torch.bfloat16 else tensor.reshape(-1).to(torch.bfloat16))
@@ -46,15 +49,7 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(grad.float() for grad in grads))
-
-
-def _room(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the host, memory that is given back to the system with its last view: malloc may keep it, in holes that the
-    next layer's values do not fit into."""
-    if device.type != "cpu" or size * dtype.itemsize < OWN_PAGES_BYTES:
-        return torch.empty(size, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype)
+        return (None, None, *(grad.float() for grad in grads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +118,14 @@ class Masters:
         Args:
             layer: only this one's.
             experts: of the experts that this process holds, only these; what experts share is whole in any case.
-            newest: what the call before built; of rotations, this one may need the same.
+            newest: what the call before built, and its pages; of rotations, this one may need the same.
         """
         if self.config.type == "LoRA":
             names: Collection[str] = self.owner if layer is None else (layer,)
             keys: Collection[str] = self.parameters if layer is None else (f"{layer}.lora_A", f"{layer}.lora_B")
             values = [self._of_experts(key, experts) for key in keys]
-            rounded = dict(zip(keys, _Rounded.apply(compute_dtype, *values), strict=True))
+            kept = newest.pages if newest else None
+            rounded = dict(zip(keys, _Rounded.apply(compute_dtype, kept, *values), strict=True))
             return {
                 name: LoRASlot(rounded[f"{name}.lora_A"], rounded[f"{name}.lora_B"], self.config.scaling)
                 for name in names
@@ -140,11 +136,15 @@ class Masters:
             if newest.applied is None or newest.applied[:2] != (owner, experts):
                 newest.applied = None
                 R = self.rotations.of(owner, experts, newest)
-                newest.applied = (owner, experts, _Rounded.apply(compute_dtype, R)[0] if is_rounded else R)
+                newest.applied = (
+                    owner,
+                    experts,
+                    _Rounded.apply(compute_dtype, newest.pages, R)[0] if is_rounded else R,
+                )
             return {layer: OFTSlot(newest.applied[2])}
         every = self.rotations.every()
         if is_rounded:
-            every = dict(zip(every, _Rounded.apply(compute_dtype, *every.values()), strict=True))
+            every = dict(zip(every, _Rounded.apply(compute_dtype, None, *every.values()), strict=True))
         return {name: OFTSlot(every[owner]) for name, owner in self.owner.items()}
 
     @cached_property

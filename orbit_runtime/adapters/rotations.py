@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.oft import rotations
+from orbit_runtime.adapters.pages import Pages
 from orbit_runtime.adapters.part import WHOLE
 
 BATCH_VALUES = 1 << 20
@@ -42,6 +43,8 @@ class Newest:
     batch: tuple[Batch, dict[Blocks, Tensor]] | None = None
     applied: tuple[str, slice, Tensor] | None = None
     """Owner, experts, and R as layers multiply by it."""
+    pages: Pages = field(default_factory=Pages)
+    """Those of layers that are done."""
 
 
 class Rotations:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from orbit_runtime.adapters.pages import room
 from orbit_runtime.digests import IN_FLIGHT_BYTES, PIECE_BYTES, PieceHasher, Pieces, cut, hash_pieces
 from orbit_runtime.model_info.headers import parse_header
 
@@ -23,8 +24,6 @@ _CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 FORMAT = {"format": "pt"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _NARROW = torch.bfloat16.itemsize
-_OWN_PAGES_BYTES = 1 << 20
-"""Temporary memory of at least this size gets pages of its own; see `_rounded`."""
 _CACHED_BYTES = 1 << 20
 """Of values on the host, converted at a time: what one operation writes is in a core's cache for the next."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -194,6 +193,12 @@ def _narrow(values: Tensor) -> Tensor | None:
     """As BF16; None if that changes a value."""
     if values.dtype == torch.bfloat16:
         return values
+    if values.dtype == torch.float32 and values.device.type == "cpu":
+        # The upper half of each: a fifth of the time that comparing takes.
+        words = values.detach().numpy().view(np.uint32)
+        if np.bitwise_or.reduce(words) & 0xFFFF:
+            return None
+        return torch.from_numpy((words >> 16).astype(np.uint16)).view(torch.bfloat16)
     narrow = values.to(torch.bfloat16)
     # Compared as integers: NaN equals nothing, and the sign of a zero must count.
     bits = _BITS[values.element_size()]
@@ -269,18 +274,10 @@ def _lies_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Flat values in `dtype`, on the host, in memory that is returned to the system with its last view.
-
-    malloc would keep it: glibc maps a large block separately only until the first one of that size is freed. It then
-    raises its threshold and takes the next from the heap, and pieces that are freed in another order than they were
-    allocated leave holes. A publish of 200 MB in pieces of 16 MiB kept 96 to 160 MiB that way, and keeps none now.
-    """
-    size = values.numel() * dtype.itemsize
-    if size < _OWN_PAGES_BYTES:
-        return values.to(dtype)
+    """Flat values in `dtype`, on the host."""
     # A device rounds before copying, which halves the transferred bytes.
     given = values if values.device.type == "cpu" else values.to(dtype)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).copy_(given)
+    return room(values.numel(), dtype).copy_(given)
 
 
 def _bytes(values: Tensor) -> memoryview:
