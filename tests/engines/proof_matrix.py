@@ -160,7 +160,7 @@ def doubled_alpha(case: Case) -> Mapping[str, Any]:
 def evict(case: Case) -> None:
     """The version that samples until now, and its files, from which SGLang would load it again."""
     case.bench.post("/unload_lora_adapter", {"lora_name": case.before})
-    for file in case.bench.engine.slot(case.before).folder.iterdir():
+    for file in case.bench.engine.slot(case.before).files().iterdir():
         file.unlink()
 
 
