@@ -110,12 +110,12 @@ class LayerRotation:
         """x with the rows of OFT adapters rotated, the others unchanged.
 
         Args:
-            captured: a CUDA graph records this pass: uses only operations on static memory, whatever the batch holds.
+            captured: a CUDA graph records this pass, so nothing may depend on what the batch holds.
         """
-        if not captured and not self.rows.runs:
+        if not self.rows.runs and (not captured or x.device.type == "cpu"):
             return x
         flat = x.reshape(-1, x.shape[-1])
-        turned = self._turn_all(flat) if captured else self._turn_runs(flat)
+        turned = self._turn_runs(flat) if x.device.type == "cpu" else self._turn_at_once(flat)
         return turned.view(x.shape)
 
     def _turn_runs(self, x: Tensor) -> Tensor:
@@ -126,20 +126,18 @@ class LayerRotation:
             turned[start:stop] = rotate(x[start:stop], self.part(slot, x.shape[-1]))
         return turned
 
-    def _turn_all(self, x: Tensor) -> Tensor:
-        turned = x
-        slots_T = self.rows.slots_T[: x.shape[0], None]
-        for slot in range(len(self.buffer)):
-            turned = torch.where(slots_T == slot, rotate(x, self.part(slot, x.shape[-1])), turned)
-        return turned
+    def _turn_at_once(self, x: Tensor) -> Tensor:
+        from orbit_runtime.adapters.turn_kernel import turn_rows
 
-    def part(self, slot: int, width: int) -> Tensor:
-        """R, whole or for the features that a divided input has on this rank."""
+        return turn_rows(x, self.part(slice(None), x.shape[-1]), self.rows.slots_T)
+
+    def part(self, slot: int | slice, width: int) -> Tensor:
+        """R of a slot or of several, whole or for the features that a divided input has on this rank."""
         R = self.buffer[slot]
         if width == self.in_features:
             return R
         count = width // R.shape[-1]
-        return R[self._rank * count : (self._rank + 1) * count]
+        return R[..., self._rank * count : (self._rank + 1) * count, :, :]
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,12 @@ LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
     "orbit_runtime/cli/main.py:evaluate": "a command's options: which models, and of each kind of model its own",
     "orbit_runtime/cli/main.py:serve": "a command's options: what is served, and to whom",
+    "orbit_runtime/adapters/turn_kernel.py:turn_kernel": "a Triton kernel: tile sizes and switches are parameters",
     "orbit_runtime/cli/main.py:chat": "a command's options: which models, which engine, and how it samples",
     "orbit_runtime/cli/data.py:prepare": "a command's options: which columns, what is made of them, what is left out",
     "orbit_runtime/environments/rewards/judge.py:judge": "the arguments of a reward are those of its manifest",
     "orbit_runtime/policy/load.py:load_policy": "the door of a package: one keyword for each decision of a manifest",
-    "orbit_runtime/quant/kernels/matmul.py:forward_kernel": "a Triton kernel: tile sizes and switches are parameters",
+    "orbit_runtime/quant/kernels/matmul.py:forward_kernel": "a Triton kernel, likewise",
     "orbit_runtime/quant/kernels/matmul.py:input_gradient_kernel": "a Triton kernel, likewise",
 }
 """`path:Class.function`: why it takes more than `PARAMETERS`."""

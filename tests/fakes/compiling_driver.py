@@ -71,6 +71,7 @@ def main(capability: int, layouts: list[str]) -> None:
     from fakes.kernel_weights import operands_of, ordinary, stack_on
     from triton.runtime.jit import JITFunction
 
+    from orbit_runtime.adapters.turn_kernel import turn_rows
     from orbit_runtime.quant.kernels import launch
     from orbit_runtime.quant.kernels.tuning import fitting
 
@@ -100,6 +101,13 @@ def main(capability: int, layouts: list[str]) -> None:
                 line = {"layout": layout, "grouped": number > 2} | facts(kernel, Path(folder))
                 print(json.dumps(line), flush=True)
             results.clear()
+        for size in (8, 32, 128):
+            R = torch.zeros(8, 2, size, size, dtype=torch.bfloat16)
+            turn_rows(torch.zeros(tokens, 2 * size, dtype=torch.bfloat16), R, torch.zeros(tokens, dtype=torch.int32))
+            print(
+                json.dumps({"layout": f"R of {size}", "grouped": False} | facts(results.pop(), Path(folder))),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

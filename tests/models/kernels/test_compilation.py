@@ -38,6 +38,9 @@ def test_all_kernels_compile_without_spilling_and_multiply_with_the_devices_matr
     capability: int, instruction: str
 ) -> None:
     kernels = compiled(capability, *LAYOUTS)
+    turning = [each for each in kernels if each["name"] == "turn_kernel"]
+    assert [each["layout"] for each in turning] == ["R of 8", "R of 32", "R of 128"]
+    kernels = [each for each in kernels if each not in turning]
     assert {(each["layout"], each["name"], each["grouped"]) for each in kernels} == {
         (layout, name, grouped)
         for layout in LAYOUTS
@@ -49,3 +52,7 @@ def test_all_kernels_compile_without_spilling_and_multiply_with_the_devices_matr
         assert each["shared"] <= SHARED_BYTES, each
         assert each["mma"] == ([] if each["name"] == "dequantize_kernel" else [instruction]), each
         assert not each["flushes_subnormals"], f"subnormal scales would be lost: {each}"
+    for each in turning:
+        assert each["stack"] == 0, f"registers spilled: {each}"
+        assert each["shared"] <= SHARED_BYTES, each
+        assert each["mma"], each

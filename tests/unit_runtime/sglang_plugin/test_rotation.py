@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, R
 from orbit_runtime.adapters.oft import rotate, rotations
 from orbit_runtime.errors import InternalError, ModelError
 from orbit_runtime.sglang_plugin.arrival import files_of
-from orbit_runtime.sglang_plugin.rotation import UNTURNED, Published, Rotations, parts
+from orbit_runtime.sglang_plugin.rotation import UNTURNED, LayerRotation, Published, Rotations, parts
 
 SIZE, WIDTH = 4, 16
+Turn = Callable[[LayerRotation, torch.Tensor], torch.Tensor]
 LAYERS = ("model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.down_proj")
 
 
@@ -35,15 +37,28 @@ def published(seed: int) -> Published:
     return Published({}, {name: random_R(seed + index) for index, name in enumerate(LAYERS)})
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_rows_are_turned_by_their_own_slot_and_the_others_stay_bit_for_bit(captured: bool) -> None:
+def turned_by_kernel(layer: LayerRotation, x: torch.Tensor) -> torch.Tensor:
+    """As on a GPU, where a captured pass replays it; here in Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+    return layer._turn_at_once(x)
+
+
+def turned_by_runs(layer: LayerRotation, x: torch.Tensor) -> torch.Tensor:
+    return layer.turn(x, captured=False)
+
+
+WAYS = [turned_by_runs, turned_by_kernel]
+
+
+@pytest.mark.parametrize("turn", WAYS)
+def test_rows_are_turned_by_their_own_slot_and_the_others_stay_bit_for_bit(turn: Turn) -> None:
     made = table()
     made.fill(0, published(1))
     made.fill(2, published(2))
     x = torch.randn(11, WIDTH)
     # Slot 1 holds a LoRA; the last row pads the pass.
     made.prepare([0, 0, 1, 2, UNTURNED, 0], [2, 1, 3, 2, 1, 1])
-    turned = made.layers[LAYERS[1]].turn(x, captured=captured)
+    turned = turn(made.layers[LAYERS[1]], x)
     first, second = (made.layers[LAYERS[1]].buffer[slot] for slot in (0, 2))
     torch.testing.assert_close(turned[:3], rotate(x[:3], first))
     torch.testing.assert_close(turned[6:8], rotate(x[6:8], second))
@@ -61,7 +76,7 @@ def test_a_shorter_pass_forgets_the_rows_of_the_one_before() -> None:
     made.prepare([0], [8])
     made.prepare([0], [2])
     x = torch.randn(8, WIDTH)
-    turned = made.layers[LAYERS[0]].turn(x, captured=True)
+    turned = turned_by_kernel(made.layers[LAYERS[0]], x)
     assert torch.equal(turned[2:], x[2:])
     assert not torch.equal(turned[:2], x[:2])
 
@@ -77,8 +92,8 @@ def test_a_rank_turns_its_part_of_the_input_by_its_part_of_R() -> None:
         part.fill(0, published(1))
         part.prepare([0], [5])
         cut = slice(rank * WIDTH // 2, (rank + 1) * WIDTH // 2)
-        for captured in (False, True):
-            turned = part.layers[LAYERS[1]].turn(x[:, cut].contiguous(), captured=captured)
+        for turn in WAYS:
+            turned = turn(part.layers[LAYERS[1]], x[:, cut].contiguous())
             torch.testing.assert_close(turned, expected[:, cut])
     with pytest.raises(ModelError, match="do not divide the 6 input features"):
         table(local=6)
@@ -172,4 +187,5 @@ def test_all_experts_of_a_layer_share_the_R_of_their_files(tmp_path: Path) -> No
     assert all(torch.equal(tensor.bfloat16(), R) for tensor in held.values())
     made.prepare([1], [3])
     x = torch.randn(3, WIDTH)
-    torch.testing.assert_close(layer.turn(x, captured=True), rotate(x, R[0].float()))
+    for turn in WAYS:
+        torch.testing.assert_close(turn(layer, x), rotate(x, R[0].float()))
