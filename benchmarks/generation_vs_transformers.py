@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace) -> Measured:
         (f"generation, {long_tailed[0]} requests, up to {long_tailed[1]}", long_tailed, 2.5, list(tokenizer.eos_ids)),
     ):
         used = tokenizer if ends else Endless(tokenizer)
-        engine = TorchEngine(policy, used, max_running_requests=count)
+        engine = TorchEngine(policy, used, max_running_requests=count)  # type: ignore[arg-type]
         row = compare(
             name,
             ("Orbit", lambda e=engine, c=count, n=new_tokens, w=name: orbit(e, c, n, w)),
@@ -112,8 +112,8 @@ def measure(options: argparse.Namespace) -> Measured:
         comparisons.append(row)
     tokens_a_call = {name: sum(counts) / len(counts) for name, counts in tokens.items()}
     print(table(comparisons))
-    for name, count in tokens_a_call.items():
-        print(f"{name}: {count:.0f} tokens a call")
+    for name, mean in tokens_a_call.items():
+        print(f"{name}: {mean:.0f} tokens a call")
     return Measured(comparisons, {"tokens_a_call": tokens_a_call})
 
 

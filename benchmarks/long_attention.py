@@ -47,7 +47,7 @@ def make_inputs(options: argparse.Namespace, tokens: int, device: torch.device) 
 def attend(kernel: str, batch: PackedBatch, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The result and the gradients of a weighted sum of it."""
     look = Look(inputs[0].shape[-1] ** -0.5)
-    out = PackedPlan(batch, kernel).attend_tokens(0, *inputs, look)  # type: ignore[arg-type]
+    out = PackedPlan(batch, kernel).attend_tokens(0, *inputs, look)  # type: ignore[call-arg, arg-type]
     slope = torch.linspace(-1.0, 1.0, out.shape[-1], device=out.device, dtype=out.dtype)
     return [out.detach(), *torch.autograd.grad((out * slope).sum(), inputs)]
 

@@ -44,7 +44,7 @@ def make_samples(options: argparse.Namespace) -> list[Any]:
                 "advantage": blank + [1.0 if answer % 2 else -1.0] * len(tokens),
             }
             mask = [0] * len(prompt) + [1] * len(tokens)
-            made.append(Sample(prompt + tokens, mask, columns, group, len(prompt)))
+            made.append(Sample(prompt + tokens, mask, columns, group, len(prompt)))  # type: ignore[arg-type]
     return made
 
 

@@ -50,6 +50,7 @@ def measure(options: argparse.Namespace) -> Measured:
     requests = AT_ONCE if options.smallest else 8 * AT_ONCE
     opened = open_models(Asked(model="builtin://tiny-adder"), Limits(running=AT_ONCE), lambda _: None)
     base = opened.policies.base
+    assert base.policy is not None
     engine = TorchEngine(base.policy, base.tokenizer, max_running_requests=AT_ONCE)
     prompt = tuple(base.tokenizer.encode_chat(PROMPT))
     with closing(start_serving(opened, "127.0.0.1", 0, None)) as serving:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -97,7 +98,7 @@ def trl_turn(rows: list[dict[str, str]], out: Path, cuts: int, is_sorted: bool) 
         }
         for row in rows
     ]
-    config = {
+    config: dict[str, Any] = {
         "output_dir": str(out),
         "per_device_train_batch_size": BATCH // cuts,
         "gradient_accumulation_steps": cuts,

@@ -63,7 +63,7 @@ def measure_one(adapter: str, count: int) -> dict[str, Any]:
             load(*given)  # type: ignore[arg-type]
             loads.append(time.perf_counter() - start)
 
-        rig.engine.load_adapter = timed_load  # type: ignore[method-assign]
+        rig.engine.load_adapter = timed_load  # type: ignore[method-assign, assignment]
         first = [parameter.detach().clone() for parameter in rig.policy.injected.parameters()]
         for number in range(count):
             if number % RESET_AFTER == 0:

@@ -84,6 +84,7 @@ def measure_one(adapter: str, repetitions: int, size: Size) -> tuple[list[harnes
         rig.move(0, 0.02)
         rig.publish()
         publishing = _publishing(rig, size)
+        assert rig.publication is not None
         server = rig.engine.replicas[0].server
         # Answers use an adapter that stays loaded: a publish waits for the previous version's answers before unloading.
         rig.engine.load_adapter("stays", rig.publication.adapter)

@@ -20,6 +20,7 @@ from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.loop.publish import Publication, Publisher
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.builtin_models import builtin_folder
@@ -143,5 +144,6 @@ def _rig(policy: Policy, tokenizer: ChatTokenizer, engine: ServedEngine, run: Pa
     canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)
     limit = CHANGE_LIMITS["float32"]
     trainer = TorchTrainer(policy, SETTINGS)
-    publisher = Publisher(store, execution, Keeper(), engine, trainer, canary, limit, "sha256:0")
+    bisect = Bisect(engine, canary, "float32")
+    publisher = Publisher(store, execution, Keeper(), engine, trainer, canary, limit, "sha256:0", bisect)
     return Rig(policy, tokenizer, engine, publisher, PolicyVersions(engine))

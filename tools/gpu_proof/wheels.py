@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -71,7 +72,7 @@ def closure(wanted: Iterable[Requirement], environment: Mapping[str, str], leave
 
 def packages(python: str, machine: str) -> dict[str, str]:
     """Package → version of every wheel to gather."""
-    there = {
+    there: dict[str, Any] = {
         **default_environment(), "python_version": python, "python_full_version": f"{python}.0",
         "platform_machine": machine, "sys_platform": "linux", "platform_system": "Linux",
     }  # fmt: skip

@@ -38,12 +38,12 @@ def run(record: Record) -> None:
     cases = TINY_CASES if record.is_tiny else CASES
     wrong = []
     for case in cases:
-        differing = {f"{rows}x{columns}": differing_values(case, rows, columns, device) for rows, columns in shapes}
+        differing = {f"{height}x{width}": differing_values(case, height, width, device) for height, width in shapes}
         record.add(f"values of {case} that differ from the codec's", differing)
         wrong += [f"{case} {shape}" for shape, count in differing.items() if count]
-    sizes = (48, 64, (3, 20)) if record.is_tiny else (2048, 4096, (1, 77, 2048, 5000))
+    rows, columns, tokens = (48, 64, (3, 20)) if record.is_tiny else (2048, 4096, (1, 77, 2048, 5000))
     for layout in LAYOUTS[:1] if record.is_tiny else LAYOUTS:
-        errors = product_errors(layout, *sizes, device) | grouped_errors(layout, record.is_tiny, device)
+        errors = product_errors(layout, rows, columns, tokens, device) | grouped_errors(layout, record.is_tiny, device)
         record.add(f"relative errors of products, {layout}", errors)
         wrong += [f"{layout} {name}" for name, error in errors.items() if not error < LIMIT]
     if wrong:

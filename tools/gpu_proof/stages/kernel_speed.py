@@ -47,8 +47,8 @@ def run(record: Record, *, layout: str) -> None:
     for shape in ((64, 64),) if record.is_tiny else SHAPES:
         for tokens in (3,) if record.is_tiny else (*DECODING, *TRAINING):
             for name, row in bench.products(shape, tokens):
-                rate = bench.weight_bytes(shape) * bench.calls / row.median_a
-                share = {"weight, bytes a second": rate, "of copying": rate / copied} if tokens in DECODING else {}
+                speed = bench.weight_bytes(shape) * bench.calls / row.median_a
+                share = {"weight, bytes a second": speed, "of copying": speed / copied} if tokens in DECODING else {}
                 record.add(name, asdict(row) | share)
     experts = bench.experts(*((2, 32, 64, 8) if record.is_tiny else (64, 2048, 1024, 128)))
     record.add(experts.name, asdict(experts))

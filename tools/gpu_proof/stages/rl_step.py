@@ -78,7 +78,7 @@ def measure_orbit(record: Record, shape: Shape, folder: Path, adapter: Mapping[s
     turn = orbit_turn(shape, folder, scratch / f"run-{shape.precision}", adapter=adapter, progress=memory)
     turn(turns)
     release()
-    planned = {phase: made.total(phase) for phase in made.phases}
+    planned: dict[str, int] = {phase: made.total(phase) for phase in made.phases}
     told = [name for name, value in turns.rows[0].items() if name.startswith("seconds_") and value is not None]
     seconds = {name: median(turns, name) for name in told}
     record.add(f"Orbit, {shape.precision}", {
