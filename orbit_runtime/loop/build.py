@@ -224,6 +224,7 @@ def build_parts(
         if spec.parity.preflight == "Enforce"
         else math.inf,
         max_unproven=spec.parity.max_unproven,
+        loads_beside=given.sides is None and resolved.engine != "Torch",
     )
     environment = build_environment(run.name, spec, tokenizer, materials.scorer, pool, sampling_of(spec))
     served = attach_teacher(spec, tokenizer, side.facts.vocabulary, sequences, closing)

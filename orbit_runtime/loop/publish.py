@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Buffer, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Buffer, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,9 @@ class Publisher:
     """Limit for the mean |d| on the canary with no adapter."""
     max_unproven: int = 0
     """Consecutive publishes that noise may leave unproven."""
+    loads_beside: bool = False
+    """Whether the engine may load while the trainer computes its part of the proof: neither computes in the other's
+    process."""
 
     def publish(self, version: int, previous: Publication | None) -> Publication:
         """Publishes the trainer's adapter as `policy-v{version}` and proves it on every copy, alongside `previous`.
@@ -94,6 +97,8 @@ class Publisher:
                 `previous` stays active.
         """
         adapter = publishable(self.trainer, version)
+        load = partial(self.engine.load_adapter, adapter_name(version), adapter)
+        loaded = _begun(load) if self.loads_beside else None
         adapted, base = self.trainer.score(self.canary_T)
         facts = adapter_facts(adapter, self.canary_T, (adapted, base), self.base_weights)
         self.keeper.submit(partial(write_adapter_bundle, self.store, self.execution, adapter, facts))
@@ -102,7 +107,7 @@ class Publisher:
         expected = expected_applied_digest(adapter.files, adapter.pieces)
         told = self.bisect.explain_trainer(adapter) if adapted.applied_digest != expected else []
         try:
-            self.engine.load_adapter(adapter_name(version), adapter)
+            loaded.result() if loaded else load()
         except OrbitError as error:
             failures = [f"the engine did not load it: {error}", *told]
             self._keep_evidence(version, {"version": version, "proven": False, "failures": failures})
@@ -141,6 +146,14 @@ class Publisher:
     def _keep_evidence(self, version: int, evidence: Mapping[str, Any]) -> None:
         key = f"parity/publish-v{version}-e{self.execution.number:06d}.json"
         self.store.put(key, json.dumps(evidence, indent=1).encode())
+
+
+def _begun(call: Callable[[], None]) -> Future[None]:
+    """In a thread that nobody waits for if the caller fails meanwhile: the engine's end ends the call as well."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="orbit-load")
+    begun = pool.submit(call)
+    pool.shutdown(wait=False)
+    return begun
 
 
 def adapter_facts(

@@ -164,6 +164,37 @@ def test_copies_are_proven_at_the_same_time(rig: Rig, monkeypatch: pytest.Monkey
     assert not all_asked.broken
 
 
+def test_an_engine_of_its_own_loads_while_the_trainer_computes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other, so that neither could be first."""
+    beside = replace(rig.publisher, loads_beside=True)
+    both, load, score = threading.Barrier(2, timeout=60), rig.engine.load_adapter, rig.trainer.score
+
+    def met(call: Callable[..., Any]) -> Callable[..., Any]:
+        def meet(*given: Any) -> Any:
+            both.wait()
+            return call(*given)
+
+        return meet
+
+    monkeypatch.setattr(rig.engine, "load_adapter", met(load))
+    monkeypatch.setattr(rig.trainer, "score", met(score))
+    rig.train(2, 0.02)
+    assert beside.publish(2, rig.publication).is_proven
+    rig.publisher.keeper.wait()
+
+
+def test_a_load_that_fails_beside_the_trainer_is_told_as_any_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise GateError("no room for it")
+
+    monkeypatch.setattr(rig.engine, "load_adapter", refuse)
+    for beside in (False, True):
+        publisher = replace(rig.publisher, loads_beside=beside)
+        with pytest.raises(GateError, match="could not be proven live: the engine did not load it: no room for it"):
+            publisher.publish(2 + beside, rig.publication)
+        rig.publisher.keeper.wait()
+
+
 @pytest.mark.parametrize("scale", [0.02, 3e-4])
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 def test_a_planted_fault_stops_the_run_at_the_next_publish(rig: Rig, fault: str, scale: float) -> None:
