@@ -24,7 +24,7 @@ from tools.gpu_proof.stages import LAYOUTS, STAGES
 from tools.gpu_proof.wheels import FROM_THE_MACHINE, closure, packages, requirements
 
 FACTS = {"card": "cpu", "commit": "c" * 40, "dirty": False, "tiny": True}
-NEED_TRITON = ("kernel-equality", "kernel-speed-int4")
+NEED_TRITON = ("kernel-equality", "kernel-speed-int4", "rotation-speed")
 ONCE = [name for name in STAGES if name not in {f"kernel-speed-{layout.lower()}" for layout in LAYOUTS[1:]}]
 """Without the layouts beyond the first, which run the same code."""
 SAMPLE = ("device-tests", "kernel-equality", "rl-step-oft")

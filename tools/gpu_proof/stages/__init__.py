@@ -26,6 +26,7 @@ STAGES: Mapping[str, Stage] = {
     "device-tests": Stage("device_tests"),
     "kernel-equality": Stage("kernel_equality"),
     **{f"kernel-speed-{layout.lower()}": Stage("kernel_speed", {"layout": layout}) for layout in LAYOUTS},
+    "rotation-speed": Stage("rotation_speed"),
     "quickstart": Stage("quickstart"),
     "rl-step-lora": Stage("rl_step", {"adapter": "LoRA"}),
     "rl-step-oft": Stage("rl_step", {"adapter": "OFT"}),
