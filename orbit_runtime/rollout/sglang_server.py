@@ -20,9 +20,10 @@ from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_experts import expert_arguments
 from orbit_runtime.rollout.wire import is_serving
+from orbit_runtime.workers.ports import HeldPort
 from orbit_runtime.workers.remote_process import RemoteProcess
 from orbit_runtime.workers.run_token import new_token
-from orbit_runtime.workers.server_process import ServerProcess, WatchedServer, free_port
+from orbit_runtime.workers.server_process import ServerProcess, WatchedServer
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, VERSION_VARIABLE, launch_command, launch_environment
 from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
 
@@ -134,7 +135,10 @@ class SGLangServer:
 
         Raises EngineDiedError, with the end of the log, if it never responds, or if it is ended meanwhile.
         """
-        self._port = free_port()
+        with HeldPort() as self._port:
+            self._start()
+
+    def _start(self) -> None:
         self.taps.mkdir(parents=True, exist_ok=True)
         arguments = server_arguments(self._settings, self._port, self._host)
         own = _environment(self._settings, self.taps)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 from orbit_runtime import errors
 from orbit_runtime.errors import EngineDiedError, OrbitError
+from orbit_runtime.workers.ports import HeldPort
 
 MOST_STARTS = 20
 END_SECONDS = 30.0
@@ -34,7 +34,7 @@ class Children:
         self._file = file
         self._overrides = overrides
         self._note = note
-        self._ports = {kind: _free_port() for kind in kinds}
+        self._ports = {kind: HeldPort() for kind in kinds}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._starts = 0
 
@@ -58,11 +58,13 @@ class Children:
                 process.wait()
                 if process.stdin is not None:
                     process.stdin.close()
+            for port in self._ports.values():
+                port.close()
             self._scratch.cleanup()
 
     @property
     def addresses(self) -> dict[str, str]:
-        return {kind: f"http://127.0.0.1:{port}" for kind, port in self._ports.items()}
+        return {kind: f"http://127.0.0.1:{port.number}" for kind, port in self._ports.items()}
 
     def pid(self, kind: str) -> int:
         return self._processes[kind].pid
@@ -90,7 +92,7 @@ class Children:
         self._starts += 1
         command = [
             sys.executable, "-P", "-m", "orbit_runtime.cli.main", kind, str(self._file),
-            "--listen", f"127.0.0.1:{self._ports[kind]}", "--end-with-input",
+            "--listen", f"127.0.0.1:{self._ports[kind].number}", "--end-with-input",
             *(part for each in self._overrides for part in ("--set", each)),
         ]  # fmt: skip
         with self._log(kind).open("wb") as log:
@@ -125,9 +127,3 @@ def _is_users(code: int) -> bool:
 def _error_of(code: int) -> type[OrbitError]:
     known = (kind for kind in OrbitError.__subclasses__() if kind.exit_code == code)
     return next(known, EngineDiedError)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -185,13 +184,6 @@ def memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
         return int(counts.get("oom_kill", 0))
     except (OSError, ValueError):
         return 0
-
-
-def free_port() -> int:
-    """A port of the loopback device that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _ended(status: int) -> str:

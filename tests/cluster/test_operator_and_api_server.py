@@ -16,11 +16,11 @@ from cluster.bed.control_plane import ControlPlane
 from cluster.by_hand import RUNS, Server, connect, open_team, wait_for
 from cluster.operator_process import run_operator
 from cluster.wire import open_wire
+from fakes.ports import free_port
 
 from orbit_operator.crd_check import find_differences, find_served, missing_fields
 from orbit_operator.handlers import SILENT_SECONDS
 from orbit_runtime.spec.crd import build_crd, build_schema
-from orbit_runtime.workers.server_process import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev"

@@ -17,8 +17,7 @@ from cluster.bed.control_plane import ControlPlane
 from cluster.by_hand import Object, Server, Team, connect, open_team, wait_for
 from cluster.operator_process import Operator, run_operator
 from cluster.wire import Wire, open_wire
-
-from orbit_runtime.workers.server_process import free_port
+from fakes.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 RBAC = "/apis/rbac.authorization.k8s.io/v1"

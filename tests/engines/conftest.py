@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fakes.ports import free_port
 
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
@@ -15,7 +16,7 @@ from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Engine
-from orbit_runtime.workers.server_process import ServerProcess, free_port
+from orbit_runtime.workers.server_process import ServerProcess
 from tests.engines.inside_server import inside_environment, run_inside_of
 from tests.engines.servers import LORA, OFT, Adder, attach, load_adder, server_of, start_server
 

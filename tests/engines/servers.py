@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
+from fakes.ports import free_port
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.checkpoints.convert import convert
@@ -31,7 +32,7 @@ from orbit_runtime.rollout.starting import start_engine
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE, run_token
-from orbit_runtime.workers.server_process import ServerProcess, free_port
+from orbit_runtime.workers.server_process import ServerProcess
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.integration.tiny_models import TARGETS
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fakes.ports import free_port
 
 from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE
-from orbit_runtime.workers.server_process import free_port
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 from tests.engines.servers import Adder, server_of, start_server
 from tests.engines.test_sglang_faults import canary

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.ports import free_port
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -36,7 +37,6 @@ from orbit_runtime.rollout.sglang_server import (
 )
 from orbit_runtime.sglang_plugin.rotation import parts
 from orbit_runtime.types import AdapterFiles
-from orbit_runtime.workers.server_process import free_port
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.integration.engine_inputs import random_adapter
 from tests.integration.tiny_families import make_family

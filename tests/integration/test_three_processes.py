@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from fakes.guide import ROOT, commands, run_in_process
+from fakes.ports import free_port
 
 from orbit_runtime.loop.run import run
 from orbit_runtime.observability.progress import SilentProgress
@@ -24,7 +25,7 @@ from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import open_store
 from tests.integration.killing import adapter_digests, demanding_manifest, small_manifest, timeless_rows
 from tests.integration.run_launcher import RunLauncher
-from tests.integration.three_processes import TOKEN, free_port, run_apart, two_sides
+from tests.integration.three_processes import TOKEN, run_apart, two_sides
 
 pytestmark = pytest.mark.timeout(600)
 """Each side imports torch; on two busy cores three of them need minutes."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.ports import free_port
 
 import orbit_runtime
 from orbit_runtime.cli.main import run_command
@@ -40,7 +41,7 @@ from orbit_runtime.services.orchestrate import RemoteSides, check_inference, che
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.workers.signs import sign, silent_seconds
 from tests.integration.killing import small_manifest
-from tests.integration.three_processes import TOKEN, Side, free_port, two_sides
+from tests.integration.three_processes import TOKEN, Side, two_sides
 
 ASKED = small_manifest(steps=1)
 

@@ -6,7 +6,6 @@ manifest, as a new process would be.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -94,9 +93,3 @@ def remote_sides(sides: dict[str, Side], *, token: str | None = TOKEN, patience:
 def run_apart(manifest: dict[str, Any], out: Path, sides: dict[str, Side]) -> RunResult:
     spec = OrbitRun.model_validate(manifest)
     return run(spec, out=str(out), progress=SilentProgress(), sides=remote_sides(sides))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

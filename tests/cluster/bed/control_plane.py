@@ -13,8 +13,7 @@ import httpx
 from cluster.bed.pki import ADMIN_TOKEN, build_pki, write_kubeconfig
 from cluster.bed.processes import Processes
 from cluster.bed.programs import find_program
-
-from orbit_runtime.workers.server_process import free_port
+from fakes.ports import free_port
 
 SERVICE_RANGE = "10.96.0.0/16"
 SERVICE_ADDRESS = "10.96.0.1"

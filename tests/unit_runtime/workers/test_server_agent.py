@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fakes.ports import free_port
 
 from orbit_runtime import __version__
 from orbit_runtime.errors import EngineDiedError, OutputError, UnsupportedError, UsageError
@@ -20,7 +21,6 @@ from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments
 from orbit_runtime.spec.engine_arguments import ALLOWED
 from orbit_runtime.workers.remote_process import GONE, RemoteProcess
 from orbit_runtime.workers.server_agent import FLAGS, OWN_FLAGS, gpu_memory, run_agent
-from orbit_runtime.workers.server_process import free_port
 
 TOKEN = "the-token-of-this-run"
 PLAYED = Path(__file__).parents[2] / "fakes" / "played_agent.py"
