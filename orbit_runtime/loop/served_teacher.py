@@ -56,7 +56,7 @@ def attach_teacher(
     teacher = spec.algorithm.decided_teacher
     if teacher is None or teacher.type != "Served":
         return None
-    from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+    from orbit_runtime.rollout.attached import REFUSED_SECONDS, Endpoint, Wanted, attach_engine
     from orbit_runtime.rollout.served_teacher import ServedTeacher
 
     headers = all_headers(FIELD, teacher.endpoints, os.environ)
@@ -71,8 +71,9 @@ def attach_teacher(
         who="teacher",
     )
     engine = attach_engine(
-        endpoints, wanted, tokenizer, folder=Path(), max_running_requests=spec.rollout.max_running_requests
-    )
+        endpoints, wanted, tokenizer, folder=Path(), max_running_requests=spec.rollout.max_running_requests,
+        refused_seconds=REFUSED_SECONDS,
+    )  # fmt: skip
     closing.callback(engine.close)
     longest = spec.model.max_sequence_length
     made = ServedTeacher(engine, FIELD, top_k=teacher.top_k, vocabulary=vocabulary, longest=longest)

@@ -24,6 +24,7 @@ CASES = [
     ([REWARD % "mine:nothing"], 64, "nothing"),
     (["environment={type: MultiTurn, entrypoint: nowhere:Game}"], 64, "nowhere"),
     (["algorithm.type=SFT", "data.prompts=[{uri: bare.jsonl, completionField: answer}]"], 65, "answer"),
+    (["algorithm.type=SFT", "data.prompts=[{uri: bare.jsonl}]"], 65, "there is no answer to learn"),
     ([MEASURED % "prompts: [{uri: none.jsonl}]"], 65, "the prompts file does not exist"),
     ([MEASURED % "prompts: [{uri: bare.jsonl}]"], 65, "answer"),
     ([MEASURED % OWN % "code: {uri: none}, rewards: [{name: a, type: Math}]"], 64, f"{FIELD}.code.uri: "),
