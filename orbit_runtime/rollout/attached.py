@@ -145,6 +145,15 @@ class AttachedServer:
         if told:
             _log.warning("%s: %s answers now", self._where, self._url)
 
+    def check_listens(self) -> None:
+        """Waits for as long as connections may be refused. A server that is loading its model passes.
+
+        Raises:
+            EngineDiedError: (82) nothing listens there.
+        """
+        if why_not_serving(self._url, seconds=10, headers=self._headers) == REFUSED:
+            self.start()
+
     def is_alive(self) -> bool:
         return is_serving(self._url, seconds=10, headers=self._headers)
 
