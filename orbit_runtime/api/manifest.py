@@ -28,7 +28,14 @@ def load_manifest(
 
     Raises:
         ManifestError: with all findings, not only the first, in `problems`.
+        UsageError: an argument has another type.
     """
+    if not isinstance(overrides, Mapping | None):
+        raise UsageError(
+            f"{type(overrides).__name__} is not a mapping",
+            where="overrides",
+            fix='give values by path, such as {"spec.training.steps": 8}',
+        )
     given = [f"{path}={_as_json(value, path)}" for path, value in (overrides or {}).items()]
     if isinstance(source, OrbitRun):
         if not given:

@@ -111,9 +111,8 @@ def _run(source: str, out: Path, preparation: object, *, force: bool, as_json: b
         )
     local = None if source.startswith("builtin://") else fetched.path
     with steps_bar("preparing") as tell:
-        made = prepare(
-            PromptSource(source, local=local), out, preparation, revision=fetched.revision, force=force, tell=tell
-        )
+        asked = PromptSource(source, local=local, field=None)
+        made = prepare(asked, out, preparation, revision=fetched.revision, force=force, tell=tell)
     manifest, shape = made.manifest, preparation.asked.shape
     if as_json:
         print_json({"file": str(out), "manifest": str(manifest_path(out)), "is_new": made.is_new, **manifest})

@@ -253,7 +253,7 @@ def serve(
     ] = None,
     updates_from: Annotated[
         list[str] | None,
-        typer.Option(metavar="FOLDER", help="/update_weights may load adapters below this folder. Repeatable."),
+        typer.Option(metavar="FOLDER", help="/update_weights may load weights below this folder. Repeatable."),
     ] = None,
     limit: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A limit, such as body-bytes=65536. Repeatable.")

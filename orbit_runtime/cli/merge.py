@@ -128,5 +128,5 @@ def _read_prompts(asked: str) -> list[str]:
     from orbit_runtime.data.prompts import load_prompts
     from orbit_runtime.data.rows import PromptSource
 
-    table = load_prompts([PromptSource(asked)], limit=MAX_PROMPTS)
+    table = load_prompts([PromptSource(asked, field=None)], limit=MAX_PROMPTS)
     return [str(prompt.messages[-1]["content"]) for prompt in table.prompts_P]

@@ -152,6 +152,27 @@ class ChatTokenizer:
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
+    def difference(self, other: ChatTokenizer) -> str:
+        """The first thing in which another tokenizer differs, in words; empty if both map texts to the same ids and
+        back, render conversations alike, and end completions at the same tokens."""
+        ours, theirs = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        if ours != theirs:
+            word = min({*ours.items()} ^ {*theirs.items()})[0]
+            return f"{word!r} is token {theirs.get(word)}, not {ours.get(word)}"
+        if self._rules() != other._rules():
+            return "it cuts texts into tokens by other rules"
+        if self._tokenizer.chat_template != other._tokenizer.chat_template:
+            return "its chat template is another one"
+        if {*self.eos_ids} != {*other.eos_ids}:
+            return f"completions end at {sorted(other.eos_ids)}, not at {sorted(self.eos_ids)}"
+        return ""
+
+    def _rules(self) -> dict[str, Any]:
+        """How the Rust tokenizer cuts texts, without what a call sets anew; empty for one in Python."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        rules = json.loads(backend.to_str()) if backend is not None else {}
+        return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation", "version")}
+
     def _check_written(self, message: Mapping[str, Any], text: str) -> None:
         """Checks that the text contains the message: some templates drop, say, a tool's answer without a call field."""
         content = message.get("content")

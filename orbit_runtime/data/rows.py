@@ -43,6 +43,8 @@ class PromptSource:
     """The file's name when the run started: ids key the random draws, so they survive renaming the file."""
     local: Path | None = None
     """Local path of the file or folder, if it was fetched."""
+    field: str | None = "spec.data.prompts"
+    """The manifest's field that names it; None if a command's argument does."""
 
     @property
     def name(self) -> str:
@@ -83,7 +85,8 @@ def open_rows(source: PromptSource, counted: int | None = None, *, prompts: bool
     stores, digests = [], []
     for each in files:
         where = source.uri if each == path else f"{source.uri}, {each.relative_to(path)}"
-        store, digest = _open_file(each, where, asked, Scan(source.prompt_field if prompts else None, columns, counted))
+        scan = Scan(source.prompt_field if prompts else None, columns, counted)
+        store, digest = _open_file(each, where, source.field, asked, scan)
         stores.append(store)
         digests.append(digest)
     if len(stores) == 1:
@@ -92,14 +95,16 @@ def open_rows(source: PromptSource, counted: int | None = None, *, prompts: bool
     return Opened(Shards(stores, [str(each.relative_to(path)) for each in files]), whole, columns)
 
 
-def _open_file(path: Path, where: str, asked: Format, scan: Scan) -> tuple[RowStore, str]:
+def _open_file(path: Path, where: str, field: str | None, asked: Format, scan: Scan) -> tuple[RowStore, str]:
     try:
         file = path.open("rb")
     except FileNotFoundError:
         raise DataError(
             f"the prompts file does not exist{'' if str(path) == where else f': {path.absolute()}'}",
             where=where,
-            fix="correct the address in spec.data.prompts; a path is relative to the manifest's folder",
+            fix=f"correct the address in {field}; a path is relative to the manifest's folder"
+            if field
+            else "check the path, which is relative to this folder",
         ) from None
     except OSError as error:
         raise DataError(
@@ -169,7 +174,7 @@ def _files(path: Path, source: PromptSource) -> tuple[Sequence[Path], Format]:
     if len(kinds) > 1:
         raise DataError(
             f"files of this folder are {' and '.join(kinds)}", where=source.uri,
-            fix="name one kind in spec.data.prompts[].format, or one file",
+            fix=f"name one kind in {source.field}[].format, or one file" if source.field else "name one file",
         )  # fmt: skip
     return found, source.format
 

@@ -275,6 +275,7 @@ def _build_show(
     status = RunStatus(spec.name, namespace=namespace, attempt=number, total=total, silent_seconds=silent_seconds)
     status.update(execution=number)
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
+    metrics.follow_signs(status.newest_sign)
     progress = progress or build_progress(spec.name, log_format=spec.spec.observability.log_format)
     show = Show(progress, status, metrics, keeps_rollouts=spec.spec.rollout.max_staleness > 0)
     show.start_times = StartTimes(execution.record_start)

@@ -31,10 +31,22 @@ FIELD = "spec.algorithm.teacher.endpoints"
 
 
 def check_servers(spec: RunSpec) -> None:
-    """Raises CredentialsError (77) for a variable of an endpoint, the engine's or a teacher's, that is not set."""
+    """What can be said of servers before anything heavy is loaded.
+
+    Raises:
+        CredentialsError: (77) a variable of an endpoint, the engine's or a teacher's, is not set.
+        EngineDiedError: (82) nothing listens at a teacher's endpoint.
+    """
     teacher = spec.algorithm.teacher
     all_headers("spec.rollout.endpoints", spec.rollout.endpoints, os.environ)
-    all_headers(FIELD, teacher.endpoints if teacher else (), os.environ)
+    headers = all_headers(FIELD, teacher.endpoints if teacher else (), os.environ)
+    if teacher is None or not teacher.endpoints:
+        return
+    from orbit_runtime.rollout.attached import REFUSED_SECONDS, AttachedServer
+
+    for index, (endpoint, own) in enumerate(zip(teacher.endpoints, headers, strict=True)):
+        where = f"{FIELD}[{index}]"
+        AttachedServer(endpoint.url, where, refused_seconds=REFUSED_SECONDS, headers=own).check_listens()
 
 
 def attach_teacher(
@@ -56,7 +68,7 @@ def attach_teacher(
     teacher = spec.algorithm.decided_teacher
     if teacher is None or teacher.type != "Served":
         return None
-    from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+    from orbit_runtime.rollout.attached import REFUSED_SECONDS, Endpoint, Wanted, attach_engine
     from orbit_runtime.rollout.served_teacher import ServedTeacher
 
     headers = all_headers(FIELD, teacher.endpoints, os.environ)
@@ -71,8 +83,9 @@ def attach_teacher(
         who="teacher",
     )
     engine = attach_engine(
-        endpoints, wanted, tokenizer, folder=Path(), max_running_requests=spec.rollout.max_running_requests
-    )
+        endpoints, wanted, tokenizer, folder=Path(), max_running_requests=spec.rollout.max_running_requests,
+        refused_seconds=REFUSED_SECONDS,
+    )  # fmt: skip
     closing.callback(engine.close)
     longest = spec.model.max_sequence_length
     made = ServedTeacher(engine, FIELD, top_k=teacher.top_k, vocabulary=vocabulary, longest=longest)

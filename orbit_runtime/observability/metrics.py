@@ -344,7 +344,13 @@ class RunMetrics:
         assert SOURCE.prometheus is not None
         self._sources = self._gauge(SOURCE.prometheus, SOURCE.help, "source", "statistic")
         self._target = self._gauge("orbit_run_step_target", "Steps that the manifest asks for.")
-        self._progress = self._gauge("orbit_run_last_progress_timestamp_seconds", "When the run last made progress.")
+        self._progress = self._gauge(
+            "orbit_run_last_progress_timestamp_seconds", "When the last step or evaluation of the run ended."
+        )
+        self._sign = self._gauge(
+            "orbit_run_last_sign_of_life_timestamp_seconds",
+            "When a piece of the run's work last ended, within a step too: a decoding step, a micro-batch, an episode.",
+        )
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         from prometheus_client import Gauge
@@ -395,6 +401,10 @@ class RunMetrics:
 
     def set_progress(self, timestamp: float) -> None:
         self._progress.labels(**self._labels).set(timestamp)
+
+    def follow_signs(self, newest: Callable[[], float]) -> None:
+        """From now on `render` asks for the time of the newest sign of life, in seconds since the epoch."""
+        self._sign.labels(**self._labels).set_function(newest)
 
     def add_engine(self, read: Callable[[], Sequence[ServerReading]]) -> None:
         """From now on `render` asks the engine's servers too."""

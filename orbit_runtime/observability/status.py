@@ -135,6 +135,11 @@ class RunStatus:
                 "reason": live_reason or ready_reason,
             }
 
+    def newest_sign(self) -> float:
+        """When something last happened, in seconds since the epoch: what `/healthz` judges by."""
+        with self._lock:
+            return self._clock() - self._idle()
+
     def is_live(self) -> tuple[bool, str | None]:
         """False if a run that has not ended made no progress within its stall limit."""
         with self._lock:

@@ -9,7 +9,8 @@ quantised weight keeps its packed bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import inject
@@ -160,9 +161,13 @@ def _check_targets(adapter: AdapterConfig, family: Family) -> None:
             )
 
 
-def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Module:
-    """The model's modules, with parameters that have no storage; buffers are real, since they are computed."""
-    try:
+def build_config(folder: Path, raw: dict[str, Any], family: Family) -> PretrainedConfig:
+    """The configuration of the language model, defaults included.
+
+    Raises:
+        ModelError: transformers does not know it.
+    """
+    with _explained(folder):
         language = family.language_config(raw)
         if language is raw:
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -172,9 +177,26 @@ def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Mod
         # We read packed weights ourselves; with this set, transformers would replace modules with its own.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        with init_empty_weights(include_buffers=False):
-            attention = IMPLEMENTATION if family.packs else "eager"
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    return config
+
+
+def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Module:
+    """The model's modules, with parameters that have no storage; buffers are real, since they are computed."""
+    config = build_config(folder, raw, family)
+    with _explained(folder), init_empty_weights(include_buffers=False):
+        attention = IMPLEMENTATION if family.packs else "eager"
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    if not model._supports_attention_backend:
+        raise UnsupportedError(
+            f"the attention of {type(model).__name__} cannot be chosen", where=str(folder / "config.json")
+        )
+    return model
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OrbitError:
         raise
     except Exception as error:  # the library raises anything from KeyError to ImportError for a config it cannot use
@@ -184,8 +206,3 @@ def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Mod
             where=str(folder / "config.json"),
             fix="use a model whose architecture the installed transformers knows",
         ) from error
-    if not model._supports_attention_backend:
-        raise UnsupportedError(
-            f"the attention of {type(model).__name__} cannot be chosen", where=str(folder / "config.json")
-        )
-    return model

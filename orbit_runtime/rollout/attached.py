@@ -7,6 +7,7 @@ Does not belong here: servers of our own (`sglang_server`), asking them for roll
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,14 +27,19 @@ from orbit_runtime.rollout.served import About, Api, LostError
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.vllm_api import VllmApi
-from orbit_runtime.rollout.wire import Wire, build_client, is_serving
+from orbit_runtime.rollout.wire import REFUSED, Wire, build_client, is_serving, why_not_serving
 from orbit_runtime.types import Sampling, Tokenizer
 from orbit_runtime.workers.sglang_launch import check_version
+
+_log = logging.getLogger("orbit.rollout")
 
 ATTACH_SECONDS = 60.0
 RETURN_SECONDS = 600.0
 """How long a server that was lost may take to come back."""
-POLL_SECONDS = 1.0
+REFUSED_SECONDS = 5.0
+"""How long connections to a teacher may be refused at the start, where nothing suggests that it is about to listen."""
+POLL_SECONDS, LONGEST_POLL_SECONDS = 0.5, 8.0
+"""The first pause between two questions whether a server answers, which doubles, and the longest."""
 Method = Literal["Auto", "Folder", "Upload"]
 
 
@@ -80,12 +86,24 @@ class AttachedServer:
     """Somebody else's: it is waited for, and never started or stopped."""
 
     def __init__(
-        self, url: str, where: str, *, seconds: float = RETURN_SECONDS, headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        where: str,
+        *,
+        seconds: float = RETURN_SECONDS,
+        refused_seconds: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Args: where: the manifest's field that names it."""
+        """
+        Args:
+            where: the manifest's field that names it.
+            seconds: how long it is waited for.
+            refused_seconds: how long while its connections are refused; None: as long.
+        """
         self._url = url.rstrip("/")
         self._where = where
         self._seconds = seconds
+        self._refused_seconds = seconds if refused_seconds is None else min(seconds, refused_seconds)
         self._headers = headers or {}
         self._left = threading.Event()
         """Nobody waits for it any more."""
@@ -99,17 +117,42 @@ class AttachedServer:
         return self._headers
 
     def start(self) -> None:
+        """Waits until it answers, and says so at the beginning and whenever the time has doubled.
+
+        Raises:
+            EngineDiedError: (82) it did not answer in time, or nobody waits any more.
+        """
         self._left.clear()
-        until = time.monotonic() + self._seconds
-        while not self.is_alive():
-            if time.monotonic() > until:
+        began, pause, told = time.monotonic(), POLL_SECONDS, 0.0
+        while reason := why_not_serving(self._url, seconds=10, headers=self._headers):
+            waited = time.monotonic() - began
+            seconds = self._refused_seconds if reason == REFUSED else self._seconds
+            if waited > seconds:
                 raise EngineDiedError(
-                    f"{self._url} did not answer within {self._seconds:.0f} s",
+                    f"{self._url} did not answer within {seconds:.0f} s: {reason}",
                     where=self._where,
                     fix=f"start the server, or correct its address; if it runs, {self.describe()}",
                 )
-            if self._left.wait(POLL_SECONDS):
+            if waited >= told:
+                _log.warning(
+                    "%s: %s does not answer (%s); waiting for it, %.0f of at most %.0f s",
+                    self._where, self._url, reason, waited, seconds,
+                )  # fmt: skip
+                told = max(1.0, 2 * waited)
+            if self._left.wait(min(pause, max(POLL_SECONDS, seconds - waited))):
                 raise EngineDiedError(f"{self._url} is not waited for any more", where=self._where, fix=self.describe())
+            pause = min(2 * pause, LONGEST_POLL_SECONDS)
+        if told:
+            _log.warning("%s: %s answers now", self._where, self._url)
+
+    def check_listens(self) -> None:
+        """Waits for as long as connections may be refused. A server that is loading its model passes.
+
+        Raises:
+            EngineDiedError: (82) nothing listens there.
+        """
+        if why_not_serving(self._url, seconds=10, headers=self._headers) == REFUSED:
+            self.start()
 
     def is_alive(self) -> bool:
         return is_serving(self._url, seconds=10, headers=self._headers)
@@ -133,11 +176,13 @@ def attach_engine(
     folder: Path,
     max_running_requests: int,
     attach_seconds: float = ATTACH_SECONDS,
+    refused_seconds: float | None = None,
 ) -> ServedEngine:
     """Attaches to all of them, or to none.
 
     Args:
         folder: where adapters are handed over; the servers see it under this path.
+        refused_seconds: as of `AttachedServer`, at the start only.
 
     Raises:
         EngineDiedError: one does not answer (82).
@@ -151,7 +196,10 @@ def attach_engine(
         wants = [replace(wanted, where=f"{wanted.where}[{index}]") for index, _ in enumerate(endpoints)]
         replicas = []
         for index, (endpoint, own) in enumerate(zip(endpoints, wants, strict=True)):
-            AttachedServer(endpoint.url, own.where, seconds=attach_seconds, headers=endpoint.headers).start()
+            AttachedServer(
+                endpoint.url, own.where, seconds=attach_seconds, refused_seconds=refused_seconds,
+                headers=endpoint.headers,
+            ).start()  # fmt: skip
             server = AttachedServer(endpoint.url, own.where, headers=endpoint.headers)
             wire, name = Wire(client, server, own.where), f"{own.who} {index} ({server.url})"
             api = _ask(engine, name, own, partial(_recognise, wire, endpoint, own))

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.files import CONFIG_FILE
@@ -122,6 +123,10 @@ class TorchEngine:
     @property
     def name(self) -> str:
         return "the engine"
+
+    @property
+    def device(self) -> torch.device:
+        return self._policy.device
 
     @property
     def reads_back(self) -> bool:

@@ -159,10 +159,24 @@ async def exposition(wire: Wire) -> str:
 
 def is_serving(url: str, *, seconds: float, headers: Mapping[str, str] | None = None) -> bool:
     """Whether the server there answers in this time that it is up; for who waits for one, outside of an event loop."""
+    return not why_not_serving(url, seconds=seconds, headers=headers)
+
+
+REFUSED = "the connection is refused"
+
+
+def why_not_serving(url: str, *, seconds: float, headers: Mapping[str, str] | None = None) -> str:
+    """`is_serving`, with the reason why it is not, such as `REFUSED`: nothing listens there. Empty if it is."""
     try:
-        return httpx.get(f"{url}/health", timeout=seconds, trust_env=False, headers=headers).status_code == 200
-    except httpx.HTTPError:
-        return False
+        status = httpx.get(f"{url}/health", timeout=seconds, trust_env=False, headers=headers).status_code
+    except httpx.HTTPError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ConnectionRefusedError):
+                return REFUSED
+            cause = cause.__cause__ or cause.__context__
+        return str(error) or type(error).__name__
+    return "" if status == 200 else f"/health was answered with {status}"
 
 
 async def adapter_names(wire: Wire) -> frozenset[str]:

@@ -137,11 +137,18 @@ class Routes:
         await _answer(send, {"object": "list", "data": [served.to_json() for served in self._engine.all()]})
 
     async def update(self, body: bytes, _receive: Receive, send: Send) -> None:
-        """Responds once the adapter is proven and samples. Until then, or if it is refused, the previous one stays."""
+        """Responds once the weights are proven and sample. Until then, or if they are refused, the previous ones
+        stay."""
         asked = parse_body(UpdateBody, body)
-        name = asked.model or self._engine.default_name(POLICY)
+        if (asked.adapter is None) == (asked.checkpoint is None):
+            raise APIError(400, "name either an adapter or a checkpoint", param="adapter")
+        if asked.checkpoint is not None and asked.model not in (None, self._engine.base):
+            message = f"a whole model takes the place of the base, {self._engine.base!r}: leave `model` out"
+            raise APIError(400, message, param="model")
+        is_whole = asked.checkpoint is not None
+        name = self._engine.base if is_whole else asked.model or self._engine.default_name(POLICY)
         try:
-            said = await self._engine.change(name, asked.adapter)
+            said = await self._engine.change(name, adapter=asked.adapter, checkpoint=asked.checkpoint)
         except APIError as error:
             if error.status != 403:
                 self._metrics.updated("refused")
@@ -150,10 +157,10 @@ class Routes:
         await _answer(send, said)
 
     async def reload(self, body: bytes, _receive: Receive, send: Send) -> None:
-        """Makes the name stand for the base."""
+        """Makes the name stand for the base, and the base's own name for the model that the server started with."""
         asked = parse_body(ReloadBody, body)
-        name = self._find(asked.model or self._engine.default_name(POLICY)).name
-        said = await self._engine.change(name, None)
+        name = self._find(asked.model or self._engine.name_to_reload()).name
+        said = await self._engine.change(name)
         self._metrics.updated("base")
         await _answer(send, said)
 

@@ -129,11 +129,28 @@ class Engine:
         self._send(Submit(first, model, tuple(choices), is_streamed))
         return job
 
-    async def change(self, name: str, adapter: str | None) -> dict[str, object]:
-        """Raises APIError if it was refused; the name then stays what it was."""
+    def name_to_reload(self) -> str:
+        """The name of the only adapter; the base's if none is served."""
+        names = [served.name for served in self._models.values() if served.slot is not None]
+        if len(names) > 1:
+            raise APIError(400, f"several adapters are served: {', '.join(names)}; name one of them", param="model")
+        return names[0] if names else self._base
+
+    @property
+    def base(self) -> str:
+        """The base's name."""
+        return self._base
+
+    async def change(
+        self, name: str, *, adapter: str | None = None, checkpoint: str | None = None
+    ) -> dict[str, object]:
+        """Puts an adapter or a whole model under a name; with neither, the name stands for the base again.
+
+        Raises APIError if it was refused; the name then stays what it was.
+        """
         call, self._next_id = self._next_id, self._next_id + 1
         self._calls[call] = asyncio.get_running_loop().create_future()
-        self._send(Change(call, name, adapter))
+        self._send(Change(call, name, adapter, checkpoint))
         try:
             return await self._calls[call]
         finally:

@@ -75,11 +75,12 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """To the engine: put an adapter, or the base, under a name."""
+    """To the engine: put an adapter, a whole model, or the base under a name."""
 
     call: int
     name: str
-    adapter: str | None
+    adapter: str | None = None
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

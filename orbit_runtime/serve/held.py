@@ -22,6 +22,7 @@ from orbit_runtime.planner.assumptions import SERVER_SLOTS
 from orbit_runtime.planner.sampling import Kind
 from orbit_runtime.policy import Policy
 from orbit_runtime.rollout.news import StreamingEngine
+from orbit_runtime.serve.policies import Replacing
 from orbit_runtime.spec import Resolved
 
 PROBE = [{"role": "user", "content": "Name three rivers of Africa, then add 17 and 26."}]
@@ -42,6 +43,8 @@ class Held:
     kind: Kind
     policy: Policy | None = None
     """The model, if it is in this process."""
+    replacing: Replacing | None = None
+    """What replacing the base needs, likewise."""
     most_adapters: int | None = None
     watch: Callable[[], None] = lambda: None
 

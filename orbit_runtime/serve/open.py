@@ -25,12 +25,13 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.model_info.settings import load_settings
 from orbit_runtime.planner.sampling import Kind
-from orbit_runtime.policy import load_policy
+from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.news import StreamingEngine
+from orbit_runtime.rollout.replaceable import ReplaceableEngine
 from orbit_runtime.serve.held import Held, open_servers
 from orbit_runtime.serve.names import POLICY, check_one_source
-from orbit_runtime.serve.policies import Base, Policies, config_of, open_policy
+from orbit_runtime.serve.policies import Base, Policies, Replacing, config_of, open_policy
 from orbit_runtime.serve.requests import Limits
 from orbit_runtime.spec import OrbitRun, Resolved, load_manifest, resolve
 from orbit_runtime.storage import open_store
@@ -122,7 +123,7 @@ def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Op
         name = source.place.rstrip("/").rpartition("/")[2] or source.place
         base = Base(
             name, source.place, tokenizer, held.config, weights, held.vocabulary, held.compute_dtype, held.policy,
-            held.most_adapters,
+            held.most_adapters, held.replacing,
         )  # fmt: skip
         policies = Policies(base, held.engine, source.updates_from)
         for adapter, where in source.adapters.items():
@@ -134,19 +135,26 @@ def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Op
 
 
 def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: Limits) -> Held:
-    if source.resolved is not None:
-        policy = build_policy(source.resolved, source.folder, "None")
-    else:
+    def load(folder: Path) -> Policy:
+        if source.resolved is not None:
+            return build_policy(source.resolved, folder, "None")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        policy = load_policy(source.folder, source.config, device=device, compute_dtype=dtype)
+        return load_policy(folder, source.config, device=device, compute_dtype=dtype)
+
+    def build(policy: Policy) -> TorchEngine:
+        return TorchEngine(policy, tokenizer, max_running_requests=limits.running)
+
+    policy = load(source.folder)
+    engine = ReplaceableEngine(build(policy))
     return Held(
-        engine=TorchEngine(policy, tokenizer, max_running_requests=limits.running),
+        engine=engine,
         config=next(iter(policy.injected.layers.values())).config,
         vocabulary=policy.vocabulary,
         compute_dtype=str(policy.compute_dtype).removeprefix("torch."),
         kind="Torch",
         policy=policy,
+        replacing=Replacing(source.folder, engine, load, build),
     )
 
 

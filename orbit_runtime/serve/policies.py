@@ -1,9 +1,11 @@
-"""Maps model names to adapters: loading one, proving it live, and releasing its predecessor.
+"""Maps model names to adapters: loading one, proving it live, and releasing its predecessor; replacing the base.
 
-Belongs here: names, slots, the proof without a trainer. Does not belong here: the proof's checks (`parity`).
+Belongs here: names, slots, the proof without a trainer. Does not belong here: the proof's checks (`parity`), whether a
+whole model may take the base's place (`checkpoints`).
 
 A name changes between requests: one in flight ends under the adapter that it began with, whose slot is emptied once
-nothing samples from it any more.
+nothing samples from it any more. The base changes in the same way, and so is held twice until the last request that
+began on the previous one has ended.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +28,34 @@ from orbit_runtime.adapters.state import config_json
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_address, open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError, ModelError, UsageError
+from orbit_runtime.model_info.content import weights_digest
 from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, check_proofs, prove
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
+from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.replaceable import ReplaceableEngine
+from orbit_runtime.serve.checkpoints import Checkpoint, ModelProof, check_checkpoint, load_checked, prove_checkpoint
+from orbit_runtime.serve.errors import APIError
 from orbit_runtime.serve.names import POLICY, Served
 from orbit_runtime.storage import open_store
+from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import AdapterFiles, Engine, Scored
 
 CANARY_TOKENS = 48
 CANARY = "Name three rivers of Africa, then add 17 and 26."
 Measured = tuple[tuple[float, ...], tuple[float, ...]]
 """Log-probs of the canary with the adapter and without."""
+
+
+@dataclass(frozen=True)
+class Replacing:
+    """What replacing the base needs."""
+
+    folder: Path
+    """Folder of the model that the server started with."""
+    engine: ReplaceableEngine
+    load: Callable[[Path], Policy]
+    build: Callable[[Policy], TorchEngine]
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,8 @@ class Base:
     """The model in this process; None if servers hold it."""
     most_adapters: int | None = None
     """Maximum number of adapters that the engine holds; None for as many as fit its memory."""
+    replacing: Replacing | None = None
+    """None if servers hold the model, so that this process cannot replace it."""
 
 
 class Policies:
@@ -65,6 +86,9 @@ class Policies:
     def __init__(self, base: Base, engine: Engine, sources: Sequence[str]) -> None:
         """Args: sources: folders and addresses from which adapters may be loaded at run time."""
         self.base = base
+        """The model that answers now."""
+        self._first = replace(base, policy=None)
+        """The model that the server started with."""
         self._engine = engine
         self._sources = tuple(sources)
         self._lock = threading.Lock()
@@ -109,21 +133,94 @@ class Policies:
             self._switch(served)
         return served, proof
 
-    def reset(self, name: str) -> Served:
-        """Makes `name` stand for the base from now on."""
+    def load_checkpoint(self, uri: str) -> dict[str, Any]:
+        """Loads a whole model beside the base, proves it and puts it in the base's place; returns the response.
+
+        Raises:
+            ModelError: the folder is incomplete or damaged, or the model differs from the base in more than its values.
+            GateError: the engine does not compute with the files' content.
+            APIError: (409) adapters are served over the base, or the one before it still answers; (400) servers hold
+                the model.
+        """
+        if self.base.replacing is None:
+            raise APIError(
+                400,
+                "SGLang's servers hold the model, and this server replaces only adapters in them: serve this model "
+                "with a server of its own (orbit serve --model FOLDER --engine SGLang)",
+                param="checkpoint",
+                code="unsupported",
+            )
+        folder = fetch_input(uri, "model", "checkpoint").path
+        with self._updating:
+            found = check_checkpoint(folder, self.base.replacing.folder, self.base.tokenizer)
+            served, proof = self._replace_base(uri, found, weights_digest(folder))
+        return {**served.to_json(), "tokenizer": found.tokenizer, "proof": proof.to_json()}
+
+    def reset(self, name: str) -> dict[str, Any]:
+        """Makes `name` stand for the base from now on, and the base's own name for the model that the server started
+        with; returns the response.
+
+        Raises: as `load_checkpoint`.
+        """
         if name not in self._served:
             raise UsageError(f"there is no model {name!r}")
-        served = Served(name, None, self.base.place, digest=self.base.weights)
         with self._updating:
-            self._switch(served)
-        return served
+            first = self._first
+            if name == self.base.name and self.base.weights != first.weights:
+                assert first.replacing is not None
+                weights = weights_digest(first.replacing.folder)
+                if weights != first.weights:
+                    raise ModelError(
+                        "the files of the model that this server started with were changed since",
+                        where=str(first.replacing.folder),
+                        fix="restore them, or start the server again",
+                    )
+                served, proof = self._replace_base(
+                    first.place, Checkpoint(first.replacing.folder, None, "same"), weights
+                )
+                return {**served.to_json(), "proof": proof.to_json()}
+            served = self._served[name]
+            if served.slot is not None:
+                served = replace(self._served[self.base.name], name=name)
+                self._switch(served)
+        return served.to_json()
 
-    def check_source(self, uri: str) -> None:
-        """Raises UsageError if the server may not load adapters from there."""
+    def _replace_base(self, place: str, found: Checkpoint, weights: str) -> tuple[Served, ModelProof]:
+        """Loads and proves these weights, and puts them in the base's place; on failure the base stays."""
+        replacing = self.base.replacing
+        assert replacing is not None
+        adapted = [served.name for served in self._served.values() if served.slot is not None]
+        if adapted:
+            raise APIError(
+                409,
+                f"adapters are served over this base: {', '.join(adapted)}; put each of these names back first "
+                "(/reload_weights with `model`)",
+                code="adapters_served",
+            )
+        try:
+            replacing.engine.check_replaceable()
+        except GateError as error:
+            raise APIError(409, str(error), code="still_answering") from None
+        policy = load_checked(replacing.load, found.folder)
+        engine = replacing.build(policy)
+        limit = CHANGE_LIMITS[self.base.compute_dtype]
+        proof = prove_checkpoint(engine, policy, found.folder, self._canary(), limit=limit)
+        served = Served(self.base.name, None, place, found.version, weights)
+        with self._sweeping, self._lock:
+            replacing.engine.replace(engine)
+            self.base = replace(self.base, place=place, weights=weights, policy=policy)
+            # Names that stand for the base follow it; slots without a name go with the previous engine.
+            self._served = {name: replace(served, name=name) for name in self._served}
+            self._retired.clear()
+        replacing.engine.let_go()
+        return served, proof
+
+    def check_source(self, uri: str, field: str = "adapter") -> None:
+        """Raises UsageError if the server may not load weights from there. Args: field: of the request."""
         if not any(_is_within(uri, source) for source in self._sources):
             raise UsageError(
-                "this server does not load adapters from there",
-                where="adapter",
+                f"this server does not load {field}s from there",
+                where=field,
                 fix="start it with --updates-from and a folder that holds it",
             )
 
@@ -223,11 +320,14 @@ class Policies:
                 raise GateError(f"{proof.engine}: {'; '.join(proof.unresolved)}", where="publish")
         return max(proofs, key=lambda proof: proof.change_error)
 
+    def _canary(self) -> tuple[int, ...]:
+        ids = self.base.tokenizer.encode_chat([{"role": "user", "content": CANARY}])[-CANARY_TOKENS:]
+        return (*ids, *ids[:4])
+
     def _measured(self, slot: str) -> tuple[tuple[int, ...], Measured | None]:
         """For an adapter without a canary from a trainer: if the model is in this process, its training passes take the
         trainer's place."""
-        ids = self.base.tokenizer.encode_chat([{"role": "user", "content": CANARY}])[-CANARY_TOKENS:]
-        canary_T = (*ids, *ids[:4])
+        canary_T = self._canary()
         policy = self.base.policy
         if policy is None:
             return canary_T, None
@@ -253,9 +353,10 @@ def open_policy(uri: str) -> AdapterFolder:
     found = adapter_address(uri)
     if found is None and open_store(uri, writable=False).exists("config.json"):
         raise ModelError(
-            "this is a whole model, and only adapters can be loaded over the frozen base",
+            "this is a whole model, not an adapter",
             where=uri,
-            fix="serve it with a server of its own: orbit serve --model FOLDER",
+            fix="send it to /update_weights as `checkpoint`, or serve it with a server of its own: orbit serve --model "
+            "FOLDER",
         )
     if found is None:
         raise ModelError("there is no adapter, and no run folder with one", where=uri, fix="name an adapter's folder")

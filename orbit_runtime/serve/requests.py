@@ -196,8 +196,12 @@ class ChatBody(SamplingBody):
 
 
 class UpdateBody(_Body):
-    adapter: str
+    """One of the two."""
+
+    adapter: str | None = None
     """Folder of an adapter, or of a run, whose newest adapter is then used."""
+    checkpoint: str | None = None
+    """Folder of a whole model, which takes the base's place."""
     model: str | None = None
 
 

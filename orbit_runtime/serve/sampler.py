@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from orbit_runtime.errors import EngineDiedError, OrbitError, UsageError
+from orbit_runtime.errors import EngineDiedError, GateError, ModelError, OrbitError, UsageError
 from orbit_runtime.rollout.news import StreamingEngine
 from orbit_runtime.serve.channel import (
     Abort,
@@ -213,13 +213,20 @@ class Sampler:
             self._line.send(Changed(asked.call, result, tuple(self._policies.all())))
 
     def _changed(self, asked: Change) -> dict[str, Any]:
-        if asked.adapter is None:
-            return self._policies.reset(asked.name).to_json()
+        place = asked.adapter or asked.checkpoint
+        if place is None:
+            return self._policies.reset(asked.name)
+        param = "adapter" if asked.adapter is not None else "checkpoint"
         try:
-            self._policies.check_source(asked.adapter)
+            self._policies.check_source(place, param)
         except UsageError as error:
-            raise APIError(403, str(error), param="adapter") from None
-        served, proof = self._policies.load(asked.name, asked.adapter)
+            raise APIError(403, str(error), param=param) from None
+        if asked.checkpoint is not None:
+            try:
+                return self._policies.load_checkpoint(asked.checkpoint)
+            except (ModelError, GateError) as error:
+                raise APIError(422, str(error), param=param, code="checkpoint_refused") from None
+        served, proof = self._policies.load(asked.name, place)
         return {**served.to_json(), "proof": proof.to_json()}
 
 

@@ -149,6 +149,7 @@ MISUSE: list[tuple[dict[str, Any], type[OrbitError], str]] = [
     ({"manifest": "nowhere.yaml"}, ManifestError, "there is no such file"),
     ({"overrides": {"spec.training.steps": -1}}, ManifestError, "steps"),
     ({"overrides": {"spec.training.steps": object()}}, UsageError, "cannot be part of a manifest"),
+    ({"overrides": ["spec.training.steps=1"]}, UsageError, "list is not a mapping"),
     ({"rewards": {}}, UsageError, "no reward is given"),
     ({"rewards": {"one": 3}}, ManifestError, "one"),
     ({"rewards": {"not a name": starts_with_one}}, ManifestError, "not a name"),

@@ -66,7 +66,7 @@ def test_the_guides_client_and_its_change_of_weights(serving: Serving, trained: 
     exec(client.replace(ADDRESS, serving.url), {"print": said.append})
     (answer,) = said
     assert 1 <= len(answer) <= 4
-    (change,) = commands(GUIDE, "Other weights while it serves")
+    change, _ = commands(GUIDE, "Other weights while it serves")
     program, *words = shlex.split(change.replace(ADDRESS, serving.url))
     assert (program, words[::2][:2]) == ("curl", ["-H", "-d"])
     body = json.loads(words[3].replace("runs/quickstart", str(trained)).replace("policy-v20", "policy-v1"))
@@ -97,7 +97,30 @@ def test_a_whole_model_is_no_adapter_and_says_where_it_belongs(serving: Serving,
     (whole / "config.json").write_text("{}")
     found = httpx.post(f"{serving.url}/update_weights", json={"adapter": str(whole)})
     assert found.status_code == 422
-    assert "orbit serve --model" in found.json()["error"]["message"]
+    assert "as `checkpoint`" in found.json()["error"]["message"]
+
+
+def test_the_guides_whole_model_takes_the_bases_place_once_the_adapter_is_put_back(
+    serving: Serving, trained: Path, tmp_path: Path
+) -> None:
+    _, merged = commands(GUIDE, "Other weights while it serves")
+    merge, *sent = merged.replace(ADDRESS, serving.url).replace("runs/quickstart", str(trained)).splitlines()
+    run_in_process(merge.replace("policy-v20", "policy-v2"), tmp_path)
+    before = httpx.get(f"{serving.url}/v1/models/tiny-adder").json()
+    assert [shlex.split(each)[-1] for each in sent] == [
+        f"{serving.url}/{route}" for route in ("reload_weights", "update_weights", "reload_weights")
+    ]
+    said = []
+    for each in sent:
+        words = shlex.split(each)
+        body = words[words.index("-d") + 1] if "-d" in words else None
+        assert body or "-X" in words
+        said.append(httpx.post(words[-1], content=body, timeout=60))
+    assert [each.status_code for each in said] == [200, 200, 200], [each.text for each in said]
+    assert said[1].json()["proof"]["verdict"] == "proven"
+    assert said[1].json()["digest"] != before["digest"] == said[2].json()["digest"]
+    adapter = {"adapter": str(trained / "adapters/policy-v2"), "model": "policy"}
+    assert httpx.post(f"{serving.url}/update_weights", json=adapter, timeout=60).status_code == 200
 
 
 def test_what_takes_too_long_ends_as_it_is(hurried: Serving) -> None:

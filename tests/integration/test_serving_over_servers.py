@@ -127,6 +127,12 @@ def test_names_are_slots_of_the_servers(front: Front) -> None:
     assert logprobs(front, "base", 6) == expected(front, None, 6)
 
 
+def test_a_whole_model_is_refused_because_servers_hold_the_base(front: Front) -> None:
+    said = httpx.post(f"{front.serving.url}/update_weights", json={"checkpoint": str(front.folder)}, timeout=30)
+    assert (said.status_code, said.json()["error"]["code"]) == (400, "unsupported")
+    assert "orbit serve --model FOLDER --engine SGLang" in said.json()["error"]["message"]
+
+
 def test_a_stream_tells_tokens_as_they_come_and_what_the_whole_answer_tells(front: Front) -> None:
     front.server.piece_seconds = 0.02
     started = time.monotonic()

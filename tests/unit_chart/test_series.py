@@ -36,6 +36,7 @@ def exported() -> dict[str, set[str]]:
     run.observe(build_row(**values, reward_part_correct_mean=1, eval_sums_mean=1, source_sums_reward=1))
     run.set_target(1)
     run.set_progress(1.0)
+    run.follow_signs(lambda: 1.0)
     operator = Metrics()
     operator.mark_refused("n", True)
     operator.runs["n", "r"] = build_text("n", "r", {}, STATUS, 8)

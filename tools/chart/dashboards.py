@@ -121,6 +121,12 @@ RUN = Dashboard(
                 unit="s",
             ),
             Panel(
+                "Since the last sign of life",
+                "stat",
+                {"": "time() - max(orbit_run_last_sign_of_life_timestamp_seconds{@})"},
+                unit="s",
+            ),
+            Panel(
                 "Since the last durable checkpoint",
                 "stat",
                 {"": "time() - max(orbit_run_last_checkpoint_timestamp_seconds{@})"},

@@ -332,6 +332,16 @@ def test_an_async_reward_of_a_trainer_is_refused_before_it_trains() -> None:
     assert trainer.seen == [TrainerState.VALIDATING]
 
 
+def test_an_async_reward_of_verl_is_refused_before_it_trains() -> None:
+    class Late:
+        async def __call__(self, output: str) -> float:
+            return 1.0
+
+    for fn in (late, Late()):
+        with pytest.raises(UsageError, match=r"RewardSpec 'n': fn: this function is async"):
+            asyncio.run(VeRLTrainer(VeRLConfig(), [RewardSpec("n", 1.0, fn)]).train([{"state": "1", "action": "2"}]))  # type: ignore[arg-type]
+
+
 def test_a_reward_of_a_trainer_that_only_looks_plain_is_refused_where_it_is_called() -> None:
     class Rewarding(Walk):
         async def train(self) -> TrainMetrics:

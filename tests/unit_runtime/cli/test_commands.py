@@ -116,6 +116,14 @@ def test_the_doctor_finds_nothing_that_is_not_listed(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_doctors_verdict_is_its_exit_code(capsys: Captured) -> None:
+    """The whole command, torch included: this machine runs tests."""
+    code = run_command(["doctor"])
+    said = capsys.readouterr().out
+    assert ("`orbit run` can work here" in said) == (code == 0)
+    assert all(re.search(rf"^(ok|note|warn|fail) +{name} ", said, re.MULTILINE) for name in ("python", "torch", "disk"))
+
+
 def test_the_doctor_tries_the_store_and_leaves_nothing_in_it(tmp_path: Path) -> None:
     finding = doctor.check_store(str(tmp_path / "runs"))
     assert finding.state == "ok"

@@ -24,6 +24,7 @@ CASES = [
     ([REWARD % "mine:nothing"], 64, "nothing"),
     (["environment={type: MultiTurn, entrypoint: nowhere:Game}"], 64, "nowhere"),
     (["algorithm.type=SFT", "data.prompts=[{uri: bare.jsonl, completionField: answer}]"], 65, "answer"),
+    (["algorithm.type=SFT", "data.prompts=[{uri: bare.jsonl}]"], 65, "there is no answer to learn"),
     ([MEASURED % "prompts: [{uri: none.jsonl}]"], 65, "the prompts file does not exist"),
     ([MEASURED % "prompts: [{uri: bare.jsonl}]"], 65, "answer"),
     ([MEASURED % OWN % "code: {uri: none}, rewards: [{name: a, type: Math}]"], 64, f"{FIELD}.code.uri: "),
@@ -61,3 +62,16 @@ def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
         assert words in line
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "out" / "executions").exists(), "what never ran leaves nothing behind"
+
+
+def test_a_teacher_that_refuses_connections_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(EXAMPLE.read_text())
+    teacher = "{type: Served, over: Sampled, endpoints: [{url: 'http://127.0.0.1:9'}]}"
+    asked = [["--set", f"spec.algorithm={{type: Distillation, teacher: {teacher}}}"]]
+    ended = subprocess.run(
+        [sys.executable, "-c", ALL_IN_ONE, json.dumps(asked)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert json.loads(ended.stdout.splitlines()[-1]) == [[82], False], ended.stderr
+    field, url = "spec.algorithm.teacher.endpoints[0]", "http://127.0.0.1:9"
+    assert f"error: {field}: {url} did not answer within 5 s: the connection is refused" in ended.stderr
+    assert f"{field}: {url} does not answer (the connection is refused); waiting for it" in ended.stderr

@@ -198,7 +198,9 @@ def test_a_row_that_cannot_be_prepared_is_named_or_left_out(
 )
 def test_mistakes_of_the_command_line(arguments: list[str], code: int, words: str, capsys: Captured) -> None:
     assert run_command(["data", "prepare", *arguments]) == code
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert words in said
+    assert "spec.data" not in said, "there is no manifest here"
 
 
 def last_boxed_only_string(string: str) -> str | None:

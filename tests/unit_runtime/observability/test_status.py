@@ -82,6 +82,30 @@ def test_a_first_step_of_hours_lives_while_its_stage_shows_signs_of_life() -> No
     assert reason == "no progress for 1805 s (limit 1800 s), stage collect"
 
 
+def test_prometheus_is_told_the_newest_sign_within_a_step_as_the_health_check_sees_it() -> None:
+    clock, signed = Clock(), [-1e9]
+    status, metrics = RunStatus("a", clock=clock, silent_seconds=lambda: clock.now - signed[0]), RunMetrics(run="a")
+    name = "orbit_run_last_sign_of_life_timestamp_seconds"
+    assert f"{name}{{" not in metrics.render().decode(), "without signs there is no series"
+    metrics.follow_signs(status.newest_sign)
+
+    def told() -> float:
+        found = {each.name: each for each in text_string_to_metric_families(metrics.render().decode())}
+        return found[name].samples[0].value
+
+    assert told() == clock.now, "the start"
+    for _ in range(3):
+        clock.now += 7200
+        signed[0] = clock.now - 4
+        assert told() == clock.now - 4
+        assert status.is_live()[0]
+    clock.now += STALL_SECONDS + 1
+    assert told() == signed[0]
+    assert not status.is_live()[0]
+    status.beat()
+    assert told() == clock.now
+
+
 def test_a_run_whose_steps_are_long_is_given_ten_of_them() -> None:
     clock = Clock()
     status = RunStatus("a", stall_limit_seconds=60, clock=clock)

@@ -5,8 +5,12 @@ The servers are fakes (`tests/fakes/fake_servers.py`); real SGLang, attached, is
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from fakes.fake_servers import FakeServer, dies_at, once
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import CredentialsError, EngineDiedError, GateError, OrbitError
 from orbit_runtime.loop.engines import endpoint_headers
-from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+from orbit_runtime.rollout.attached import AttachedServer, Endpoint, Wanted, attach_engine
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
@@ -188,6 +192,54 @@ def test_an_endpoint_that_is_absent_is_named(servers: list[FakeServer], tmp_path
         attach_engine([Endpoint(url)], WANTED, Words(), folder=tmp_path, max_running_requests=4, attach_seconds=0.1)
     assert (caught.value.exit_code, caught.value.where) == (82, "spec.rollout.endpoints[0]")
     assert "start the server, or correct its address" in str(caught.value.fix)
+
+
+def test_a_server_that_refuses_connections_is_given_up_sooner_than_one_that_is_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        # It accepts connections and answers none; nothing listens on the other port.
+        server = AttachedServer(f"http://127.0.0.1:{silent.getsockname()[1]}", "spec.here", seconds=60)
+        threading.Timer(0.3, server.stop).start()
+        with pytest.raises(EngineDiedError, match="is not waited for any more"):
+            server.start()
+    refused = AttachedServer(server.url, "spec.here", seconds=60, refused_seconds=0.3)
+    begun = time.monotonic()
+    with pytest.raises(EngineDiedError, match="within 0 s: the connection is refused") as caught:
+        refused.start()
+    assert time.monotonic() - begun < 5
+    assert (caught.value.exit_code, caught.value.where) == (82, "spec.here")
+    told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert told
+    assert told[0].startswith(f"spec.here: {server.url} does not answer (the connection is refused); waiting for it, 0")
+
+
+def test_waiting_for_a_lost_server_is_told_and_ends_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    lost = AttachedServer(f"http://127.0.0.1:{port}", "spec.here", seconds=60)
+
+    class Well(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    back: list[HTTPServer] = []
+
+    def come_back() -> None:
+        back.append(HTTPServer(("127.0.0.1", port), Well))
+        back[0].serve_forever()
+
+    timer = threading.Timer(1.2, come_back)
+    timer.start()
+    lost.start()
+    back[0].shutdown()
+    back[0].server_close()
+    timer.join()
+    told = [record.getMessage() for record in caplog.records if record.name == "orbit.rollout"]
+    assert 2 <= len(told) <= 4, "at the beginning, whenever the time has doubled, and at the end"
+    assert "at most 60 s" in told[0]
+    assert told[-1] == f"spec.here: {lost.url} answers now"
 
 
 def test_log_probs_from_before_the_temperature_are_noticed(servers: list[FakeServer], tmp_path: Path) -> None:
