@@ -127,7 +127,7 @@ class LayerRotation:
         return turned
 
     def _turn_at_once(self, x: Tensor) -> Tensor:
-        from orbit_runtime.adapters.turn_kernel import turn_rows
+        from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
 
         return turn_rows(x, self.part(slice(None), x.shape[-1]), self.rows.slots_T)
 

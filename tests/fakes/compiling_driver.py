@@ -71,9 +71,9 @@ def main(capability: int, layouts: list[str]) -> None:
     from fakes.kernel_weights import operands_of, ordinary, stack_on
     from triton.runtime.jit import JITFunction
 
-    from orbit_runtime.adapters.turn_kernel import turn_rows
     from orbit_runtime.quant.kernels import launch
     from orbit_runtime.quant.kernels.tuning import fitting
+    from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
 
     triton.runtime.driver.set_active(CompilingDriver(capability))
     results: list[Any] = []

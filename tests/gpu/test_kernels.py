@@ -76,7 +76,7 @@ def test_a_rows_result_does_not_depend_on_how_many_rows_there_are(monkeypatch: p
 @pytest.mark.parametrize("size", [32, 128])
 def test_rows_of_many_slots_are_turned_as_by_run_and_a_graph_replays_it_for_other_rows(size: int) -> None:
     from orbit_runtime.adapters.oft import rotate
-    from orbit_runtime.adapters.turn_kernel import turn_rows
+    from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
 
     R = (torch.eye(size) + 0.2 * torch.randn(8, 4096 // size, size, size, generator=generator(1))).bfloat16().cuda()
     x, slots = normal(2048, 4096, seed=2), torch.full((2048,), -1, dtype=torch.int32, device="cuda")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orbit_runtime.adapters import turn_kernel
 from orbit_runtime.adapters.oft import rotate
-from orbit_runtime.adapters.turn_kernel import turn_rows
+from orbit_runtime.sglang_plugin import turn_kernel
+from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
 
 SLOTS = 5
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.harness import compare
 from orbit_runtime.adapters.oft import rotate
-from orbit_runtime.adapters.turn_kernel import turn_rows
+from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
 from tools.gpu_proof.record import Record
 
 SLOTS = 8

@@ -4,8 +4,7 @@ A loop over slots launches two products and a choice for each slot of the server
 reads and writes all rows every time. Here each row is read and written once, and only the slots of rows that lie beside
 each other are looked at. Sums run upwards over a block of features in fp32, whatever else is in the batch.
 
-Belongs here: the kernel and its launch. Does not belong here: buffers (`sglang_plugin.rotation`), its twin
-(`oft.rotate` for each run of rows).
+Belongs here: the kernel and its launch. Does not belong here: buffers, its twin (both `rotation`).
 
 Legend: `T` rows, `S` slots, `n` blocks of `b` features, x `[T, n b]`, R `[S, n, b, b]`.
 """
