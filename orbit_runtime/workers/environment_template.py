@@ -27,6 +27,7 @@ from typing import Any
 
 from orbit_runtime.workers.entrypoints import TargetError, describe, load_object
 from orbit_runtime.workers.environment_cell import Loaded, serve
+from orbit_runtime.workers.environment_checks import check_environment
 from orbit_runtime.workers.environment_protocol import EnvironmentLimits
 from orbit_runtime.workers.reward_worker import confine_rewards, end_with_parent
 from orbit_runtime.workers.stacks import tell_stacks
@@ -56,7 +57,7 @@ def main(control_fd: int, parent_pid: int) -> int:
     try:
         loaded = _load(head)
     except TargetError as error:
-        _say(control, {"error": str(error), "target": error.args[-1]})
+        _say(control, {"error": error.args[0], "target": error.args[-1]})
         return 1
     limits = EnvironmentLimits(**head["limits"])
     schemas = [tool_schema(name, function) for name, function in loaded.tools.items()]
@@ -86,8 +87,8 @@ def _load(head: Any) -> Loaded:
     target = head["environment"]
     try:
         environment = load_object(target) if target else None
-        if environment is not None and not callable(environment):
-            raise TargetError(f"{target!r} is not a class")
+        if environment is not None:
+            check_environment(environment, target, head["arguments"])
         if hasattr(environment, "prepare"):
             _prepare(environment, head["arguments"])
         cohorts = _cohorts(environment)
