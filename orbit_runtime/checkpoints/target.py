@@ -78,9 +78,11 @@ def choose_modules(config: Mapping[str, Any], dense: Mapping[str, TensorInfo], t
     Raises:
         ModelError: a weight is not BF16, or not a matrix that the format can hold.
         UnsupportedError: nothing is left to quantise.
+        UsageError: a pattern of `ignore` names no module.
     """
     if target.layout == "BF16":
         return []
+    _check_ignore(target.ignore, [name.removesuffix(".weight") for name in dense])
     kind = config.get("model_type")
     roles = {w.module: w.role for w in describe(config).weights if w.is_linear} if kind in FAMILIES else {}
     chosen = []
@@ -119,13 +121,24 @@ def check_groups(columns: Mapping[str, int], target: Target) -> None:
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
     """Matches by name, by the last part of the name, or by `re:` and an expression that matches from the start."""
-    for pattern in (*DEFAULT_IGNORE, *ignore):
-        if pattern.startswith("re:"):
-            if re.match(pattern[3:], module):
-                return True
-        elif module == pattern or module.endswith(f".{pattern}"):
-            return True
-    return False
+    return any(_matches(pattern, module) for pattern in (*DEFAULT_IGNORE, *ignore))
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return module == pattern or module.endswith(f".{pattern}")
+
+
+def _check_ignore(ignore: Sequence[str], modules: Sequence[str]) -> None:
+    """A misspelt name would leave its module to be quantised, which shows only in the model's answers."""
+    for pattern in ignore:
+        # A model with tied embeddings has no head of its own to name.
+        if not any(_matches(pattern, module) for module in (*modules, "lm_head")):
+            parts = sorted({module.rpartition(".")[2] for module in modules})
+            raise UsageError(
+                f"`{pattern}` is no module of this model", where="--ignore", fix=f"name some of: {', '.join(parts)}"
+            )
 
 
 def quantization_block(target: Target, left_alone: Sequence[str]) -> dict[str, Any] | None:

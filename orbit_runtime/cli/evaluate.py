@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
+from orbit_runtime.cli.bars import asking_bar
 from orbit_runtime.cli.output import print_json
-from orbit_runtime.errors import EXIT_DONE, CredentialsError, RewardsFailingError, UsageError
+from orbit_runtime.errors import EXIT_DONE, CredentialsError, RewardsFailingError, StoppedOnRequest, UsageError
 
 if TYPE_CHECKING:
     from orbit_runtime.evaluation.evaluate import Subject
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from orbit_runtime.evaluation.scores import Estimate
     from orbit_runtime.evaluation.summary import Summary
     from orbit_runtime.evaluation.tasks import EvalTask
+    from orbit_runtime.observability.progress import Progress
     from orbit_runtime.spec import OrbitRun
 
 
@@ -67,23 +69,46 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
         from orbit_runtime.api.before import check_can_train
 
         check_can_train()
+    from orbit_runtime.observability.progress import build_progress
+
+    # On standard error also for --json: the result is one object.
+    progress = build_progress(run.name, log_format=run.spec.observability.log_format)
+    try:
+        summary, kept_at = _measure(run, folder, weights, models, uri, progress)
+    finally:
+        progress.close()
+    if as_json:
+        print_json({"uri": kept_at, **summary.to_json()})
+    else:
+        print_summary(summary)
+        print(f"page     {kept_at}/report.html")
+    _check_failed(run, summary)
+    return EXIT_DONE
+
+
+def _measure(
+    run: OrbitRun, folder: Path, weights: str | None, models: Models, uri: str, progress: Progress
+) -> tuple[Summary, str]:
+    """Asks for what is missing; returns the summary of everything in the evaluation's folder, and its address."""
     from orbit_runtime.evaluation.evaluate import ask_all
     from orbit_runtime.evaluation.journal import Journal, keep_asked, read_asked
     from orbit_runtime.evaluation.tasks import asked_of, open_task, task_specs, telling_fields
     from orbit_runtime.spec import MachineFacts, resolve
     from orbit_runtime.storage import claim_execution, open_store
 
-    evaluation = run.spec.evaluation
     run = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=folder).run
     ended = "failed"
     with ExitStack() as closing:
         asked, folders = asked_of(run.spec), [str(folder), str(Path.cwd())]
         tasks = []
+        progress.stage("reading prompts, starting rewards")
         for name, spec in task_specs(run.name, run.spec).items():
             with telling_fields(run.spec, name):
                 tasks.append(open_task(name, spec, asked, folders, closing))
         subjects = (
-            _api_subjects(models, tasks, run) if models.base_url else _local_subjects(models, run, tasks, weights)
+            _api_subjects(models, tasks, run)
+            if models.base_url
+            else _local_subjects(models, run, tasks, weights, progress)
         )
         store = open_store(uri)
         _check_against(
@@ -97,17 +122,23 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
             {task.name: task.to_json() for task in tasks},
             {subject.name: subject.to_json() for subject in subjects},
         )
-        with Journal(store, execution) as journal, _bar() as show:
-            ask_all(subjects, tasks, journal, concurrency=evaluation.concurrency, show=show)
+        progress.close()  # a terminal shows one display at a time
+        with Journal(store, execution) as journal, asking_bar(progress.note) as show:
+            try:
+                ask_all(subjects, tasks, journal, concurrency=run.spec.evaluation.concurrency, show=show)
+            except StoppedOnRequest:
+                ended = "stopped"
+                raise
             journal.gather()
         summary = _finish(journal, run, uri, models.against)
         ended = "done"
-    if as_json:
-        print_json({"uri": store.uri, **summary.to_json()})
-    else:
-        print_summary(summary)
-        print(f"page     {store.uri}/report.html")
-    limit = max(spec.spec.environment.failure_limit for spec in tasks)
+    return summary, store.uri
+
+
+def _check_failed(run: OrbitRun, summary: Summary) -> None:
+    from orbit_runtime.evaluation.tasks import task_specs
+
+    limit = max(spec.environment.failure_limit for spec in task_specs(run.name, run.spec).values())
     if summary.failed_share > limit:
         reasons = [*dict.fromkeys(reason for score in summary.scores for reason in score.reasons)]
         raise RewardsFailingError(
@@ -116,7 +147,6 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
             where="spec.environment.failureLimit",
             fix="repeat the command: it requests only the samples that were not answered",
         )
-    return EXIT_DONE
 
 
 def _check_models(models: Models) -> None:
@@ -207,7 +237,10 @@ def _api_subjects(models: Models, tasks: Sequence[EvalTask], run: OrbitRun) -> S
     return [ApiSubject(api, Conversations())]
 
 
-def _local_subjects(models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None) -> Sequence[Subject]:
+def _local_subjects(
+    models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None, progress: Progress
+) -> Sequence[Subject]:
+    progress.stage("importing torch")
     from orbit_runtime.loop.evaluate import open_models
     from orbit_runtime.loop.kept import Kept, kept_steps
     from orbit_runtime.planner.whole import check_adapted
@@ -221,6 +254,7 @@ def _local_subjects(models: Models, run: OrbitRun, tasks: Sequence[EvalTask], we
         from_elsewhere = getattr(run.spec.adapter, "init_from", None) is not None
         kept = kept_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)
     base = models.base or not kept
+    progress.stage("loading the model")
     return open_models(run, tasks, kept, base=base)
 
 
@@ -281,11 +315,3 @@ def _interval(found: Estimate | None, spec: str = ".3f") -> str:
 def _console() -> Console:
     """What is no terminal breaks no lines."""
     return Console() if sys.stdout.isatty() else Console(width=250)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[str, int, int], None]]:
-    from orbit_runtime.cli.bars import steps_bar
-
-    with steps_bar("asking") as show:
-        yield lambda subject, done, total: show(done, total)

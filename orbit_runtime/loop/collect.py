@@ -78,11 +78,12 @@ def gather_stopped(played: Sequence[Played]) -> tuple[Evidence, ...]:
 def check_failures(collected: Collected, limit: float) -> None:
     """Raises RewardsFailingError (86) if the share of failed rewards exceeds `limit`."""
     rollouts = [rollout for group in collected.groups_P for rollout in group.rollouts_G]
-    failed = sum(1 for rollout in rollouts if rollout.outcome in ("timeout", "crash"))
-    if failed > limit * len(rollouts):
+    timeouts, crashes = (sum(each.outcome == outcome for each in rollouts) for outcome in ("timeout", "crash"))
+    if timeouts + crashes > limit * len(rollouts):
+        longer = ", or raise timeoutSeconds (of a reward) or limits.stepSeconds (of an environment)" if timeouts else ""
         raise RewardsFailingError(
-            f"{failed} of {len(rollouts)} rewards of this step failed, the limit is {limit:.0%}: "
-            + "; ".join(collected.reasons[:3]),
+            f"{timeouts + crashes} of {len(rollouts)} rollouts of this step have no reward "
+            f"({crashes} crashed, {timeouts} timed out), the limit is {limit:.0%}: " + "; ".join(collected.reasons[:3]),
             where="spec.environment.failureLimit",
-            fix="fix the reward, or raise timeoutSeconds if it needs longer; the rollouts are kept in failures/",
+            fix=f"correct what the reasons name{longer}; the rollouts are kept in failures/",
         )

@@ -108,12 +108,19 @@ def is_async(function: object) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Type, message and the line of user code that raised the error, on one line."""
+    """Type, message and a line of code, on one line: the last of the user's own before the error, if there is one."""
     text = " ".join(str(error).split())[:300]
     # A syntax error names its own line; its frames are those of whoever imported it.
     frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    own = [frame for frame in frames if not _is_borrowed(frame.filename)]
+    place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(own or frames)), "")
     return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
+
+
+def _is_borrowed(file: str) -> bool:
+    """Whether a file is Python's, of an installed package, or Orbit's: a line in it tells a user little."""
+    library = os.path.dirname(os.__file__)
+    return file.startswith((library, os.path.join(PACKAGE_ROOT, "orbit_runtime"), "<")) or "-packages" in file
 
 
 def check_elsewhere(target: str, names: Sequence[str], search_path: Sequence[str]) -> None:

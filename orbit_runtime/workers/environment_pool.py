@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from orbit_runtime.errors import ManifestError, OrbitError, RewardsFailingError
+from orbit_runtime.workers.environment_checks import WANTED
 from orbit_runtime.workers.environment_protocol import (
     MAX_MESSAGE,
     EnvironmentFailed,
@@ -191,12 +192,7 @@ class EnvironmentPool:
                 "the process that imports the environment ended", where="spec.environment", fix="see its output above"
             ) from None
         if "error" in answer:
-            is_tool = answer["target"] in self._target.tools
-            raise ManifestError(
-                answer["error"],
-                where=f"spec.environment.{'tools' if is_tool else 'entrypoint'}",
-                fix=f"name an importable 'module:{'function' if is_tool else 'Class'}'",
-            )
+            raise _unusable(answer["error"], answer["target"], is_tool=answer["target"] in self._target.tools)
         return answer
 
     async def _read_control(self) -> None:
@@ -441,3 +437,15 @@ class EpisodeProcess:
 
 def _given(prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
     return {"prompt": [dict(message) for message in prompt], "fields": dict(fields), "seed": seed}
+
+
+def _unusable(message: str, target: str, *, is_tool: bool) -> ManifestError:
+    if is_tool:
+        return ManifestError(message, where="spec.environment.tools", fix="name an importable 'module:function'")
+    if target.startswith("orbit_runtime."):
+        return ManifestError(
+            message, where="spec.environment", fix="correct its name or arguments, or install what it needs"
+        )
+    return ManifestError(
+        message, where="spec.environment.entrypoint", fix=f"name an importable 'module:Class' with {WANTED}"
+    )

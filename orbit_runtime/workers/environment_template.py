@@ -27,6 +27,7 @@ from typing import Any
 
 from orbit_runtime.workers.entrypoints import TargetError, describe, load_object
 from orbit_runtime.workers.environment_cell import Loaded, serve
+from orbit_runtime.workers.environment_checks import check_environment
 from orbit_runtime.workers.environment_protocol import EnvironmentLimits
 from orbit_runtime.workers.reward_worker import confine_rewards, end_with_parent
 from orbit_runtime.workers.stacks import tell_stacks
@@ -56,8 +57,7 @@ def main(control_fd: int, parent_pid: int) -> int:
     try:
         loaded = _load(head)
     except TargetError as error:
-        message, target = error.args
-        _say(control, {"error": message, "target": target})
+        _say(control, {"error": error.args[0], "target": error.args[-1]})
         return 1
     limits = EnvironmentLimits(**head["limits"])
     schemas = [tool_schema(name, function) for name, function in loaded.tools.items()]
@@ -87,10 +87,8 @@ def _load(head: Any) -> Loaded:
     target = head["environment"]
     try:
         environment = load_object(target) if target else None
-        if environment is not None and not callable(environment):
-            raise TargetError(f"{target!r} is not a class but {type(environment).__name__}")
         if environment is not None:
-            _check_class(environment, target, head["arguments"])
+            check_environment(environment, target, head["arguments"])
         if hasattr(environment, "prepare"):
             _prepare(environment, head["arguments"])
         cohorts = _cohorts(environment)
@@ -103,23 +101,6 @@ def _load(head: Any) -> Loaded:
     except TargetError as error:
         raise TargetError(str(error), target) from error
     return Loaded(environment, head["arguments"], tools, cohorts)
-
-
-def _check_class(environment: Any, target: str, arguments: dict[str, Any]) -> None:
-    """Checks what is visible before an episode is played."""
-    try:
-        signature = inspect.signature(environment)
-    except (TypeError, ValueError):
-        signature = None  # built in C without a signature: the first episode will tell
-    if signature is not None:
-        try:
-            signature.bind(**arguments)
-        except TypeError as error:
-            raise TargetError(f"{target!r} cannot be made with the manifest's arguments: {error}") from error
-    if inspect.isclass(environment) and not any(
-        hasattr(environment, name) for name in ("reset", "play", "__getattr__")
-    ):
-        raise TargetError(f"{target!r} is no environment: it has neither `reset` nor `play`")
 
 
 def _cohorts(environment: Any) -> tuple[str, ...] | None:

@@ -42,6 +42,42 @@ class Late:
         return 0.5
 
 
+class NoReset:
+    def step(self, completion: str) -> Step:
+        return Step(done=True)
+
+
+class NoSeed(ByText):
+    def reset(self, prompt: Sequence[Mapping[str, Any]]) -> Any:  # type: ignore[override]  # the mistake
+        return None
+
+
+class NoPrompt:
+    async def play(self, policy: Any) -> list[Any]:
+        return []
+
+
+class Delegates:
+    """Has its methods from another object."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ByText(), name)
+
+
+class Assigns:
+    def __init__(self) -> None:
+        self.reset, self.step = ByText().reset, ByText().step
+
+
+class Static:
+    @staticmethod
+    def reset(prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], seed: int) -> None: ...
+
+    @classmethod
+    def step(cls, completion: str) -> Step:
+        return Step(done=True)
+
+
 def _do(what: str) -> Any:
     actions = {
         "raise": lambda: 1 / 0,

@@ -304,6 +304,7 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(tmp_path: 
         (["builtin://tiny-adder", "--precision", "FP8", "--layout", "FP8BlockV4"], 64, "not a layout of FP8"),
         (["builtin://tiny-adder", "--precision", "INT4", "--ignore", "re:("], 64, "not a regular expression"),
         (["builtin://tiny-adder", "--precision", "INT4", "--ignore", "re:.*"], 78, "no module is left"),
+        (["builtin://tiny-adder", "--precision", "INT4", "--ignore", "gate"], 64, "`gate` is no module of this model"),
         (["no/such/folder", "--precision", "INT4"], 66, "does not exist"),
         (["s3://bucket/model", "--precision", "INT4"], 66, "not on this machine"),
         (["int4", "--precision", "FP8"], 78, "round twice"),

@@ -107,6 +107,17 @@ def test_any_model_may_be_the_one_that_others_are_compared_with(
         assert len(api.asked) == before
 
 
+def test_what_is_asked_is_told_beside_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ChatApi(adds) as api:
+        for told in (["m: asking for 12 samples", "m: 12 of 12 samples"], ["m: all 12 samples were there"]):
+            assert evaluate(api, tmp_path, "--model", "m") == 0
+            output = capsys.readouterr()
+            first, *later = [line.partition(" ")[2] for line in output.err.splitlines()]
+            assert first == "start: reading prompts, starting rewards"
+            assert later == told
+            assert json.loads(output.out)["scores"], "standard output holds the result alone"
+
+
 def test_another_version_of_the_environment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = (ROOT / "examples/quickstart.yaml").read_text()
     (tmp_path / "run.yaml").write_text(manifest.replace("type: ExactMatch", "entrypoint: my_score:score"))
@@ -392,6 +403,8 @@ def test_an_evaluation_that_is_ended_goes_on_and_asks_nothing_twice(
         process.send_signal(how)
         assert process.wait(60) == code
         killed.set()
+        if how != signal.SIGKILL:
+            assert json.loads(store.get("executions/000001.heartbeat.json"))["reason"] == "stopped"
         assert evaluate(api, tmp_path) == 0
     asked = Counter((body["messages"][-1]["content"], body["seed"]) for body in api.asked)
     assert len(asked) == SAMPLES * PROMPTS

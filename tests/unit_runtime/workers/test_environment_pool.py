@@ -277,16 +277,51 @@ def test_a_call_waits_for_no_other(tools: EnvironmentPool) -> None:
         (
             EnvironmentTarget("fakes.guide:write_files", {"guide": ""}),
             "spec.environment.entrypoint",
-            "cannot be made with the manifest's arguments: missing a required argument: 'folder'",
+            r"cannot be called with spec.environment.arguments \(guide\): missing a required argument: 'folder'",
         ),
-        (EnvironmentTarget("decimal:Context"), "spec.environment.entrypoint", "it has neither `reset` nor `play`"),
+        (EnvironmentTarget("decimal:Context"), "spec.environment.entrypoint", "has no method `reset`"),
         (EnvironmentTarget(tools=(f"{BAD}:not_callable",)), "spec.environment.tools", "is not a function but int"),
+        (
+            EnvironmentTarget(f"{BAD}:ByText", {"words": 1}),
+            "spec.environment.entrypoint",
+            r"\(words\): got an unexpected",
+        ),
+        (
+            EnvironmentTarget(f"{BAD}:add"),
+            "spec.environment.entrypoint",
+            r"\(\): missing a required",
+        ),
+        (EnvironmentTarget(f"{BAD}:NoReset"), "spec.environment.entrypoint", "NoReset' has no method `reset`"),
+        (EnvironmentTarget(f"{BAD}:NoSeed"), "spec.environment.entrypoint", r"`reset` .* as \(prompt, fields, seed\)"),
+        (EnvironmentTarget(f"{BAD}:NoPrompt"), "spec.environment.entrypoint", r"`play` .* as \(policy, prompt, fields"),
     ],
 )
 def test_what_cannot_be_imported_is_named(target: EnvironmentTarget, where: str, message: str) -> None:
     with pytest.raises(ManifestError, match=rf"^[^(\"].*{message}") as failed:
         EnvironmentPool(target, limits=LIMITS, search_path=[TESTS])
     assert failed.value.where == where
+    assert not failed.value.message.startswith("("), "a sentence, not a tuple of the message and the target"
+
+
+@pytest.mark.parametrize("name", ["Delegates", "Assigns", "Static"])
+def test_methods_that_only_objects_have_are_called(name: str) -> None:
+    with EnvironmentPool(EnvironmentTarget(f"{BAD}:{name}"), limits=LIMITS, search_path=[TESTS]) as pool:
+        assert play(pool, "done")[-1]["done"]
+
+
+def test_what_a_library_raises_is_said_with_the_line_that_called_it(tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text(
+        "import json\n"
+        "class Reads:\n"
+        "    def reset(self, prompt, fields, seed): return None\n"
+        "    def step(self, completion):\n"
+        "        return json.loads(completion)\n"
+    )
+    with (
+        EnvironmentPool(EnvironmentTarget("reads:Reads"), limits=LIMITS, search_path=[str(tmp_path)]) as pool,
+        pytest.raises(EnvironmentFailed, match=r"JSONDecodeError: .* \(.*reads\.py:5\)"),
+    ):
+        play(pool, "no json")
 
 
 def test_what_all_copies_share_is_prepared_once(tmp_path: Path) -> None:
