@@ -58,6 +58,7 @@ def compare_sides(kind: str, algorithm: str, options: argparse.Namespace) -> Com
 
 
 def our_side(algorithm: str, flat: Sequence[Any], rewards: Sequence[float], lengths: Sequence[int]) -> Any:
+    import numpy as np
     import torch
 
     from orbit_runtime.algorithms.advantages import ScoredGroup
@@ -86,12 +87,13 @@ def our_side(algorithm: str, flat: Sequence[Any], rewards: Sequence[float], leng
         ]
         advantages_D = [each for group in built.advantages(groups) for each in group]
         columns = [spread(each, mask_T) for each, mask_T in zip(advantages_D, masks_D, strict=True)]
-        advantages_T = torch.cat([torch.frombuffer(column, dtype=torch.float32) for column in columns])
-        lengths_D = torch.tensor(lengths)
-        weights_D = torch.tensor(token_weights(lengths, settings.objective.reduction, max(lengths)))
+        # As `micro_batches.build_micro_batch` joins them.
+        advantages_T = torch.from_numpy(np.concatenate([np.asarray(column) for column in columns]))
+        weights_D = token_weights(lengths, settings.objective.reduction, max(lengths))
+        weights_T = torch.from_numpy(np.repeat(np.asarray(weights_D, np.float32), lengths))
         given_T = logprobs_T.clone().requires_grad_(True)
-        inputs = LossInputs(given_T, old_T, advantages_T, lengths_D, reference_logprobs_T=reference_T)
-        loss, _ = policy_loss(inputs, weights_D.repeat_interleave(lengths_D), constants)
+        inputs = LossInputs(given_T, old_T, advantages_T, torch.tensor(lengths), reference_logprobs_T=reference_T)
+        loss, _ = policy_loss(inputs, weights_T, constants)
         loss.backward()
         return given_T.grad
 

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from orbit_runtime.spec.objectives import CorrectionType, KLEstimator
 
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to this: e^20 is far outside every clip range, and an infinite ratio times a zero advantage
+is NaN."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossSettings:

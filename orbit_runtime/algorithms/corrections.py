@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.algorithms.constants import Correction
-from orbit_runtime.algorithms.divergence import LOG_RATIO_LIMIT
-from orbit_runtime.algorithms.ratios import sample_sums, sequence_mean_ratio, sequence_ratio, spread
+from orbit_runtime.algorithms.ratios import (
+    ratio_of_tokens,
+    sample_sums,
+    sequence_mean_ratio,
+    sequence_ratio,
+    spread,
+    token_ratio,
+)
 
 
 def importance_weights(
@@ -33,12 +39,12 @@ def importance_weights(
     the reduction's denominators (as in TRL 1.16): dropping tokens changes no other token's weight.
     """
     log_ratio_T = (old_trainer_logprobs_T - sampled_logprobs_T).detach()
-    level_T = log_ratio_T
+    sequence = None
     if correction.type.startswith("Sequence"):
-        level_T = sequence_ratio(log_ratio_T, lengths_D)
+        sequence = sequence_ratio
     elif correction.type.startswith("Geometric"):
-        level_T = sequence_mean_ratio(log_ratio_T, lengths_D)
-    weights_T = torch.exp(level_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        sequence = sequence_mean_ratio
+    weights_T = ratio_of_tokens(log_ratio_T, lengths_D, sequence)
     if correction.type.endswith("Truncated"):
         weights_T = weights_T.clamp(max=correction.cap)
     else:
@@ -47,6 +53,6 @@ def importance_weights(
         kept_T = torch.ones_like(weights_T) if correction.type == "GeometricMasked" else weights_T
         weights_T = torch.where(inside_T, kept_T, 0.0)
     if correction.veto is not None:
-        below_T = (torch.exp(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) < correction.veto).to(weights_T)
+        below_T = (token_ratio(log_ratio_T) < correction.veto).to(weights_T)
         weights_T = torch.where(spread(sample_sums(below_T, lengths_D), lengths_D) > 0, 0.0, weights_T)
     return weights_T

@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orbit_runtime.algorithms.divergence import LOG_RATIO_LIMIT, kl_estimate
+from orbit_runtime.algorithms.divergence import kl_estimate
+from orbit_runtime.algorithms.ratios import token_ratio
 
 LARGEST_MASS = -1e-7
 """Upper bound for the log of the listed tokens' total mass: rounding can push their sum above 1, and the remainder
@@ -91,5 +92,5 @@ def sampled_divergence(logprobs_T: Tensor, old_logprobs_T: Tensor, teacher_logpr
     """
     if beta == 0.0:
         return kl_estimate(logprobs_T, teacher_logprobs_T, "K3")
-    ratio_T = torch.exp((logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ratio_T = token_ratio(logprobs_T - old_logprobs_T)
     return ratio_T * kl_estimate(logprobs_T, teacher_logprobs_T, "K1").detach()

@@ -5,13 +5,33 @@ Belongs here: per-token estimators and their gradients. Does not belong here: KL
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch.autograd.function import once_differentiable
+
+from orbit_runtime.algorithms.constants import LOG_RATIO_LIMIT
+from orbit_runtime.algorithms.elementwise import limited
+from orbit_runtime.algorithms.ratios import token_ratio
 from orbit_runtime.spec.objectives import KLEstimator
 
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to this: e^20 is far outside every clip range, and an infinite ratio times a zero advantage
-is NaN."""
+
+class _K3(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logprobs_T: torch.Tensor, reference_T: torch.Tensor) -> torch.Tensor:
+        d_T = (reference_T - logprobs_T).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        ctx.save_for_backward(d_T)
+        return torch.exp(d_T).sub_(1).sub_(d_T)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient_T: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (d_T,) = ctx.saved_tensors
+        slopes_T = torch.exp(d_T).mul_(gradient_T)
+        torch.sub(gradient_T, slopes_T, out=slopes_T)
+        return torch.ops.aten.hardtanh_backward(
+            slopes_T, d_T, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT, grad_input=slopes_T
+        ), None
 
 
 def kl_estimate(logprobs_T: torch.Tensor, reference_logprobs_T: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
@@ -29,12 +49,18 @@ def kl_estimate(logprobs_T: torch.Tensor, reference_logprobs_T: torch.Tensor, es
     = grad KL(policy || reference), the reverse KL; E[grad K3] = grad KL(reference || policy), the forward KL. All three
     hold on policy only. `weighted_kl` has the reverse KL's gradient under K1 and K3.
     """
-    d_T = (reference_logprobs_T - logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if estimator == "K1":
-        return -d_T
-    if estimator == "K2":
-        return d_T.square() / 2
-    return torch.exp(d_T) - 1 - d_T
+    if estimator != "K3":
+        d_T = limited(reference_logprobs_T - logprobs_T)
+        return -d_T if estimator == "K1" else d_T.square() / 2
+    k3_T: torch.Tensor = _K3.apply(logprobs_T, reference_logprobs_T.detach())
+    return k3_T
+
+
+@torch.no_grad()
+def k3_sum(logprobs_T: torch.Tensor, reference_logprobs_T: torch.Tensor) -> torch.Tensor:
+    """The sum of K3 over the tokens, a scalar without gradient."""
+    d_T = (reference_logprobs_T - logprobs_T).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.exp(d_T).sub_(1).sub_(d_T).sum()
 
 
 def weighted_kl(
@@ -49,5 +75,5 @@ def weighted_kl(
     The expectation of ratio * K under the old policy is that of K under the policy, which for K1 and K3 *is*
     KL(policy || reference) for any policy. Its gradient is therefore the reverse KL's, on policy and off.
     """
-    ratio_T = torch.exp((logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ratio_T = token_ratio(logprobs_T - old_logprobs_T)
     return ratio_T * kl_estimate(logprobs_T, reference_logprobs_T, estimator)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from orbit_runtime.algorithms.constants import LOG_RATIO_LIMIT
 from orbit_runtime.spec.objectives import KLEstimator
 
 _ESTIMATORS: Mapping[str, Callable[[float], float]] = {
@@ -15,7 +16,6 @@ _ESTIMATORS: Mapping[str, Callable[[float], float]] = {
     "K2": lambda d: d * d / 2,
     "K3": lambda d: math.expm1(d) - d,
 }
-LOG_RATIO_LIMIT = 20.0
 
 
 def kl_penalties(

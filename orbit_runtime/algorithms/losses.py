@@ -17,8 +17,9 @@ from torch import Tensor
 
 from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.algorithms.distillation import sampled_divergence
-from orbit_runtime.algorithms.divergence import LOG_RATIO_LIMIT, kl_estimate, weighted_kl
-from orbit_runtime.algorithms.ratios import LogRatio, token_ratio
+from orbit_runtime.algorithms.divergence import k3_sum, kl_estimate, weighted_kl
+from orbit_runtime.algorithms.elementwise import lesser
+from orbit_runtime.algorithms.ratios import SequenceRatio, ratio_of_tokens, shared_by_tokens, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +49,37 @@ class TokenLosses:
 
     loss_T: Tensor
     clipped_T: Tensor | None = None
-    """True if the clip removed the token's gradient, or cut its weight."""
+    """True, or 1, if the clip removed the token's gradient, or cut its weight; or, of each sample, how many such tokens
+    it has."""
 
 
 Surrogate = Callable[[LossInputs, PolicyLossSettings], TokenLosses]
 """Log-probs and advantages → a loss per token, before corrections, KL and reduction."""
 
 
-def clipped(inputs: LossInputs, settings: PolicyLossSettings, *, log_ratio: LogRatio = token_ratio) -> TokenLosses:
+def clipped(
+    inputs: LossInputs, settings: PolicyLossSettings, *, sequence_ratio: SequenceRatio | None = None
+) -> TokenLosses:
     """The clipped surrogate (PPO, arXiv:1707.06347 eq. 7), per token or per completion (`ratios`).
 
     ```
     l_t = -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
     ```
     """
-    advantages_T = inputs.advantages_T
-    log_ratio_T = log_ratio(inputs.logprobs_T - inputs.old_logprobs_T.detach(), inputs.lengths_D)
-    ratio_T = torch.exp(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    least = None if settings.clip_low is None else 1 - settings.clip_low
-    clipped_T = ratio_T.clamp(least, 1 + settings.clip_high)
-    loss_T = -torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
-    with torch.no_grad():
-        is_clipped_T = (ratio_T > 1 + settings.clip_high) & (advantages_T > 0)
-        if least is not None:
-            is_clipped_T = ((ratio_T < least) & (advantages_T < 0)) | is_clipped_T
-    return TokenLosses(loss_T, is_clipped_T)
+    log_ratio_T, lengths_D = inputs.logprobs_T - inputs.old_logprobs_T.detach(), inputs.lengths_D
+    least, most = (None if settings.clip_low is None else 1 - settings.clip_low), 1 + settings.clip_high
+    advantages_D = None if sequence_ratio is None else shared_by_tokens(inputs.advantages_T, lengths_D)
+    if sequence_ratio is not None and advantages_D is not None:
+        # The same for all tokens of a completion: computed once for each.
+        gain_D, is_clipped_D = lesser(sequence_ratio(log_ratio_T, lengths_D), advantages_D, least, most)
+        return TokenLosses(spread(-gain_D, lengths_D), is_clipped_D * lengths_D)
+    ratio_T = ratio_of_tokens(log_ratio_T, lengths_D, sequence_ratio)
+    gain_T, is_clipped_T = lesser(ratio_T, inputs.advantages_T, least, most)
+    return TokenLosses(-gain_T, is_clipped_T)
 
 
 def clipped_weights(
-    inputs: LossInputs, settings: PolicyLossSettings, *, log_ratio: LogRatio = token_ratio
+    inputs: LossInputs, settings: PolicyLossSettings, *, sequence_ratio: SequenceRatio | None = None
 ) -> TokenLosses:
     """REINFORCE with clipped importance weights (CISPO, arXiv:2506.13585 eq. 4 and 5): no token loses its gradient.
 
@@ -84,8 +87,7 @@ def clipped_weights(
     l_t = -sg(clip(ratio, 1 - low, 1 + high)) * A * logprob
     ```
     """
-    log_ratio_T = log_ratio((inputs.logprobs_T - inputs.old_logprobs_T).detach(), inputs.lengths_D)
-    ratio_T = torch.exp(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ratio_T = ratio_of_tokens((inputs.logprobs_T - inputs.old_logprobs_T).detach(), inputs.lengths_D, sequence_ratio)
     least = None if settings.clip_low is None else 1 - settings.clip_low
     weight_T = ratio_T.clamp(least, 1 + settings.clip_high)
     return TokenLosses(-weight_T * inputs.advantages_T * inputs.logprobs_T, weight_T != ratio_T)
@@ -121,7 +123,7 @@ def policy_loss(
     logprobs_T, old_T, reference_T = inputs.logprobs_T, inputs.old_logprobs_T.detach(), inputs.reference_logprobs_T
     assert settings.kl_coefficient == 0.0 or reference_T is not None, "a KL term needs reference log-probs"
     losses = surrogate(inputs, settings)
-    loss_T = losses.loss_T
+    loss_T, k3_T = losses.loss_T, None
     if inputs.importance_T is not None:
         loss_T = loss_T * inputs.importance_T.detach()
     if settings.kl_coefficient != 0.0 and reference_T is not None:
@@ -129,6 +131,7 @@ def policy_loss(
             kl_T = weighted_kl(logprobs_T, old_T, reference_T.detach(), settings.kl_estimator)
         else:
             kl_T = kl_estimate(logprobs_T, reference_T.detach(), settings.kl_estimator)
+            k3_T = kl_T.detach() if settings.kl_estimator == "K3" else None
         loss_T = loss_T + settings.kl_coefficient * kl_T
     if settings.teacher_coefficient != 0.0:
         loss_T = loss_T + settings.teacher_coefficient * _taught(inputs, settings.teacher_beta)
@@ -138,18 +141,18 @@ def policy_loss(
         metrics = {
             "loss": loss.detach(),
             "tokens": torch.tensor(float(logprobs_T.numel()), device=logprobs_T.device),
-            "kl_old": kl_estimate(logprobs_T, old_T, "K3").sum(),
+            "kl_old": k3_sum(logprobs_T, old_T),
         }
         if losses.clipped_T is not None:
             metrics["clip_fraction"] = losses.clipped_T.sum().float()
         if inputs.importance_T is not None:
             metrics["dropped_fraction"] = (inputs.importance_T == 0).sum().float()
         if reference_T is not None:
-            metrics["kl"] = kl_estimate(logprobs_T, reference_T, "K3").sum()
+            metrics["kl"] = k3_sum(logprobs_T, reference_T) if k3_T is None else k3_T.sum()
         if inputs.distances_T is not None:
             metrics["teacher_divergence"] = inputs.distances_T.sum()
         elif inputs.teacher_logprobs_T is not None:
-            metrics["teacher_divergence"] = kl_estimate(logprobs_T, inputs.teacher_logprobs_T, "K3").sum()
+            metrics["teacher_divergence"] = k3_sum(logprobs_T, inputs.teacher_logprobs_T)
     return loss, metrics
 
 

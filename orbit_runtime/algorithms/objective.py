@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from orbit_runtime.algorithms.losses import Surrogate, clipped, clipped_weights, likelihood, nothing, policy_loss
-from orbit_runtime.algorithms.ratios import RATIOS
+from orbit_runtime.algorithms.ratios import SEQUENCE_RATIOS
 from orbit_runtime.spec.algorithm import Algorithm as Settings
 
 SURROGATES: Mapping[str, Callable[..., Any]] = {"Clipped": clipped, "ClippedWeights": clipped_weights}
@@ -31,5 +31,5 @@ def build_loss(settings: Settings, *, own_loss: Surrogate | None = None) -> Call
     elif objective.surrogate == "Likelihood":
         surrogate = likelihood
     else:
-        surrogate = partial(SURROGATES[objective.surrogate], log_ratio=RATIOS[objective.ratio])
+        surrogate = partial(SURROGATES[objective.surrogate], sequence_ratio=SEQUENCE_RATIOS[objective.ratio])
     return partial(policy_loss, surrogate=surrogate)

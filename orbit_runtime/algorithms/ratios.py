@@ -1,4 +1,4 @@
-"""Log-ratios of two policies' probabilities, per token or per completion.
+"""Ratios of two policies' probabilities, per token or per completion.
 
 Belongs here: sums over the tokens of a sample and their gradients, in a fixed order. Does not belong here: the use of
 a ratio (`losses`, `corrections`).
@@ -11,11 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-LogRatio = Callable[[Tensor, Tensor], Tensor]
-"""(log-ratios of tokens `[T]`, lengths `[D]`) → log-ratios by which tokens are weighted, `[T]`."""
+from orbit_runtime.algorithms.elementwise import limited
+
+SequenceRatio = Callable[[Tensor, Tensor], Tensor]
+"""(log-ratios of tokens `[T]`, lengths `[D]`) → one ratio for each completion, `[D]`; finite and positive."""
+
+
+def _repeated(values_D: Tensor, lengths_D: Tensor) -> Tensor:
+    if values_D.device.type == "cpu":
+        # A copy of runs; torch gathers through an index of every token, which takes six times as long.
+        return torch.from_numpy(np.repeat(values_D.detach().numpy(), lengths_D.numpy()))
+    return values_D.repeat_interleave(lengths_D)
 
 
 class _SampleSums(torch.autograd.Function):
@@ -30,7 +40,7 @@ class _SampleSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (lengths_D,) = ctx.saved_tensors
-        return gradients[0].repeat_interleave(lengths_D), None
+        return _repeated(gradients[0], lengths_D), None
 
 
 class _Spread(torch.autograd.Function):
@@ -39,7 +49,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_D: Tensor, lengths_D: Tensor) -> Tensor:
         ctx.save_for_backward(lengths_D)
-        return values_D.repeat_interleave(lengths_D)
+        return _repeated(values_D, lengths_D)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -59,23 +69,39 @@ def spread(values_D: Tensor, lengths_D: Tensor) -> Tensor:
     return spread_T
 
 
-def token_ratio(log_ratio_T: Tensor, lengths_D: Tensor) -> Tensor:
-    """Each token on its own (PPO, GRPO)."""
-    return log_ratio_T
+def shared_by_tokens(values_T: Tensor, lengths_D: Tensor) -> Tensor | None:
+    """`[D]`: each sample's value if all of its tokens share it; else None. On a GPU None: asking would wait for it."""
+    if not values_T.is_cpu:
+        return None
+    first_D = values_T[lengths_D.cumsum(0) - lengths_D]
+    # By numpy: `torch.equal` takes three times as long.
+    return first_D if np.array_equal(_repeated(first_D, lengths_D).numpy(), values_T.numpy()) else None
+
+
+def token_ratio(log_ratio_T: Tensor) -> Tensor:
+    """π(token) / π_old(token), `[T]` (PPO, GRPO)."""
+    return torch.exp(limited(log_ratio_T))
 
 
 def sequence_mean_ratio(log_ratio_T: Tensor, lengths_D: Tensor) -> Tensor:
-    """log (π(y) / π_old(y))^(1/|y|), the same for every token of a completion (GSPO, arXiv:2507.18071 eq. 7)."""
-    return spread(sample_sums(log_ratio_T, lengths_D) / lengths_D, lengths_D)
+    """(π(y) / π_old(y))^(1/|y|) of each completion, `[D]` (GSPO, arXiv:2507.18071 eq. 7)."""
+    return torch.exp(limited(sample_sums(log_ratio_T, lengths_D) / lengths_D))
 
 
 def sequence_ratio(log_ratio_T: Tensor, lengths_D: Tensor) -> Tensor:
-    """log π(y) / π_old(y), the same for every token of a completion: one action (RLOO, arXiv:2402.14740)."""
-    return spread(sample_sums(log_ratio_T, lengths_D), lengths_D)
+    """π(y) / π_old(y) of each completion, `[D]`: one action (RLOO, arXiv:2402.14740)."""
+    return torch.exp(limited(sample_sums(log_ratio_T, lengths_D)))
 
 
-RATIOS: Mapping[str, LogRatio] = {
-    "Token": token_ratio,
+SEQUENCE_RATIOS: Mapping[str, SequenceRatio | None] = {
+    "Token": None,
     "SequenceMean": sequence_mean_ratio,
     "SequenceSum": sequence_ratio,
 }
+
+
+def ratio_of_tokens(log_ratio_T: Tensor, lengths_D: Tensor, sequence: SequenceRatio | None) -> Tensor:
+    """Each token's own ratio, or its completion's, `[T]`."""
+    if sequence is None:
+        return token_ratio(log_ratio_T)
+    return spread(sequence(log_ratio_T, lengths_D), lengths_D)

@@ -15,6 +15,8 @@ import numpy as np
 from orbit_runtime.data.demonstrations import Encoded
 from orbit_runtime.types import FLOATS, ColumnName, Group, Rollout, Sample
 
+_ZERO = array(FLOATS, [0.0])
+
 
 def split_cohorts(group: Group) -> list[Group]:
     """The group's rollouts of each cohort, in order of appearance; the group itself if there is only one."""
@@ -98,6 +100,15 @@ def with_end(sample: Sample) -> Sample:
 
 def spread(value: float | Sequence[float], mask_T: array[int]) -> array[float]:
     """A column over the tokens that train: one value for all, or each its own from `value`."""
+    flags = mask_T.tobytes()
+    kept = flags.strip(b"\0")
+    if isinstance(value, float) and b"\0" not in kept:
+        # The tokens of a single turn are one run.
+        column = array(FLOATS, [value]) * len(kept)
+        if len(kept) < len(flags):
+            first = len(flags) - len(flags.lstrip(b"\0"))
+            column = _ZERO * first + column + _ZERO * (len(flags) - first - len(kept))
+        return column
     column_T = np.zeros(len(mask_T), np.float32)
     column_T[np.flatnonzero(mask_T)] = value
     return array(FLOATS, column_T.tobytes())

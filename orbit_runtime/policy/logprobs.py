@@ -54,14 +54,55 @@ def _cut(biased_RV: torch.Tensor, targets_R: torch.Tensor, sampling: Sampling, s
 
 def _entropy(logprobs_RV: torch.Tensor) -> torch.Tensor:
     """A token that is cut off has probability 0 and log-prob -inf: it adds nothing."""
-    return -(logprobs_RV.exp() * logprobs_RV.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+    return -logprobs_RV.exp().mul_(logprobs_RV.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
 
 
 def _entropy_slope(cut_RV: torch.Tensor) -> torch.Tensor:
     """d entropy / d logits = -p (log p + entropy)"""
     logprobs = torch.log_softmax(cut_RV, dim=-1)
     entropy_R1 = _entropy(logprobs)[:, None]
-    return (logprobs.clamp(min=torch.finfo(torch.float32).min) + entropy_R1).mul_(logprobs.exp()).neg_()
+    return logprobs.clamp(min=torch.finfo(torch.float32).min).add_(entropy_R1).mul_(logprobs.exp()).neg_()
+
+
+# A chunk's tensors are each in a function of their own: they are gone before the next chunk's are made.
+
+
+def _score(
+    logits_RV: torch.Tensor, targets_R: torch.Tensor, part: slice, sampling: Sampling, seen: Seen | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A chunk's log-probs and entropies; `part` says which of all targets it holds."""
+    biased = _bias(logits_RV, sampling)
+    seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
+    logprobs_RV = torch.log_softmax(_cut(biased, targets_R, sampling, seen_RV), dim=-1)
+    del biased
+    return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], _entropy(logprobs_RV)
+
+
+def _slope(
+    logits_RV: torch.Tensor,
+    targets_R: torch.Tensor,
+    grads_R: tuple[torch.Tensor | None, ...],
+    part: slice,
+    sampling: Sampling,
+    seen: Seen | None,
+) -> torch.Tensor:
+    """The gradient of a chunk's logits, in their dtype, from those of its log-probs and entropies."""
+    biased = _bias(logits_RV, sampling)
+    seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
+    cut = _cut(biased, targets_R, sampling, seen_RV)
+    grad_R, entropy_grad_R = grads_R
+    if grad_R is None:
+        slope = torch.zeros_like(cut)
+    else:
+        # d logp(y) / d logits = (onehot(y) - softmax) / T, times the penalty's own slope
+        slope = torch.softmax(cut, dim=-1).neg_()
+        slope[torch.arange(len(slope), device=slope.device), targets_R] += 1.0
+        slope.mul_(grad_R[:, None] / sampling.temperature)
+    if entropy_grad_R is not None:
+        slope += _entropy_slope(cut).mul_(entropy_grad_R[:, None] / sampling.temperature)
+    if seen_RV is not None:
+        slope.mul_(penalty_slope(biased, seen_RV, sampling.repetition_penalty))
+    return slope.to(logits_RV.dtype)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -84,11 +125,9 @@ class _TokenLogProbs(torch.autograd.Function):
         logprobs, entropies = [], []
         for start in range(0, len(targets_R), rows):
             part = slice(start, start + rows)
-            biased = _bias(head(hidden_RN[part]), sampling)
-            seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
-            all_logprobs = torch.log_softmax(_cut(biased, targets_R[part], sampling, seen_RV), dim=-1)
-            logprobs.append(all_logprobs.gather(-1, targets_R[part, None])[:, 0])
-            entropies.append(_entropy(all_logprobs))
+            scored = _score(head(hidden_RN[part]), targets_R[part], part, sampling, seen)
+            logprobs.append(scored[0])
+            entropies.append(scored[1])
         ctx.save_for_backward(hidden_RN, targets_R)
         # An output that no loss reads has no gradient, rather than one of zeros.
         ctx.set_materialize_grads(False)
@@ -108,21 +147,10 @@ class _TokenLogProbs(torch.autograd.Function):
             with torch.enable_grad():
                 hidden = hidden_RN[part].detach().requires_grad_(True)
                 logits = head(hidden)
-            biased = _bias(logits.detach(), sampling)
-            seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
-            cut = _cut(biased, targets_R[part], sampling, seen_RV)
-            if grad_R is None:
-                slope = torch.zeros_like(cut)
-            else:
-                # d logp(y) / d logits = (onehot(y) - softmax) / T, times the penalty's own slope
-                slope = torch.softmax(cut, dim=-1).neg_()
-                slope[torch.arange(len(slope), device=slope.device), targets_R[part]] += 1.0
-                slope.mul_(grad_R[part, None] / sampling.temperature)
-            if entropy_grad_R is not None:
-                slope += _entropy_slope(cut).mul_(entropy_grad_R[part, None] / sampling.temperature)
-            if seen_RV is not None:
-                slope.mul_(penalty_slope(biased, seen_RV, sampling.repetition_penalty))
-            grad_hidden[part], *found = torch.autograd.grad(logits, (hidden, *weights), slope.to(logits.dtype))
+            grads = tuple(None if each is None else each[part] for each in (grad_R, entropy_grad_R))
+            slope = _slope(logits.detach(), targets_R[part], grads, part, sampling, seen)
+            grad_hidden[part], *found = torch.autograd.grad(logits, (hidden, *weights), slope)
+            del logits, slope  # or the next chunk would stand beside them
             for total, each in zip(grad_weights, found, strict=True):
                 total += each
         summed = (total.to(weight.dtype) for total, weight in zip(grad_weights, weights, strict=True))

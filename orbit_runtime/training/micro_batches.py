@@ -107,14 +107,15 @@ def build_micro_batch(
         name: joined([np.asarray(each.columns[name])[kept] for each, kept in zip(samples, kept_D, strict=True)])
         for name in samples[0].columns
     }
-    weights_R = joined([np.full(len(kept), weight, np.float32) for kept, weight in zip(kept_D, weights, strict=True)])
+    counts_D = [len(kept) for kept in kept_D]
+    weights_R = torch.from_numpy(np.repeat(np.asarray(weights, np.float32), counts_D)).to(device)
     return MicroBatch(
         samples,
         branches,
         pack(branches),
         columns_R,
         weights_R,
-        torch.tensor([len(kept) for kept in kept_D], device=device),
+        torch.tensor(counts_D, device=device),
         joined(trained),
         build_seen(branches, device) if sampling.repetition_penalty != 1.0 else None,
         number,

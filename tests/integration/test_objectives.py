@@ -13,6 +13,7 @@ from torch import Tensor
 
 from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
 from orbit_runtime.algorithms.corrections import importance_weights
+from orbit_runtime.algorithms.elementwise import lesser
 from orbit_runtime.algorithms.losses import LossInputs, TokenLosses, policy_loss
 from orbit_runtime.algorithms.objective import build_loss
 from orbit_runtime.algorithms.ratios import sample_sums, spread
@@ -145,6 +146,63 @@ def test_on_policy_every_algorithm_has_the_policy_gradient(name: str) -> None:
     _, gradient = flat_loss(name, [0.0, 0.0, 0.0], [1.0, 1.0, -1.0], [2, 1])
     per_sample = [1 / 2, 1 / 2] if name == "RLOO" else token_weights([2, 1], chosen.objective.reduction, 4)
     assert gradient == pytest.approx([-per_sample[0], -per_sample[0], per_sample[1]], abs=1e-12)
+
+
+@pytest.mark.parametrize("low", [0.0, 0.2])
+def test_a_bound_of_nothing_leaves_the_policy_gradient_whole(low: float) -> None:
+    """On policy every ratio is at the bound of 1, and torch's `clamp` and `minimum` would halve each gradient."""
+    chosen = algorithm(clip={"low": low, "high": low})
+    inputs = LossInputs(
+        torch.tensor([-1.0, -2.0], requires_grad=True),
+        torch.tensor([-1.0, -2.0]),
+        torch.tensor([3.0, -1.0]),
+        torch.tensor([1, 1]),
+    )
+    loss, sums = build_loss(chosen)(inputs, torch.tensor([0.5, 0.5]), loss_settings(chosen))
+    loss.backward()
+    assert inputs.logprobs_T.grad is not None
+    assert inputs.logprobs_T.grad.tolist() == [-1.5, 0.5]
+    assert float(sums["clip_fraction"]) == 0
+
+
+def test_the_lesser_of_ratio_and_clip_is_torchs_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    advantages = torch.randn(4000, generator=generator)
+    advantages[::7] = 0.0
+    for least in (None, 0.8):
+        ratio = torch.exp(0.3 * torch.randn(4000, generator=generator)).requires_grad_(True)
+        found, is_clipped = lesser(ratio, advantages, least, 1.2)
+        naive = torch.min(ratio * advantages, ratio.clamp(least, 1.2) * advantages)
+        assert torch.equal(found, naive)
+        weights = torch.rand(4000, generator=generator)
+        slopes = [torch.autograd.grad((each * weights).sum(), ratio)[0] for each in (found, naive)]
+        assert torch.equal(*slopes)
+        is_below = (ratio < least) & (advantages < 0) if least is not None else torch.zeros(4000, dtype=torch.bool)
+        assert torch.equal(is_clipped.bool(), is_below | (ratio > 1.2) & (advantages > 0))
+
+
+@pytest.mark.parametrize("name", ["GSPO", "RLOO"])
+@pytest.mark.parametrize("one_each", [True, False])
+def test_an_answers_ratio_meets_each_tokens_advantage(name: str, one_each: bool) -> None:
+    """Whether the tokens of an answer share their advantage or not; a KL penalty in the reward makes them differ."""
+    batch, chosen = random_batch(4, spread=0.001), algorithm(type=name)
+    constants = loss_settings(chosen)
+    noise = torch.zeros(()) if one_each else torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
+    advantages = (batch.advantages[:, None] + noise) * batch.mask
+    weights = batch.mask / batch.mask.sum()
+    new = batch.logprobs.clone().requires_grad_(True)
+    kept, lengths = batch.kept, batch.mask.sum(-1)
+    inputs = LossInputs(new[kept], batch.old[kept], advantages[kept], lengths)
+    found, sums = build_loss(chosen)(inputs, weights[kept], constants)
+    total = ((new - batch.old) * batch.mask).sum(-1, keepdim=True)
+    ratio = (total / lengths[:, None] if name == "GSPO" else total).exp()
+    least, most = 1 - (constants.clip_low or 0), 1 + constants.clip_high
+    naive = -(weights * torch.min(ratio * advantages, ratio.clamp(least, most) * advantages)).sum()
+    torch.testing.assert_close(found, naive, rtol=0, atol=1e-12)
+    slopes = [torch.autograd.grad(each, new)[0] for each in (found, naive)]
+    torch.testing.assert_close(*slopes, rtol=0, atol=1e-12)
+    is_clipped = (ratio > most) & (advantages > 0) | (ratio < least) & (advantages < 0)
+    assert int(sums["clip_fraction"]) == int((is_clipped & kept).sum())
 
 
 cuts = st.permutations(range(len(LENGTHS))).flatmap(

@@ -62,6 +62,14 @@ def test_a_column_says_something_of_the_tokens_that_train() -> None:
     assert set(sample.columns) == {"sampled", "advantage"}
 
 
+@pytest.mark.parametrize("mask", [[1, 1], [0, 1, 1], [1, 1, 0], [0, 1, 0], [0, 1, 1, 0, 0, 1], [0, 0]])
+def test_one_number_for_all_tokens_that_train_stands_where_the_mask_is(mask: list[int]) -> None:
+    mask_T = array("b", mask)
+    column = spread(-0.5, mask_T)
+    assert column == array("f", [-0.5 if flag else 0.0 for flag in mask])
+    assert column.tobytes() == spread([-0.5] * sum(mask), mask_T).tobytes()
+
+
 def test_a_token_of_a_rollout_takes_13_bytes_and_is_shared_with_its_sample() -> None:
     """Python's numbers took 88 (`sys.getsizeof` of the tuples and of what they hold)."""
     one = rollout(0, 0, 1.0, answer=1000)
