@@ -71,11 +71,12 @@ def spread(values_D: Tensor, lengths_D: Tensor) -> Tensor:
 
 def shared_by_tokens(values_T: Tensor, lengths_D: Tensor) -> Tensor | None:
     """`[D]`: each sample's value if all of its tokens share it; else None. On a GPU None: asking would wait for it."""
-    if not values_T.is_cpu:
+    if not values_T.is_cpu or not len(values_T):
         return None
-    first_D = values_T[lengths_D.cumsum(0) - lengths_D]
+    # The last token of each: a sample without any takes a neighbour's, which is spread to none.
+    last_D = values_T[(lengths_D.cumsum(0) - 1).clamp(min=0)]
     # By numpy: `torch.equal` takes three times as long.
-    return first_D if np.array_equal(_repeated(first_D, lengths_D).numpy(), values_T.numpy()) else None
+    return last_D if np.array_equal(_repeated(last_D, lengths_D).numpy(), values_T.numpy()) else None
 
 
 def token_ratio(log_ratio_T: Tensor) -> Tensor:

@@ -205,6 +205,28 @@ def test_an_answers_ratio_meets_each_tokens_advantage(name: str, one_each: bool)
     assert int(sums["clip_fraction"]) == int((is_clipped & kept).sum())
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_a_sample_without_trained_tokens_changes_nothing_wherever_it_is(name: str) -> None:
+    batch, chosen = random_batch(2, spread=0.001), algorithm(type=name)
+    kept, lengths = batch.kept, batch.mask.sum(-1).long()
+    advantages = batch.advantages[:, None].expand(batch.mask.shape)[kept]
+    none = torch.zeros(1, dtype=torch.long)
+
+    def computed(lengths_D: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        new = batch.logprobs[kept].clone().requires_grad_(True)
+        inputs = LossInputs(new, batch.old[kept], advantages, lengths_D)
+        loss, sums = build_loss(chosen)(inputs, torch.full_like(new, 0.1), loss_settings(chosen))
+        return loss.detach(), torch.autograd.grad(loss, new)[0], sums
+
+    loss, slopes, sums = computed(lengths)
+    assert bool(slopes.isfinite().all())
+    for at in (0, 2, len(lengths)):
+        again = computed(torch.cat([lengths[:at], none, lengths[at:]]))
+        assert torch.equal(again[0], loss)
+        assert torch.equal(again[1], slopes)
+        assert {key: float(value) for key, value in again[2].items()} == {key: float(v) for key, v in sums.items()}
+
+
 cuts = st.permutations(range(len(LENGTHS))).flatmap(
     lambda order: st.sets(st.integers(1, len(LENGTHS) - 1)).map(
         lambda at: [order[a:b] for a, b in zip([0, *sorted(at)], [*sorted(at), len(LENGTHS)], strict=True)]
