@@ -42,7 +42,8 @@ def with_given(
         changes["spec.algorithm.advantage"] = {"entrypoint": FROM_PYTHON}
     if prompts is not None:
         columns = manifest.to_manifest()["spec"]["data"]["prompts"][0]
-        changes["spec.data.prompts"] = [{**columns, "uri": str(write_rows(prompts)), "format": "JSONL"}]
+        column = str(columns.get("promptField", "prompt"))
+        changes["spec.data.prompts"] = [{**columns, "uri": str(write_rows(prompts, column)), "format": "JSONL"}]
     return load_manifest(manifest, changes)
 
 
@@ -61,11 +62,14 @@ def _rewards(manifest: OrbitRun, functions: Functions) -> list[dict[str, Any]]:
     return found
 
 
-def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
+def write_rows(rows: Iterable[Mapping[str, Any]], column: str) -> Path:
     """Writes a file in the download cache, named by its content: equal rows are the same prompts, now and on resume.
 
+    Args:
+        column: where a row has its prompt.
+
     Raises:
-        DataError: a row is not a mapping of plain values.
+        DataError: a row is not a mapping of plain values, or has no prompt.
         OutputError: the cache cannot be written.
     """
     lines = []
@@ -75,6 +79,10 @@ def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
             raise DataError(
                 f"{type(row).__name__} is not a row", where=where, fix='give a mapping: {"prompt": "12+34="}'
             )
+        if column not in row:
+            has = ", ".join(repr(name) for name in row) or "nothing"
+            fix = f"call the prompt {column!r}, or set spec.data.prompts.0.promptField to its column"
+            raise DataError(f"no key {column!r}; the row has: {has}", where=where, fix=fix)
         try:
             lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from orbit_runtime.cli.bars import bytes_bar
 from orbit_runtime.cli.convert import check_torch, format_result
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.cli.places import needed_folder
-from orbit_runtime.errors import UsageError
+from orbit_runtime.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
@@ -128,5 +128,10 @@ def _read_prompts(asked: str) -> list[str]:
     from orbit_runtime.data.prompts import load_prompts
     from orbit_runtime.data.rows import PromptSource
 
-    table = load_prompts([PromptSource(asked, field=None)], limit=MAX_PROMPTS)
+    try:
+        table = load_prompts([PromptSource(asked, field=None)], limit=MAX_PROMPTS)
+    except DataError as error:
+        # Without a manifest, what a manifest's prompts could be corrected by is no help.
+        fix = 'name a file with lines such as {"prompt": "12+34="}, or none'
+        raise DataError(error.message, where=f"--measure {asked}", fix=fix) from None
     return [str(prompt.messages[-1]["content"]) for prompt in table.prompts_P]

@@ -18,6 +18,8 @@ from orbit_runtime.observability.charts import Chart
 from orbit_runtime.observability.report_html import render_page
 
 MAX_PROMPTS = 40
+MAX_BEGINNING = 70
+"""Characters of a prompt that stand beside its name, so that a folded list can be read."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class _ShownPrompt:
     text: str
     expected: str
     samples: Sequence[_ShownSample]
+
+    @property
+    def beginning(self) -> str:
+        words = " ".join(self.text.split())
+        return words if len(words) <= MAX_BEGINNING else f"{words[:MAX_BEGINNING]}…"
 
 
 def render_evaluation(title: str, summary: Summary, samples: Sequence[EvalSample]) -> str:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
+LONG_STAGES = {"evaluate": "evaluating the policy"}
+"""Stages between steps that may take longer than many steps → what a log says when they begin."""
+
 
 class Progress(Protocol):
     """One interface for every audience."""
@@ -79,7 +82,7 @@ class SilentProgress:
 class JsonProgress:
     """One JSON object per line: `{"event": "stage" | "start" | "step" | "note" | "finish", …}`.
 
-    Stages are those of the start; a step's are not printed.
+    Stages are those of the start, and `LONG_STAGES`; a step's others are not printed.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -91,7 +94,7 @@ class JsonProgress:
         self._write({"event": "start", "total": total, "resumed_at": resumed_at})
 
     def stage(self, name: str) -> None:
-        if not self._is_started:
+        if not self._is_started or name in LONG_STAGES:
             self._write({"event": "stage", "stage": name})
 
     def step(self, row: MetricsRow) -> None:
@@ -132,6 +135,8 @@ class PlainProgress:
     def stage(self, name: str) -> None:
         if not self._is_started:
             self._print(f"start: {name}")
+        elif name in LONG_STAGES:
+            self._print(LONG_STAGES[name])
 
     def step(self, row: MetricsRow) -> None:
         self._pace.step(row)

@@ -157,7 +157,7 @@ MISUSE: list[tuple[dict[str, Any], type[OrbitError], str]] = [
     ({"prompts": []}, DataError, "there are no prompts"),
     ({"prompts": ["12+34="]}, DataError, r"prompts\[0\]: str is not a row"),
     ({"prompts": [{"prompt": {1, 2}}]}, DataError, r"prompts\[0\]: not plain values"),
-    ({"prompts": [{"question": "12+34="}]}, DataError, "prompt"),
+    ({"prompts": [{"question": "12+34="}]}, DataError, r"prompts\[0\]: no key 'prompt'; the row has: 'question'"),
     ({"overrides": {"spec.algorithm": {"type": "SFT"}}, "loss": some_loss}, UsageError, "demonstrations"),
 ]
 

@@ -179,6 +179,10 @@ def test_an_adapter_that_a_run_kept_names_its_base_and_is_refused_by_another(tmp
     for other in (str(make_checkpoint(tmp_path / "other", "qwen3")), str(builtin_folder("tiny-adder", "BF16"))):
         told = merge(str(kept), "--out", str(out), "--base", other, "--unchecked-base", capsys=capsys, code=66)
         assert "trained on another base" in told["message"]
+    absent = ("--measure", "absent.jsonl")
+    told = merge(str(kept), "--out", str(out), "--base", "builtin://tiny-adder", *absent, capsys=capsys, code=65)
+    assert told["where"] == "--measure absent.jsonl"
+    assert "spec." not in told["fix"], "there is no manifest here"
     assert not out.exists()
     result = merge(str(kept), "--out", str(out), "--base", "builtin://tiny-adder", "--measure", "none", capsys=capsys)
     assert result["cost"] is None

@@ -87,3 +87,13 @@ def test_any_two_models_are_compared_prompt_by_prompt() -> None:
     assert (pair.paired.better, pair.paired.worse) == (1, 1)
     page = render_evaluation("Two steps", summary, samples)
     assert "Any two others: 1 pairs" in page
+
+
+def test_a_folded_answer_says_what_was_asked() -> None:
+    samples = [
+        EvalSample("base", "sums", name, 0, (("user", text), ("assistant", "3")), 1.0, "value")
+        for name, text in (("a", "1 <\n 2?"), ("b", "word " * 40))
+    ]
+    page = render_evaluation("Two prompts", build_summary(samples), samples)
+    assert '<summary>sums: a <span class="label">1 &lt; 2?</span></summary>' in page
+    assert f'<span class="label">{"word " * 14}…</span></summary>' in page

@@ -104,6 +104,16 @@ def test_json_lines_tell_the_stages_of_the_start() -> None:
     assert [event["event"] for event in events[1:]] == ["start", "note", "finish"]
 
 
+def test_an_evaluation_is_told_when_it_begins_because_it_may_take_longer_than_many_steps() -> None:
+    lines, events = io.StringIO(), io.StringIO()
+    for progress in (PlainProgress(lines), JsonProgress(events)):
+        progress.start(total=5)
+        progress.stage("collect")
+        progress.stage("evaluate")
+    assert lines.getvalue().splitlines() == ["evaluating the policy"]
+    assert json.loads(events.getvalue().splitlines()[1]) == {"event": "stage", "stage": "evaluate"}
+
+
 def test_a_terminal_shows_what_the_start_does_and_for_how_long() -> None:
     stream = Terminal()
     console = Console(file=stream, force_terminal=True, width=80, color_system=None, legacy_windows=False)
