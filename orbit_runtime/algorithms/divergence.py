@@ -56,10 +56,9 @@ def kl_estimate(logprobs_T: torch.Tensor, reference_logprobs_T: torch.Tensor, es
     return k3_T
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
 def k3_sum(logprobs_T: torch.Tensor, reference_logprobs_T: torch.Tensor) -> torch.Tensor:
     """The sum of K3 over the tokens, a scalar without gradient."""
-    d_T = (reference_logprobs_T - logprobs_T).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    d_T = (reference_logprobs_T.detach() - logprobs_T.detach()).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.exp(d_T).sub_(1).sub_(d_T).sum()
 
 

@@ -130,8 +130,9 @@ class ChatTokenizer:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_text` of each, in one call."""
-        if not texts:
-            return []
+        if len(texts) < 2:
+            # A batch is handed to the backend's own threads, which for one text takes longer than the text.
+            return [self.encode_text(text) for text in texts]
         if self._backend is not None:
             return [list(each.ids) for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         return [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]

@@ -33,6 +33,7 @@ from orbit_runtime.workers.environment_protocol import (
     EnvironmentTarget,
     ToolResult,
 )
+from orbit_runtime.workers.other_loop import OtherLoop
 from orbit_runtime.workers.reward_process import child_environment, search_path_of
 from orbit_runtime.workers.stacks import Stacks
 
@@ -99,6 +100,7 @@ class EnvironmentPool:
         self._cells: set[Cell] = set()
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
+        self.there = OtherLoop(self._loop)
         self._thread = threading.Thread(target=self._loop.run_forever, name="environment-pool", daemon=True)
         self._thread.start()
         try:
@@ -116,7 +118,7 @@ class EnvironmentPool:
 
         May be awaited in any event loop.
         """
-        return await asyncio.wrap_future(self._submit(self._call_tool(name, arguments)))
+        return await self.there.run(self._call_tool(name, arguments))
 
     def open_episode(self) -> EpisodeProcess:
         """A process for one episode, taken on the first call. `close` must be awaited."""
@@ -371,17 +373,17 @@ class EpisodeProcess:
         await self.send({"play": _given(prompt, fields, seed)})
 
     async def send(self, message: Mapping[str, Any]) -> None:
-        await asyncio.wrap_future(self._pool._submit(self._exchange(lambda cell: cell.send(message))))
+        await self._pool.there.run(self._exchange(lambda cell: cell.send(message)))
 
     async def receive(self) -> dict[str, Any]:
         """Its next message, however long that takes."""
-        return dict(await asyncio.wrap_future(self._pool._submit(self._receive())))
+        return dict(await self._pool.there.run(self._receive()))
 
     async def end_late(self) -> EnvironmentFailed:
         """Ends a copy that gave no message for `step_seconds`; returns the failure, to be raised."""
         cell, self._cell = self._cell, None
         assert cell is not None
-        failure: EnvironmentFailed = await asyncio.wrap_future(self._pool._submit(self._pool._late(cell, self.seconds)))
+        failure: EnvironmentFailed = await self._pool.there.run(self._pool._late(cell, self.seconds))
         return failure
 
     @property
@@ -393,10 +395,10 @@ class EpisodeProcess:
         """Gives the copy back; a copy that does not respond is ended."""
         cell, self._cell = self._cell, None
         if cell is not None:
-            await asyncio.wrap_future(self._pool._submit(self._close(cell)))
+            await self._pool.there.run(self._close(cell))
 
     async def _run(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(await asyncio.wrap_future(self._pool._submit(self._ask(message))))
+        return dict(await self._pool.there.run(self._ask(message)))
 
     async def _exchange[T](self, work: Callable[[Cell], Coroutine[Any, Any, T]]) -> T:
         if self._cell is None:
