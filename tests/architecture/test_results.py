@@ -14,15 +14,12 @@ from benchmarks.programs import load_results, measures, program_of, programs
 
 BEFORE_COMMITS_WERE_NAMED = {
     "adapter_transports",
-    "frozen_linear",
     "frozen_linear_vs_libraries",
-    "generation_vs_transformers",
     "loading_memory",
     "operator_scale",
     "parity_by_format",
     "plan_seconds",
     "planned_memory",
-    "rl_step_vs_trl",
     "sglang_false_alarms",
     "sglang_publish",
 }
