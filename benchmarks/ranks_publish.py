@@ -28,7 +28,7 @@ from benchmarks.harness import Comparison, Measured, NotMeasured, run
 from benchmarks.ranks_step import trainer_parts
 
 MEASURES = (
-    "orbit_runtime/training/megatron", "orbit_runtime/workers/ranks.py", "orbit_runtime/adapters/buffer.py",
+    "orbit_runtime/training/megatron", "orbit_runtime/workers/ranks.py", "orbit_runtime/adapters",
     "orbit_runtime/digests.py",
 )  # fmt: skip
 CANARY = tuple(range(2, 34))
