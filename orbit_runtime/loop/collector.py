@@ -1,4 +1,4 @@
-"""Plays episodes while the loop trains, in a thread with an event loop of its own.
+"""Plays the episodes of steps, and where steps overlap, plays them while the loop trains.
 
 Belongs here: which steps are in progress, and handing them over. Does not belong here: an episode (`environments`), its
 tokens (`asking`), when a step may begin (`steps`).
@@ -7,10 +7,8 @@ tokens (`asking`), when a step may begin (`steps`).
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ from orbit_runtime.environments.episodes import Environment, Episode
 from orbit_runtime.loop.asking import Asking, EpisodeTokens
 from orbit_runtime.loop.buffer import Kept, RolloutBuffer, Taken
 from orbit_runtime.loop.collect import MAX_STOPPED, Collected, Evidence, build_groups, gather_stopped
+from orbit_runtime.loop.event_loops import CallersThread, EventLoop, OwnThread, Started
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.types import Engine, Prompt
@@ -33,7 +32,7 @@ END_SECONDS = 60.0
 @dataclass(frozen=True)
 class _Step:
     prompts_P: Sequence[Prompt]
-    playing: Future[None]
+    playing: Started[None]
 
 
 class Collector:
@@ -45,21 +44,28 @@ class Collector:
     """
 
     def __init__(
-        self, environment: Environment, engine: Engine, *, taken: int = 0, restored: Sequence[Kept] = ()
+        self,
+        environment: Environment,
+        engine: Engine,
+        *,
+        taken: int = 0,
+        restored: Sequence[Kept] = (),
+        overlaps: bool = True,
     ) -> None:
         """
         Args:
             taken: the newest step that was trained.
             restored: what a checkpoint kept of later steps.
+            overlaps: whether episodes go on while the caller does something else. False: only while it waits for them,
+                in its own thread.
         """
         self._environment = environment
         self._buffer = RolloutBuffer(taken, restored)
         self._asking = Asking(engine)
         self._steps: dict[int, _Step] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="orbit-collector", daemon=True)
-        self._thread.start()
-        self._serving = self._start(self._asking.serve())
+        self._loop: EventLoop = OwnThread("orbit-collector") if overlaps else CallersThread()
+        self._is_closed = False
+        self._serving = self._loop.start(self._asking.serve())
 
     def __enter__(self) -> Collector:
         return self
@@ -67,7 +73,7 @@ class Collector:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- the loop's thread ---
+    # --- the thread that owns the run ---
 
     def begin(self, step: int, prompts_P: Sequence[Prompt], wanted: int | None = None) -> None:
         """Starts the step's episodes and returns at once.
@@ -76,17 +82,17 @@ class Collector:
             wanted: number of groups that suffice: once so many have ended, all other episodes are cancelled. None: all.
         """
         episodes = self._environment.build_episodes(prompts_P, step)
-        self._start(self._begin(step, episodes, wanted)).result()
-        self._steps[step] = _Step(prompts_P, self._start(self._play_all(step, episodes)))
+        self._loop.run(self._begin(step, episodes, wanted))
+        self._steps[step] = _Step(prompts_P, self._loop.start(self._play_all(step, episodes)))
 
     def begin_again(self, step: int, prompts_P: Sequence[Prompt], wanted: int | None = None) -> None:
         """Adds prompts to the step that was taken last, while no later step is in progress."""
-        self._start(self._reopen(step)).result()
+        self._loop.run(self._reopen(step))
         self.begin(step, prompts_P, wanted)
 
     def switch(self, policy: Publication) -> None:
         """Makes `policy` the one that samples; returns when nothing samples from an older policy any more."""
-        self._start(self._asking.switch(policy)).result()
+        self._loop.run(self._asking.switch(policy))
 
     def take(self, step: int, stop: StopFlag) -> Collected | None:
         """Waits for the step's rollouts and removes them; None if `stop` was set first.
@@ -97,13 +103,13 @@ class Collector:
         waited = time.monotonic()
         playing = self._steps[step].playing
         while not playing.done() and not stop:
-            wait((playing,), STOP_SECONDS)
+            self._loop.wait(playing, STOP_SECONDS)
         if not playing.done():
             return None
         playing.result()
         ended = time.monotonic()
         sampled = min(ended, max(waited, self._asking.answered.pop(step, waited)))
-        taken, (waiting, unfinished) = self._start(self._take(step)).result()
+        taken, (waiting, unfinished) = self._loop.run(self._take(step))
         prompts_P = self._steps.pop(step).prompts_P
         return Collected(
             build_groups([prompts_P[index] for index in taken.groups], taken.rollouts),
@@ -125,9 +131,9 @@ class Collector:
         Raises:
             OrbitError: what `work` raised.
         """
-        playing = self._start(work(self._asking))
+        playing = self._loop.start(work(self._asking))
         while not playing.done() and not stop:
-            wait((playing,), STOP_SECONDS)
+            self._loop.wait(playing, STOP_SECONDS)
         if not playing.done():
             playing.cancel()
             return False
@@ -140,7 +146,7 @@ class Collector:
 
     def keep(self) -> tuple[Kept, ...]:
         """A snapshot of everything that was paid for and is not taken yet."""
-        return self._start(self._keep()).result()
+        return self._loop.run(self._keep())
 
     def unanswered(self) -> tuple[Evidence, ...]:
         """Episodes that waited for tokens when the engine failed, longest wait first; none if it did not fail."""
@@ -154,23 +160,18 @@ class Collector:
 
     def pause(self) -> None:
         """Aborts requests in flight, before a last `keep`."""
-        self._start(self._asking.pause()).result(END_SECONDS)
+        self._loop.run(self._asking.pause(), END_SECONDS)
 
     def close(self) -> None:
         """Ends everything in progress. Safe to call twice."""
-        if self._loop.is_closed():
+        if self._is_closed:
             return
+        self._is_closed = True
         with suppress(TimeoutError):
-            self._start(self._end()).result(END_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(END_SECONDS)
-        if not self._thread.is_alive():
-            self._loop.close()
+            self._loop.run(self._end(), END_SECONDS)
+        self._loop.close()
 
-    def _start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    # --- the collector's thread ---
+    # --- in the event loop ---
 
     async def _reopen(self, step: int) -> None:
         self._buffer.reopen(step)

@@ -18,7 +18,7 @@ from typing import Any
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.digests import Pieces, split
-from orbit_runtime.errors import GateError, OrbitError
+from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.model_info.content import FILES
@@ -93,6 +93,7 @@ class Publisher:
         The engine loads the published bytes, never the trainer's tensors.
 
         Raises:
+            EngineDiedError: the engine is lost and did not come back.
             GateError: a check failed, or too many consecutive publishes were unproven; the evidence is stored and
                 `previous` stays active.
         """
@@ -108,6 +109,9 @@ class Publisher:
         told = self.bisect.explain_trainer(adapter) if adapted.applied_digest != expected else []
         try:
             loaded.result() if loaded else load()
+        except EngineDiedError:
+            # Says nothing about the adapter; the same run continues once the engine is back.
+            raise
         except OrbitError as error:
             failures = [f"the engine did not load it: {error}", *told]
             self._keep_evidence(version, {"version": version, "proven": False, "failures": failures})

@@ -35,7 +35,10 @@ def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
     A step is finished or dropped, never kept by half: on a stop request the newest finished step is made durable.
     """
     assert state.publication is not None
-    with Collector(parts.environment, parts.engine, taken=state.step, restored=state.kept) as collector:
+    overlaps = parts.spec.rollout.max_staleness > 0
+    with Collector(
+        parts.environment, parts.engine, taken=state.step, restored=state.kept, overlaps=overlaps
+    ) as collector:
         state.kept = ()
         collector.switch(state.publication)
         first = state.step

@@ -59,10 +59,10 @@ Build = Callable[..., Collector]
 def build(scorer: RewardThreads) -> Iterator[Build]:
     made: list[Collector] = []
 
-    def build(engine: TokenEngine, taken: int = 0, restored: Sequence[Kept] = ()) -> Collector:
+    def build(engine: TokenEngine, taken: int = 0, restored: Sequence[Kept] = (), overlaps: bool = True) -> Collector:
         sampling = Sampling(max_new_tokens=1000)
         environment = SingleTurn("run", Letters(), scorer, {"length": 1.0}, sampling, 2, seed=0)
-        made.append(Collector(environment, engine, taken=taken, restored=restored))  # type: ignore[arg-type]
+        made.append(Collector(environment, engine, taken=taken, restored=restored, overlaps=overlaps))  # type: ignore[arg-type]
         return made[-1]
 
     yield build
@@ -87,10 +87,11 @@ def short(_: Request) -> int:
     return 5
 
 
-def test_a_step_comes_back_whole_in_the_prompts_order(build: Build) -> None:
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_step_comes_back_whole_in_the_prompts_order(build: Build, overlaps: bool) -> None:
     engine = TokenEngine(lambda request: 1 + request.key % 9)
     engine.steps = math.inf
-    collector = build(engine)
+    collector = build(engine, overlaps=overlaps)
     collector.switch(policy(0))
     collector.begin(1, prompts(1))
     found = rollouts(collector, 1)
@@ -99,6 +100,55 @@ def test_a_step_comes_back_whole_in_the_prompts_order(build: Build) -> None:
     ]  # fmt: skip
     assert [each.reward for each in found] == [float(len(each.turns[-1].text)) for each in found]
     assert all(set(each.versions_T) == {-1, 0} for each in found)
+
+
+def test_without_overlap_the_waiting_thread_plays_and_nothing_goes_on_meanwhile(build: Build) -> None:
+    threads: set[int] = set()
+
+    def length(_: Request) -> int:
+        threads.add(threading.get_ident())
+        return 5
+
+    engine = TokenEngine(length)
+    engine.steps = math.inf
+    collector = build(engine, overlaps=False)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1))
+    time.sleep(0.05)
+    assert not engine.rows
+    assert not engine.sampled
+    assert len(rollouts(collector, 1)) == 4
+    collector.switch(policy(1))
+    collector.begin(2, prompts(2, 3), wanted=2)
+    assert {version for each in rollouts(collector, 2) for version in each.versions_T} == {-1, 1}
+    assert threads == {threading.get_ident()}
+
+
+def test_a_stop_ends_a_wait_without_overlap(build: Build) -> None:
+    engine, stop = TokenEngine(lambda request: 10**9), StopFlag()
+    collector = build(engine, overlaps=False)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1))
+    threading.Timer(0.3, lambda: stop.request("SIGTERM")).start()
+    assert collector.take(1, stop) is None
+    assert collector.doing == "sampling"
+    collector.close()
+    assert not engine.rows
+
+
+def test_an_engines_failure_is_told_without_overlap(build: Build) -> None:
+    class Lost(TokenEngine):
+        def _step(self) -> None:
+            raise EngineDiedError("lost")
+
+    engine = Lost(short)
+    engine.steps = math.inf
+    collector = build(engine, overlaps=False)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1))
+    with pytest.raises(EngineDiedError, match="lost"):
+        collector.take(1, StopFlag())
+    assert [each.prompt_id for each in collector.unanswered()] == ["p/1-0", "p/1-0", "p/1-1", "p/1-1"]
 
 
 def test_what_is_under_way_goes_on_under_a_new_version_and_no_token_is_paid_for_twice(build: Build) -> None:
