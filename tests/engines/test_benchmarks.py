@@ -12,6 +12,7 @@ from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 
 OPTIONS = {
     "adapter_transports": ("--only", "load"),
+    "client_cost": (),
     "parity_by_format": ("--engines", "SGLang"),
     "sglang_false_alarms": ("--adapters", "LoRA"),
     "sglang_publish": ("--adapters", "OFT"),

@@ -36,7 +36,7 @@ HERE: dict[str, tuple[str, ...]] = {
     "vocabulary_loss": (),
 }
 """What can be measured with Python alone, and the options that leave out the rest."""
-SGLANG = ("adapter_transports", "parity_by_format", "sglang_false_alarms", "sglang_publish")
+SGLANG = ("adapter_transports", "client_cost", "parity_by_format", "sglang_false_alarms", "sglang_publish")
 VARIABLES = ("ORBIT_SGLANG_PYTHON", "ORBIT_TEST_PROGRAMS")
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 HAS_VENDORS = all(importlib.util.find_spec(name) for name in ("torchao", "bitsandbytes"))
