@@ -1,7 +1,8 @@
 """One update of a trainer in ranks against one in this process: the same samples, the same mixture of experts.
 
 A single rank shows the cost of calling another process, the others the cost of each axis on these cores: two ranks of
-one thread against one process of one thread, so half the time would be ideal. Times on a CPU say nothing about a GPU.
+one thread against one process of one thread, so half the time would be ideal. Times on a CPU say nothing about a GPU;
+what a rank gives to the others in an update, which is counted beside them (`counted_rank`), is the same there.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import Comparison, Measured, NotMeasured, run
+from benchmarks.harness import ROOT, Comparison, Measured, NotMeasured, run, table
 
 MEASURES = ("orbit_runtime/training", "orbit_runtime/workers/ranks.py", "orbit_runtime/policy")
 DIVISIONS = {
     "one rank": {},
     "TP2": {"tensor": 2, "expert": 2, "sequence_parallel": True},
     "EP2": {"expert": 2},
+    "PP2": {"pipeline": 2},
     "DP2": {},
 }
-WORLD = {"one rank": 1, "TP2": 2, "EP2": 2, "DP2": 2}
+WORLD = {"one rank": 1, "TP2": 2, "EP2": 2, "PP2": 2, "DP2": 2}
 
 
 def make_samples(options: argparse.Namespace) -> list[Any]:
@@ -48,8 +50,8 @@ def make_samples(options: argparse.Namespace) -> list[Any]:
     return made
 
 
-def build(name: str, options: argparse.Namespace, closing: ExitStack) -> Any:
-    """Builds the trainer in ranks."""
+def build(name: str, options: argparse.Namespace, closing: ExitStack) -> tuple[Any, Any]:
+    """The trainer in ranks, and its ranks."""
     from orbit_runtime.training.megatron.groups import Sizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
@@ -59,12 +61,13 @@ def build(name: str, options: argparse.Namespace, closing: ExitStack) -> Any:
     sizes = Sizes(WORLD[name], **DIVISIONS[name])  # type: ignore[arg-type]
     logs = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
     group = Group(
-        "orbit_runtime.training.megatron.rank:MegatronRank",
+        "benchmarks.counted_rank:CountedRank",
         {"settings": RankSettings(folder, adapter, sizes, settings)},
         sizes.world,
-        environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
-    return MegatronTrainer(closing.enter_context(start_ranks(group, logs)), "base")
+    ranks = closing.enter_context(start_ranks(group, logs))
+    return MegatronTrainer(ranks, "base"), ranks
 
 
 def trainer_parts(micro_batch: int = 4096, answer: int = 64) -> tuple[Path, Any, Any]:
@@ -101,15 +104,20 @@ def measure(options: argparse.Namespace) -> Measured:
     torch.set_num_threads(1)
     samples = make_samples(options)
     folder, adapter, settings = trainer_parts(options.micro_batch, options.answer)
-    rows = []
+    rows, given = [], {}
     for name in DIVISIONS if not options.smallest else ("one rank", "TP2"):
         with ExitStack() as closing:
-            alone, divided = TorchTrainer(load_policy(folder, adapter), settings), build(name, options, closing)
+            alone, (divided, ranks) = (
+                TorchTrainer(load_policy(folder, adapter), settings),
+                build(name, options, closing),
+            )
             turns: list[tuple[float, float]] = []
             for turn in range(options.repetitions + 1):
                 pair = [_seconds(trainer, samples) for trainer in (divided, alone)]
+                counts = ranks.call("taken_counts")
                 if turn:
                     turns.append((pair[0], pair[1]))
+            given |= _given(name, counts)
         rows.append(
             Comparison(
                 f"update, {sum(len(each.token_ids_T) for each in samples):,} tokens", f"ranks, {name}",
@@ -118,7 +126,25 @@ def measure(options: argparse.Namespace) -> Measured:
                 1 / 1.5 if name == "one rank" else None, options.repetitions,
             )
         )  # fmt: skip
-    return Measured(rows, {}, {"model": "tiny-moe-adder INT4, OFT on Shared experts", "threads of a rank": 1})
+    print(table(rows))
+    for name in (row.a.removeprefix("ranks, ") for row in rows):
+        print(f"{name}: a rank gives {given[f'{name}, MiB']:.1f} MiB in {given[f'{name}, calls']:.0f} calls")
+    return Measured(rows, given, {"model": "tiny-moe-adder INT4, OFT on Shared experts", "threads of a rank": 1})
+
+
+def _given(name: str, counts: list[dict[str, list[int]]]) -> dict[str, float]:
+    """Figures of an update: what the rank that gives most gives to others, and the same by collective."""
+    most = max(counts, key=lambda each: sum(size for _, size in each.values()))
+    by_name = {
+        f"{name}, {collective}, {what}": value
+        for collective, (calls, size) in sorted(most.items())
+        for what, value in (("calls", float(calls)), ("MiB", size / 2**20))
+    }
+    return {
+        f"{name}, calls": float(sum(calls for calls, _ in most.values())),
+        f"{name}, MiB": sum(size for _, size in most.values()) / 2**20,
+        **by_name,
+    }
 
 
 def _seconds(trainer: Any, samples: list[Any]) -> float:
