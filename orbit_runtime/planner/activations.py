@@ -4,7 +4,9 @@ Belongs here: counting elements. Does not belong here: bytes, layouts (`parts`).
 
 Without recomputation, a layer of the torch trainer keeps per token: the input of both norms; the input of each adapted
 product; queries, keys, values and the result of attention as its kernel received them; queries and keys before their
-norm; gate, up and the activated gate. `policy.recompute` says what is kept with recomputation. Tests compare the sums
+norm; gate, up and the activated gate. Where matrices are divided among ranks, tokens are too, outside of attention and
+of feed-forward parts; inside, a rank has all tokens: what matrices that are cut by rows read is whole on each rank, and
+what they write is a part. `policy.recompute` says what is kept with recomputation. Tests compare the sums
 with what autograd and the recomputation hold.
 """
 
@@ -15,6 +17,7 @@ from itertools import groupby
 from typing import Literal
 
 from orbit_runtime.model_info.weights import Architecture, Weight
+from orbit_runtime.planner.adapter_size import cut_shape
 from orbit_runtime.planner.job import Job
 
 QUERY_SOURCES = ("o_proj", "o_a_proj", "o_b_proj")
@@ -25,39 +28,53 @@ GATED = ("gate_proj", "up_proj", "gate_up_proj")
 Recompute = Literal["None", "Selective", "PerLayer"]
 
 
-def saved_elements(model: Architecture, job: Job, recompute: Recompute) -> float:
-    """Elements kept by all layers and the head between the forward and the backward pass."""
-    total = model.hidden_size * (1 + job.max_new / job.max_sequence)
+def saved_elements(model: Architecture, job: Job, recompute: Recompute, tensor: int = 1) -> float:
+    """Elements kept by all layers and the head between the forward and the backward pass.
+
+    Args:
+        tensor: into how many parts matrices are divided: those of one rank are counted.
+    """
+    total = model.hidden_size * (1 + job.max_new / job.max_sequence) / tensor
     for layer in _layers(model):
-        total += _layer_saved(layer, model, job) if recompute == "None" else model.hidden_size * model.streams
+        if recompute == "None":
+            total += _layer_saved(layer, model, job, tensor)
+            continue
+        total += model.hidden_size * model.streams / tensor
         if recompute == "Selective":
-            total += _attention_kept(layer) if job.attention == "Chunked" else 0
-            total += sum(_times(w, model) * w.shape[0] for w in layer if w.is_linear and not _is_of_experts_down(w))
+            total += _attention_kept(layer, tensor) if job.attention == "Chunked" else 0
+            total += sum(
+                _times(w, model) * _cut(w, tensor)[0] for w in layer if w.is_linear and not _is_of_experts_down(w)
+            )
     return total
 
 
-def recomputed_elements(model: Architecture, job: Job, recompute: Recompute) -> float:
+def recomputed_elements(model: Architecture, job: Job, recompute: Recompute, tensor: int = 1) -> float:
     """Elements that the widest layer holds while it is recomputed: those that it would have kept."""
     if recompute == "None":
         return 0.0
-    return max((_layer_saved(layer, model, job) for layer in _layers(model)), default=0.0)
+    return max((_layer_saved(layer, model, job, tensor) for layer in _layers(model)), default=0.0)
 
 
-def _layer_saved(layer: list[Weight], model: Architecture, job: Job) -> float:
+def _layer_saved(layer: list[Weight], model: Architecture, job: Job, tensor: int) -> float:
     """Elements that one layer keeps without recomputation."""
-    prompt = job.max_sequence - job.max_new
-    # A prompt's keys are gathered once for itself and once for its completion. Masks are as large as the products;
-    # for a prompt alone, only the explicit products need a mask.
-    gathered = (job.max_sequence + prompt) / job.max_sequence
+    prompt, gathered = job.max_sequence - job.max_new, key_copies(job)
+    # Masks are as large as the products; for a prompt alone, only the explicit products need a mask.
     masked = job.max_new * job.max_sequence + (prompt * prompt if job.attention == "Eager" else 0)
     mask = masked / job.max_sequence
     if job.attention == "Chunked":
-        gathered, mask = 1.0, 0.0
-    total = 2 * model.hidden_size * model.streams + mask
+        mask = 0.0
+    total = 2 * model.hidden_size * model.streams / tensor + mask
     if job.adapter == "Full":
         # For both norms: the input, and the normalised value that the weights multiply.
         total += 4 * model.hidden_size
-    return total + sum(_saved(weights, model, job, gathered) for weights in _by_experts(layer))
+    return total + sum(_saved(weights, model, job, gathered, tensor) for weights in _by_experts(layer))
+
+
+def key_copies(job: Job) -> float:
+    """How often a token's keys and values are kept: those of a prompt once for itself and once for its completion."""
+    if job.attention == "Chunked":
+        return 1.0
+    return (2 * job.max_sequence - job.max_new) / job.max_sequence
 
 
 def live_elements(model: Architecture) -> float:
@@ -67,12 +84,12 @@ def live_elements(model: Architecture) -> float:
     )
 
 
-def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float) -> float:
+def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float, tensor: int) -> float:
     linears = [w for w in weights if w.is_linear]
-    total = float(sum({w.input: w.shape[-1] for w in linears}.values()))
+    total = float(sum({w.input: _cut(w, tensor)[1] for w in linears}.values()))
     is_normed = any(w.name.endswith(("q_norm.weight", "k_norm.weight")) for w in weights)
     for weight in linears:
-        out, into = weight.shape
+        out, into = _cut(weight, tensor)
         if weight.target in QUERY_SOURCES[:1]:
             # Chunked attention returns the result as the projection takes it; other kernels return rows to gather.
             total += into * (1 + is_normed + (job.attention != "Chunked"))
@@ -85,13 +102,21 @@ def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float
             # The router's gradient needs each expert's output, which its weight multiplies in the sum.
             total += out
         if job.adapter == "LoRA" and weight.target in job.targets:
-            total += job.rank
+            total += job.rank / (tensor if weight.role == "routed_expert" else 1)
     return total * (_times(weights[0], model) if weights else 1)
 
 
-def _attention_kept(layer: list[Weight]) -> int:
+def _cut(weight: Weight, tensor: int) -> tuple[float, float]:
+    """Elements that a token writes and reads on one rank. A token's experts are on any of the ranks."""
+    if weight.role == "routed_expert":
+        out, into = weight.shape
+        return out / tensor, into / tensor
+    return cut_shape(weight, tensor)
+
+
+def _attention_kept(layer: list[Weight], tensor: int) -> float:
     """With chunked attention, its result, which is the input of the next projection."""
-    return sum(w.shape[-1] for w in layer if w.is_linear and w.target in QUERY_SOURCES[:1])
+    return sum(_cut(w, tensor)[1] for w in layer if w.is_linear and w.target in QUERY_SOURCES[:1])
 
 
 def _is_of_experts_down(weight: Weight) -> bool:

@@ -4,6 +4,9 @@ LoRA of a linear: `r (in + out)`. OFT of a distinct input: `in (b - 1) / 2`, sha
 Experts of a layer: `PerExpert`, one each; `Shared`, one for all; `SharedOuter`, one for the side that faces the hidden
 state (LoRA: A of gate and up, B of down; OFT: the input of gate and up) and one each for the inner side; `None`, none.
 
+A rank that holds a part of a matrix holds that part's share of what faces the end that is cut; what faces the other end
+is whole on every rank.
+
 Belongs here: counting. Does not belong here: bytes (`parts`), the adapters themselves.
 """
 
@@ -18,6 +21,10 @@ from orbit_runtime.model_info.weights import Architecture, Weight
 from orbit_runtime.planner.job import Job
 
 LEFT_OUT = ("mtp", "vision")
+CUT_BY_COLUMNS = ("o_proj", "down_proj")
+"""Linears that write the hidden state; other divided linears are cut by rows."""
+DIVIDED = ("attention", "dense_mlp", "shared_expert")
+"""Roles of weights that tensor parallelism cuts; experts are distributed whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +63,14 @@ def adapted_weights(model: Architecture, job: Job) -> list[Weight]:
     return [w for w in chosen if w.role != "routed_expert" or job.experts != "None"]
 
 
-def adapter_size(model: Architecture, job: Job) -> AdapterSize:
+def adapter_size(model: Architecture, job: Job, *, tensor: int = 1, expert: int = 1) -> AdapterSize:
     """The adapter's parameters; with `Full`, all of the model's. Raises `ManifestError` also for a rank or block size
-    that a layer cannot have."""
+    that a layer cannot have.
+
+    Args:
+        tensor, expert: into how many parts matrices and the experts of a layer are divided: those of one rank are
+            counted.
+    """
     if job.adapter == "Full":
         count = model.num_parameters()
         return AdapterSize(count, 0, 0, count, sum(w.is_linear and w.role not in LEFT_OUT for w in model.weights))
@@ -67,13 +79,18 @@ def adapter_size(model: Architecture, job: Job) -> AdapterSize:
     dense = [w for w in weights if w.role != "routed_expert"]
     experts = [w for w in weights if w.role == "routed_expert"]
     if job.adapter == "LoRA":
-        count = sum(job.rank * sum(w.shape) for w in dense)
-        with_experts = sum(_lora_experts(w, model, job) for w in experts)
+        count = sum(job.rank * sum(cut_shape(w, tensor)) for w in dense)
+        with_experts = sum(_lora_experts(w, model, job, w.count // expert) for w in experts)
         return AdapterSize(count, with_experts, 0, count + with_experts, len(weights))
     each = (job.rank - 1) / 2
-    dense_width = sum(w.shape[-1] for w in _inputs(dense))
-    expert_width = sum(w.shape[-1] * _copies(w, model, job) for w in _inputs(experts))
-    written = sum(w.shape[-1] for w in dense) + sum(w.shape[-1] * _copies(w, model, job) for w in experts)
+
+    def copies(weight: Weight) -> int:
+        """Number of R for an input of a layer's experts."""
+        return 1 if _is_shared(weight, model, job) else weight.count // expert
+
+    dense_width = sum(cut_shape(w, tensor)[-1] for w in _inputs(dense))
+    expert_width = sum(w.shape[-1] * copies(w) for w in _inputs(experts))
+    written = sum(cut_shape(w, tensor)[-1] for w in dense) + sum(w.shape[-1] * copies(w) for w in experts)
     return AdapterSize(
         int(dense_width * each),
         int(expert_width * each),
@@ -81,6 +98,14 @@ def adapter_size(model: Architecture, job: Job) -> AdapterSize:
         int(written * each),
         len(weights),
     )
+
+
+def cut_shape(weight: Weight, tensor: int) -> tuple[int, int]:
+    """`(out, in)` of one rank's part of a linear that is no routed expert."""
+    out, into = weight.shape
+    if not weight.is_split or weight.role not in DIVIDED:
+        return out, into
+    return (out, into // tensor) if weight.target in CUT_BY_COLUMNS else (out // tensor, into)
 
 
 def _names(target: str, weight: Weight) -> bool:
@@ -109,20 +134,20 @@ def _faces_outside(weight: Weight, model: Architecture) -> bool:
     return weight.input.endswith(".in") and weight.shape[-1] == model.hidden_size
 
 
-def _lora_experts(weight: Weight, model: Architecture, job: Job) -> int:
+def _lora_experts(weight: Weight, model: Architecture, job: Job, count: int) -> int:
+    """Args: count: experts that have their own."""
     out, into = weight.shape
     if job.experts == "Shared":
         return job.rank * (out + into)
     if job.experts == "PerExpert":
-        return job.rank * (out + into) * weight.count
+        return job.rank * (out + into) * count
     outer, inner = (into, out) if _faces_outside(weight, model) else (out, into)
-    return job.rank * (outer + inner * weight.count)
+    return job.rank * (outer + inner * count)
 
 
-def _copies(weight: Weight, model: Architecture, job: Job) -> int:
-    """OFT: the number of R for an input of a layer's experts."""
-    shared = job.experts == "Shared" or (job.experts == "SharedOuter" and _faces_outside(weight, model))
-    return 1 if shared else weight.count
+def _is_shared(weight: Weight, model: Architecture, job: Job) -> bool:
+    """OFT: whether all experts of a layer have one R for this input."""
+    return job.experts == "Shared" or (job.experts == "SharedOuter" and _faces_outside(weight, model))
 
 
 def _inputs(weights: list[Weight]) -> Iterator[Weight]:

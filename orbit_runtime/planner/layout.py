@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from math import gcd
 
 from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
+from orbit_runtime.planner.adapter_size import CUT_BY_COLUMNS, DIVIDED
 from orbit_runtime.planner.job import Asked, Job
 
 KEYS = ("k_proj", "v_proj")
-CUT_BY_COLUMNS = ("o_proj", "down_proj")
-"""Linears that write the hidden state; other divided linears are cut by rows."""
-DIVIDED = ("attention", "dense_mlp", "shared_expert")
-"""Roles of weights that tensor parallelism cuts; experts are distributed whole."""
 
 
 @dataclass(frozen=True, slots=True)

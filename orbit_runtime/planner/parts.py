@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from orbit_runtime.model_info.stages import stage_layers
@@ -18,11 +19,12 @@ from orbit_runtime.planner import assumptions as known
 from orbit_runtime.planner.activations import (
     KEYS_AND_VALUES,
     Recompute,
+    key_copies,
     live_elements,
     recomputed_elements,
     saved_elements,
 )
-from orbit_runtime.planner.adapter_size import AdapterSize
+from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
 from orbit_runtime.planner.job import Job, Machine
 from orbit_runtime.planner.layout import Layout
 
@@ -60,6 +62,12 @@ class Setting:
         """Groups of a server's GPUs, each of which holds the whole attention (`attn-dp-size`)."""
         groups = self.job.engine_arguments.get("attn-dp-size", 1) if self.job.engine == "SGLang" else 1
         return groups if self.engine_layout.tensor % groups == 0 else 1
+
+    @cached_property
+    def local(self) -> AdapterSize:
+        """The adapter of one of the trainer's ranks, before its layers are divided."""
+        layout = self.layout
+        return adapter_size(self.model.architecture, self.job, tensor=layout.tensor, expert=layout.expert)
 
     @property
     def ranks_here(self) -> int:
@@ -316,9 +324,8 @@ def _of_critic(adapter: int, setting: Setting) -> int:
 
 
 def _local_adapter(setting: Setting) -> int:
-    """Adapter parameters on one rank. Those cut along with their layer count whole: the adapter is small beside the
-    base."""
-    return math.ceil((setting.adapter.dense + _local_experts(setting)) * _stage_share(setting))
+    """Adapter parameters on one rank, of the largest stage."""
+    return math.ceil(setting.local.total * _stage_share(setting))
 
 
 def _owned_adapter(setting: Setting) -> int:
@@ -333,17 +340,6 @@ def _stage_share(setting: Setting) -> float:
     return 1.0 if stages == 1 else len(stage_layers(layers, 0, stages)) / layers
 
 
-def _local_experts(setting: Setting, ways: int | None = None) -> int:
-    """Expert parameters of the adapter on one device. One that all experts of a layer share is on every rank.
-
-    Args:
-        ways: number of devices over which experts are distributed; None: as for the trainer.
-    """
-    if setting.job.experts in ("Shared", "None"):
-        return setting.adapter.experts
-    return math.ceil(setting.adapter.experts / (ways or setting.layout.expert))
-
-
 def _slots(setting: Setting) -> int:
     """Bytes of the adapter slots by which the engine multiplies, one per version that it holds."""
     size = setting.adapter
@@ -353,7 +349,8 @@ def _slots(setting: Setting) -> int:
             # R, and the fp32 parameters of every layer, kept for reading back.
             one = size.rotation_elements * setting.compute_bytes + size.written_parameters * known.MASTER_BYTES
         return one * known.ADAPTER_VERSIONS
-    experts = _local_experts(setting, setting.engine_layout.expert)
+    ways = 1 if setting.job.experts in ("Shared", "None") else setting.engine_layout.expert
+    experts = math.ceil(size.experts / ways)
     elements = size.rotation_elements if setting.job.adapter == "OFT" else size.dense + experts
     return elements * setting.compute_bytes * known.SERVER_SLOTS
 
@@ -394,28 +391,26 @@ def _training(setting: Setting) -> Parts:
     model, layout, job = setting.model.architecture, setting.layout, setting.job
     tokens, width = min(setting.micro_batch_tokens, job.step_tokens), setting.compute_bytes
     # Before it finishes one pass, the first stage has begun as many passes as there are stages.
-    share = layout.tensor * layout.context / (_stages(setting) * _stage_share(setting))
+    share = layout.context / (_stages(setting) * _stage_share(setting))
     # Policy and critic train in turn: the gradients of one are freed before those of the other exist.
     policy = _local_adapter(setting)
     local = max(policy, _of_critic(policy, setting))
     parts: Parts = {
-        "activations": math.ceil(tokens * saved_elements(model, job, setting.recompute) * width / share),
+        "activations": math.ceil(tokens * saved_elements(model, job, setting.recompute, layout.tensor) * width / share),
         "layer recomputed": math.ceil(
-            tokens * recomputed_elements(model, job, setting.recompute) * width / (layout.tensor * layout.context)
+            tokens * recomputed_elements(model, job, setting.recompute, layout.tensor) * width / layout.context
         ),
         "gradients": local * known.GRADIENT_BYTES,
         # With `Full`, the rounded weights are the model itself.
         "adapter, rounded": 0 if job.adapter == "Full" else local * width,
     }
     if layout.token_sets > 1 and model.num_experts:
-        # Tokens of all ranks that divide the same experts, gathered before each layer of experts.
-        layers = len({w.layer for w in model.weights if w.role == "routed_expert"})
-        kept = math.ceil(layers * _stages(setting) * _stage_share(setting)) if setting.recompute == "None" else 1
-        parts["activations gathered"] = tokens * model.hidden_size * width * layout.token_sets * kept
+        # Tokens of all ranks that divide the same experts, gathered before each layer of experts and not kept.
+        parts["activations gathered"] = tokens * model.hidden_size * width * layout.token_sets
     if layout.context > 1:
         parts["keys and values gathered"] = _gathered_keys(setting, tokens)
     if job.adapter == "OFT":
-        whole = setting.adapter.rotation_elements * local // max(1, setting.adapter.total)
+        whole = setting.local.rotation_elements * local // max(1, setting.local.total)
         parts["adapter, rounded"] = whole * (width + known.ROTATION_GRAPH_BYTES)
     if job.told_tokens:
         parts["teacher's tokens"] = tokens * job.told_tokens * known.TOLD_BYTES
@@ -438,6 +433,7 @@ def _gathered_keys(setting: Setting, tokens: int) -> int:
             by_layer[weight.layer] = by_layer.get(weight.layer, 0) + weight.shape[0]
     widths = by_layer.values() or [0]
     kept = sum(widths) * _stages(setting) * _stage_share(setting) if setting.recompute == "None" else max(widths)
+    kept *= key_copies(setting.job)
     return math.ceil(tokens * kept * setting.compute_bytes / layout.tensor * (1 - 1 / layout.context))
 
 

@@ -198,7 +198,7 @@ def test_a_critic_is_divided_like_the_policys_adapter_and_has_a_head() -> None:
         parts = made.phases["train"]
         assert (made.trainer, made.fits) == (trainer, True)
         assert parts["critic"] == parts["adapter"] // 2 + head * 4
-        assert parts["optimizer"] == parts["adapter"] * 2 // ranks
+        assert parts["optimizer"] == made.adapter.total * 8 // ranks
         assert parts["critic's optimizer"] == parts["optimizer"] // 2 + head * 8
 
 

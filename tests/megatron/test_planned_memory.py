@@ -1,0 +1,216 @@
+"""The planner's bytes of a rank on a GPU against what a rank really holds, part by part, on the CPU.
+
+What autograd saves is measured in fp32, twice what the plan says: in BF16 torch's norms on a CPU keep their input in
+fp32, where the fused kernel of a GPU keeps it as it is. Everything else is measured in BF16. The measuring side looks at
+the storages of a rank's tensors, and at those that autograd saves. It knows nothing of the planner's formulas. The
+fullest rank counts: it is the one that runs out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import pytest
+import torch
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.model_info.checkpoint import folder_facts
+from orbit_runtime.model_info.gpus import find_gpu
+from orbit_runtime.planner import Machine, Plan, plan
+from orbit_runtime.policy.packed import Branch
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.training.megatron.groups import Groups, Sizes
+from orbit_runtime.training.megatron.rank import RankSettings
+from orbit_runtime.types import Sample
+from tests.integration.test_torch_trainer import SETTINGS
+from tests.megatron.ranks import World, world
+from tests.megatron.trainers import WorldRanks, rank_here
+
+DIVISIONS = {
+    "TP2": Sizes(2, tensor=2, expert=2, sequence_parallel=True),
+    "EP2": Sizes(2, expert=2),
+    "PP2": Sizes(2, pipeline=2),
+    "CP2": Sizes(2, context=2),
+    "DP2": Sizes(2),
+}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of a micro-batch's sequences: as long as the manifest allows, so that the plan's upper bounds happen."""
+
+    prompt: int
+    new: int
+    sequences: int
+
+
+MANY, ONE = Lengths(12, 20, 8), Lengths(96, 160, 1)
+"""Ranks that divide the tokens of several sequences may each have whole ones, and need no other rank's keys."""
+
+
+FIGURES: dict[str, dict[str, tuple[int, int]]] = {}
+"""Case → part → (measured, planned) of the tests that ran; `benchmarks/planned_memory.py` makes a table of them."""
+
+
+def lengths_of(sizes: Sizes) -> Lengths:
+    return MANY if sizes.context == 1 else ONE
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    precision: str
+    adapter: Literal["LoRA", "OFT"]
+    experts: Literal["PerExpert", "SharedOuter", "Shared", "None"]
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.precision}-{self.adapter}-{self.experts}"
+
+    @property
+    def config(self) -> AdapterConfig:
+        targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        return AdapterConfig(
+            type=self.adapter, targets=targets, rank=8, alpha=16.0, block_size=16, experts=self.experts
+        )
+
+
+CASES = (
+    Case("tiny-adder", "INT4", "LoRA", "None"),
+    Case("tiny-adder", "NVFP4", "OFT", "None"),
+    Case("tiny-moe-adder", "INT4", "LoRA", "PerExpert"),
+    Case("tiny-moe-adder", "INT4", "OFT", "SharedOuter"),
+)
+
+
+def planned(case: Case, sizes: Sizes) -> Plan:
+    settings = {"lora": {"rank": 8, "alpha": 16.0}} if case.adapter == "LoRA" else {"oft": {"blockSize": 16}}
+    given = {"tensor": sizes.tensor, "expert": sizes.expert, "pipeline": sizes.pipeline, "context": sizes.context}
+    lengths = lengths_of(sizes)
+    run = OrbitRun.model_validate({
+        "apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "measured"},
+        "spec": {
+            "model": {"uri": "model", "maxSequenceLength": lengths.prompt + lengths.new},
+            "adapter": {"type": case.adapter, "experts": case.experts, **settings} if case.experts != "None"
+            else {"type": case.adapter, **settings},
+            "algorithm": {"groupSize": 4},
+            "data": {"prompts": [{"uri": "prompts.jsonl"}]},
+            "environment": {"rewards": [{"name": "r", "type": "ExactMatch"}]},
+            "rollout": {"engine": "SGLang", "sampling": {"maxNewTokens": lengths.new}},
+            "training": {
+                "trainer": "Megatron", "steps": 1, "promptsPerStep": 4, "microBatchTokens": 256, "parallel": given,
+                "recompute": "None", "attention": "SDPA",
+            },
+        },
+    })  # fmt: skip
+    card = find_gpu("H100")
+    assert card is not None
+    return plan(run, folder_facts(builtin_folder(case.model, case.precision)), Machine(card, sizes.world, 2**40))
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Each storage once, whole."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def branches(lengths: Lengths) -> list[Branch]:
+    length = lengths.prompt + lengths.new
+    tokens = [[2 + (7 * index + 3 * at) % 100 for at in range(length)] for index in range(lengths.sequences)]
+    return [Branch(index, each[: lengths.prompt], each[lengths.prompt :]) for index, each in enumerate(tokens)]
+
+
+def samples(lengths: Lengths) -> list[Sample]:
+    made = []
+    # Every replica gets the same number.
+    for branch in branches(lengths) * 2:
+        prompt, new = branch.prefix_T, branch.continuation_T
+        total = len(prompt) + len(new)
+        columns = {"sampled": [-1.0] * total, "advantage": [0.5 - len(made) % 2] * total}
+        mask = (0,) * len(prompt) + (1,) * len(new)
+        made.append(Sample((*prompt, *new), mask, columns, len(made), len(prompt)))
+    return made
+
+
+def measure(groups: Groups) -> dict[str, int]:
+    """Bytes of this rank's parts."""
+    rank, seen = rank_here(), {}
+    optimizer = rank._updater.optimizer
+    masters = list(rank._masters.parameters.values())
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update(gradients=storage_bytes(m.grad for m in masters if m.grad is not None))
+    )
+    rank.update(samples(lengths_of(groups.sizes)))
+    moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    policy = rank.policy
+    angles = {id(buffer) for name, buffer in policy.model.named_buffers() if "inv_freq" in name}
+    base = [t for t in policy._base_tensors().values() if id(t) not in angles]
+    of_masters = {master.untyped_storage().data_ptr() for master in masters}
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        applied = policy.injected.masters.applied(torch.bfloat16)
+    kept += [tensor for slot in applied.values() for tensor in slot.tensors().values()]
+    return {
+        "base": storage_bytes(base),
+        "adapter": storage_bytes(masters),
+        "optimizer": storage_bytes(moments),
+        "adapter, rounded": storage_bytes(t for t in kept if t.untyped_storage().data_ptr() not in of_masters),
+        **seen,
+    }
+
+
+def measure_saved(groups: Groups) -> int:
+    """Bytes that autograd keeps of one micro-batch; 0 with stages, whose passes are several at a time."""
+    if groups.sizes.pipeline > 1:
+        return 0
+    policy, saved = rank_here().policy, []
+    batch = policy.pack(branches(lengths_of(groups.sizes)))
+    known = {t.untyped_storage().data_ptr() for t in policy._base_tensors().values()}
+    selection = policy.injected.selection
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            saved.append(tensor)
+        return tensor
+
+    with selection.use(TRAINER_SLOT):
+        known |= {
+            t.untyped_storage().data_ptr() for s in selection.live[TRAINER_SLOT].values() for t in s.tensors().values()
+        }
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy.logprobs(batch)
+    return storage_bytes(saved)
+
+
+@pytest.fixture(scope="module", params=sorted(DIVISIONS))
+def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
+    with world(DIVISIONS[request.param]) as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_rank_holds_what_the_plan_says(ranks: World, case: Case) -> None:
+    train = planned(case, ranks.sizes).phases["train"]
+    start(ranks, case, torch.bfloat16)
+    found = ranks.call(measure)
+    rows = {part: (max(each[part] for each in found), train[part]) for part in found[0] if part != "base"}
+    base = train["base (trainer)"] + train.get("base (trainer), replicated", 0)
+    rows["base"] = (max(each["base"] for each in found), base)
+    start(ranks, case, torch.float32)
+    saved = ranks.call(measure_saved)
+    if any(saved):
+        names = ("activations", "activations gathered", "keys and values gathered")
+        # The mean: a router that nobody trained sends one rank's experts more than another's.
+        rows["activations"] = (sum(saved) // len(saved) // 2, sum(train.get(name, 0) for name in names))
+    (division,) = [name for name, sizes in DIVISIONS.items() if sizes == ranks.sizes]
+    FIGURES[f"{division}, {case}"] = rows
+    wrong = {part: each for part, each in rows.items() if not 0.95 <= each[1] / each[0] <= 1.05}
+    assert not wrong, "measured, planned"
+
+
+def start(ranks: World, case: Case, dtype: torch.dtype) -> None:
+    folder, training = builtin_folder(case.model, case.precision), replace(SETTINGS, micro_batch_tokens=256)
+    WorldRanks(ranks, RankSettings(folder, case.config, ranks.sizes, training, policy={"compute_dtype": dtype}))
