@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 TESTS = tuple(ROOT / "tests" / folder / "test_planned_memory.py" for folder in ("models", "megatron"))
 MEASURES = (
     "orbit_runtime/planner", "orbit_runtime/policy", "orbit_runtime/adapters", "orbit_runtime/training",
-    "orbit_runtime/rollout", "orbit_runtime/quant", "tests/models/test_planned_memory.py", "tests/megatron/test_planned_memory.py",
+    "orbit_runtime/rollout", "orbit_runtime/quant", "tests/models/test_planned_memory.py",
+    "tests/megatron/test_planned_memory.py",
 )  # fmt: skip
 SMALLEST = "int4-LoRA or TP2-tiny-adder-INT4"
 """The cases that `--smallest` measures."""

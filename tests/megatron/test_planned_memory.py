@@ -1,8 +1,8 @@
 """The planner's bytes of a rank on a GPU against what a rank really holds, part by part, on the CPU.
 
 What autograd saves is measured in fp32, twice what the plan says: in BF16 torch's norms on a CPU keep their input in
-fp32, where the fused kernel of a GPU keeps it as it is. Everything else is measured in BF16. The measuring side looks at
-the storages of a rank's tensors, and at those that autograd saves. It knows nothing of the planner's formulas. The
+fp32, where the fused kernel of a GPU keeps it as it is. Everything else is measured in BF16. The measuring side looks
+at the storages of a rank's tensors, and at those that autograd saves. It knows nothing of the planner's formulas. The
 fullest rank counts: it is the one that runs out of memory.
 """
 
