@@ -35,6 +35,9 @@ def saved_elements(model: Architecture, job: Job, recompute: Recompute, tensor: 
         tensor: into how many parts matrices are divided: those of one rank are counted.
     """
     total = model.hidden_size * (1 + job.max_new / job.max_sequence) / tensor
+    if recompute != "None":
+        # Layers that are computed again share the masks of all of them, a byte for each of their elements.
+        total += _mask_elements(job) / 2
     for layer in _layers(model):
         if recompute == "None":
             total += _layer_saved(layer, model, job, tensor)
@@ -57,17 +60,21 @@ def recomputed_elements(model: Architecture, job: Job, recompute: Recompute, ten
 
 def _layer_saved(layer: list[Weight], model: Architecture, job: Job, tensor: int) -> float:
     """Elements that one layer keeps without recomputation."""
-    prompt, gathered = job.max_sequence - job.max_new, key_copies(job)
-    # Masks are as large as the products; for a prompt alone, only the explicit products need a mask.
-    masked = job.max_new * job.max_sequence + (prompt * prompt if job.attention == "Eager" else 0)
-    mask = masked / job.max_sequence
-    if job.attention == "Chunked":
-        mask = 0.0
+    gathered, mask = key_copies(job), _mask_elements(job)
     total = 2 * model.hidden_size * model.streams / tensor + mask
     if job.adapter == "Full":
         # For both norms: the input, and the normalised value that the weights multiply.
         total += 4 * model.hidden_size
     return total + sum(_saved(weights, model, job, gathered, tensor) for weights in _by_experts(layer))
+
+
+def _mask_elements(job: Job) -> float:
+    """Masks are as large as the products; for a prompt alone, only the explicit products need a mask."""
+    if job.attention == "Chunked":
+        return 0.0
+    prompt = job.max_sequence - job.max_new
+    masked = job.max_new * job.max_sequence + (prompt * prompt if job.attention == "Eager" else 0)
+    return masked / job.max_sequence
 
 
 def key_copies(job: Job) -> float:

@@ -8,7 +8,7 @@ fullest rank counts: it is the one that runs out of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +22,7 @@ from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.planner import Machine, Plan, plan
 from orbit_runtime.policy.packed import Branch
+from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.training.megatron.groups import Groups, Sizes
 from orbit_runtime.training.megatron.rank import RankSettings
@@ -29,6 +30,7 @@ from orbit_runtime.types import Sample
 from tests.integration.test_torch_trainer import SETTINGS
 from tests.megatron.ranks import World, world
 from tests.megatron.trainers import WorldRanks, rank_here
+from tests.models.test_planned_memory import angles, living_tensors, storage_bytes
 
 DIVISIONS = {
     "TP2": Sizes(2, tensor=2, expert=2, sequence_parallel=True),
@@ -86,7 +88,7 @@ CASES = (
 )
 
 
-def planned(case: Case, sizes: Sizes) -> Plan:
+def planned(case: Case, sizes: Sizes, recompute: Recompute = "None") -> Plan:
     settings = {"lora": {"rank": 8, "alpha": 16.0}} if case.adapter == "LoRA" else {"oft": {"blockSize": 16}}
     given = {"tensor": sizes.tensor, "expert": sizes.expert, "pipeline": sizes.pipeline, "context": sizes.context}
     lengths = lengths_of(sizes)
@@ -102,19 +104,13 @@ def planned(case: Case, sizes: Sizes) -> Plan:
             "rollout": {"engine": "SGLang", "sampling": {"maxNewTokens": lengths.new}},
             "training": {
                 "trainer": "Megatron", "steps": 1, "promptsPerStep": 4, "microBatchTokens": 256, "parallel": given,
-                "recompute": "None", "attention": "SDPA",
+                "recompute": recompute, "attention": "SDPA",
             },
         },
     })  # fmt: skip
     card = find_gpu("H100")
     assert card is not None
     return plan(run, folder_facts(builtin_folder(case.model, case.precision)), Machine(card, sizes.world, 2**40))
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Each storage once, whole."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def branches(lengths: Lengths) -> list[Branch]:
@@ -209,6 +205,42 @@ def test_a_rank_holds_what_the_plan_says(ranks: World, case: Case) -> None:
     FIGURES[f"{division}, {case}"] = rows
     wrong = {part: each for part, each in rows.items() if not 0.95 <= each[1] / each[0] <= 1.05}
     assert not wrong, "measured, planned"
+
+
+@pytest.mark.parametrize("recompute", ["Selective", "PerLayer"])
+def test_a_rank_keeps_what_the_plan_says_of_layers_that_are_computed_again(ranks: World, recompute: Recompute) -> None:
+    if ranks.sizes.pipeline > 1:
+        pytest.skip("several passes of a stage are under way at a time")
+    case = CASES[0]
+    start(ranks, case, torch.float32)
+    held = ranks.call(measure_held, recompute)
+    train = planned(case, ranks.sizes, recompute).phases["train"]
+    # Keys and values of other ranks are held within the layer that is computed again.
+    assert train["activations"] == pytest.approx(sum(held) / len(held) / 2, rel=0.05)
+
+
+def measure_held(groups: Groups, recompute: Recompute) -> int:
+    """Bytes of what autograd saves outside of layers, and of what Python holds for their second pass."""
+    policy, saved = rank_here().policy, []
+    batch = policy.pack(branches(lengths_of(groups.sizes)))
+    with torch.no_grad():
+        # What is made at the first pass and stays is no activation.
+        policy.logprobs(batch)
+    before = {id(tensor) for tensor in living_tensors()}
+    with policy.injected.selection.use(TRAINER_SLOT):
+        before |= {id(tensor) for tensor in living_tensors()}
+        policy.recompute(recompute)
+        with (
+            angles(policy) as known,
+            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        ):
+            logprobs, _ = policy.logprobs(batch)
+    known |= {t.untyped_storage().data_ptr() for t in living_tensors() if id(t) in before}
+    held = [t for t in (*saved, *living_tensors()) if t.untyped_storage().data_ptr() not in known]
+    policy.recompute("None")
+    # Masks and ids take as much in BF16 as in fp32. The result itself is no activation: two numbers for each target.
+    alike = storage_bytes(t for t in held if not t.is_floating_point())
+    return storage_bytes(held) + alike - 2 * logprobs.nbytes
 
 
 def start(ranks: World, case: Case, dtype: torch.dtype) -> None:

@@ -200,8 +200,9 @@ class Regions:
         """All tokens → this rank's run of them; the last run is padded."""
         from megatron.core.tensor_parallel import mappings
 
-        padded = self._padded(hidden_1TN[0])
-        return mappings.scatter_to_sequence_parallel_region(padded, group=self.groups.tensor)[None]  # type: ignore[no-any-return]
+        own_TN = mappings.scatter_to_sequence_parallel_region(self._padded(hidden_1TN[0]), group=self.groups.tensor)
+        # A copy: Megatron-Core's run of tokens is a view, and the first layer would keep all of them for backward.
+        return own_TN.clone()[None]  # type: ignore[no-any-return]
 
     def _padded(self, tokens_TN: Tensor) -> Tensor:
         if len(tokens_TN) != self.num_tokens:
