@@ -6,7 +6,6 @@ contract itself (`losses.Surrogate`, `advantages.AdvantageFunction`).
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup
+from orbit_runtime.algorithms.advantages import REWARD_LIMIT, Advantage, ScoredGroup
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.workers.entrypoints import (
@@ -195,7 +194,7 @@ def hold_advantages(
             [_advantage(each, length) for each, length in zip(advantages_G, group.lengths_G, strict=True)]
             for advantages_G, group in zip(result, groups_P, strict=True)
         ]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ManifestError(
             f"{target!r} returned no advantage for each rollout of each group: {error}",
             where=ADVANTAGES,
@@ -204,15 +203,25 @@ def hold_advantages(
 
 
 def _advantage(value: Any, length: int) -> Advantage:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        numbers = [float(each) for each in value]
+    if isinstance(value, Sequence) and not isinstance(value, _TEXT):
+        numbers = [_number(each) for each in value]
         if len(numbers) != length:
             raise ValueError(f"{len(numbers)} numbers for {length} trained tokens")
     else:
-        numbers = [float(value)]
-    if not all(math.isfinite(each) for each in numbers):
-        raise ValueError("a number is not finite")
+        numbers = [_number(value)]
+    if not all(abs(each) <= REWARD_LIMIT for each in numbers):  # NaN compares false
+        raise ValueError("a number is not finite in fp32")
     return numbers if isinstance(value, Sequence) else numbers[0]
+
+
+_TEXT = str | bytes | bytearray
+
+
+def _number(value: Any) -> float:
+    # float() would read text as well: what a column of a file holds is not yet a number.
+    if isinstance(value, _TEXT):
+        raise TypeError(f"{value!r} is text")
+    return float(value)
 
 
 def _called(function: Callable[..., Any], target: str, where: str, *arguments: Any) -> Any:

@@ -93,6 +93,11 @@ CALLS = [
     ("def advantages(groups): return []", ADVANTAGES, "no advantage for each rollout"),
     ("def advantages(groups): return [[float('nan')] * len(g.rewards_G) for g in groups]", ADVANTAGES, "not finite"),
     ("def advantages(groups): return [[[1.0, 2.0] * 9] * len(g.rewards_G) for g in groups]", ADVANTAGES, "18 numbers"),
+    ("def advantages(groups): return [['0.5'] * len(g.rewards_G) for g in groups]", ADVANTAGES, "'0.5' is text"),
+    ("def advantages(groups): return [[['1', '2']] * len(g.rewards_G) for g in groups]", ADVANTAGES, "'1' is text"),
+    ("def advantages(groups): return [[b'1'] * len(g.rewards_G) for g in groups]", ADVANTAGES, "b'1' is text"),
+    ("def advantages(groups): return [[10**999] * len(g.rewards_G) for g in groups]", ADVANTAGES, "too large"),
+    ("def advantages(groups): return [[1e39] * len(g.rewards_G) for g in groups]", ADVANTAGES, "not finite in fp32"),
     ("def advantages(groups): return groups.nothing", ADVANTAGES, "fails: AttributeError"),
 ]
 
