@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from orbit_runtime.algorithms.losses import Surrogate, clipped, clipped_weights, likelihood, nothing, policy_loss
+from orbit_runtime.algorithms.own import OwnLoss
 from orbit_runtime.algorithms.ratios import SEQUENCE_RATIOS
 from orbit_runtime.spec.algorithm import Algorithm as Settings
 
@@ -33,3 +34,9 @@ def build_loss(settings: Settings, *, own_loss: Surrogate | None = None) -> Call
     else:
         surrogate = partial(SURROGATES[objective.surrogate], sequence_ratio=SEQUENCE_RATIOS[objective.ratio])
     return partial(policy_loss, surrogate=surrogate)
+
+
+def own_loss_of(loss: Callable[..., Any]) -> OwnLoss | None:
+    """The user's loss within what `build_loss` returned; None if it has a shipped one."""
+    surrogate = getattr(loss, "keywords", {}).get("surrogate")
+    return surrogate if isinstance(surrogate, OwnLoss) else None

@@ -6,15 +6,14 @@ contract itself (`losses.Surrogate`, `advantages.AdvantageFunction`).
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup
+from orbit_runtime.algorithms.advantages import REWARD_LIMIT, Advantage, ScoredGroup
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.workers.entrypoints import (
@@ -27,6 +26,8 @@ from orbit_runtime.workers.entrypoints import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from orbit_runtime.algorithms.constants import PolicyLossSettings
     from orbit_runtime.algorithms.losses import LossInputs, TokenLosses
 
@@ -65,18 +66,58 @@ def _imported(target: str, field: str, search_path: Sequence[str]) -> Callable[.
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """The loss that a manifest names, as a `Surrogate`. Pickled, it is its name: whoever receives it imports it."""
+    """The user's loss, as a `Surrogate`. Pickled, it is its name: whoever receives it imports it."""
 
     function: Callable[..., Any]
     target: str
-    search_path: tuple[str, ...]
-    """Absolute folders and archives."""
+    search_path: tuple[str, ...] = ()
+    """Absolute folders and archives; none for a function given from Python."""
+    _problems: list[str] = field(default_factory=list, compare=False)
 
     def __call__(self, inputs: LossInputs, settings: PolicyLossSettings) -> TokenLosses:
-        return hold_loss(self.function, self.target, inputs, settings)
+        if not all(_finite(tensor) for tensor in _tensors(inputs).values()):
+            return hold_loss(self.function, self.target, inputs, settings)
+        losses = hold_loss(self.function, self.target, self._watched(inputs), settings)
+        loss_T = losses.loss_T.detach()
+        if not _finite(loss_T):
+            token = int((~loss_T.isfinite()).nonzero()[0])
+            self._problems.append(f"returned {float(loss_T[token])} for token {token} of {len(loss_T)}")
+        return losses
+
+    def take_problems(self) -> list[str]:
+        """What it made of finite inputs that is not finite, since the last time; call it after the backward pass.
+
+        Not raised within a pass: one rank may find what the others do not, and all must reach the same outcome.
+        """
+        found = list(self._problems)
+        self._problems.clear()
+        return found
+
+    def _watched(self, inputs: LossInputs) -> LossInputs:
+        """The same inputs, whose gradients come from this loss alone and are looked at."""
+
+        def look(name: str, gradient: Tensor) -> None:
+            if not _finite(gradient):
+                self._problems.append(f"has a gradient for `inputs.{name}` that is not finite")
+
+        seen = {}
+        for name, tensor in _tensors(inputs).items():
+            if tensor.requires_grad:
+                seen[name] = tensor.view_as(tensor)
+                seen[name].register_hook(partial(look, name))
+        return replace(inputs, **seen)
 
     def __reduce__(self) -> tuple[Callable[..., OwnLoss], tuple[str, tuple[str, ...]]]:
         return import_loss, (self.target, self.search_path)
+
+
+def _tensors(inputs: LossInputs) -> dict[str, Tensor]:
+    found = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
 
 
 def import_loss(target: str, search_path: Sequence[str]) -> OwnLoss:
@@ -95,7 +136,7 @@ def hold_given(function: Any, field: str) -> Callable[..., Any]:
         held = hold_function(function, name, ARGUMENTS[field])
     except TargetError as error:
         raise ManifestError(str(error), where=field) from error
-    return partial(hold_loss if field == LOSS else hold_advantages, held, name)
+    return OwnLoss(held, name) if field == LOSS else partial(hold_advantages, held, name)
 
 
 def check_own(settings: Algorithm, search_path: Sequence[str]) -> list[str]:
@@ -153,7 +194,7 @@ def hold_advantages(
             [_advantage(each, length) for each, length in zip(advantages_G, group.lengths_G, strict=True)]
             for advantages_G, group in zip(result, groups_P, strict=True)
         ]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ManifestError(
             f"{target!r} returned no advantage for each rollout of each group: {error}",
             where=ADVANTAGES,
@@ -162,15 +203,25 @@ def hold_advantages(
 
 
 def _advantage(value: Any, length: int) -> Advantage:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        numbers = [float(each) for each in value]
+    if isinstance(value, Sequence) and not isinstance(value, _TEXT):
+        numbers = [_number(each) for each in value]
         if len(numbers) != length:
             raise ValueError(f"{len(numbers)} numbers for {length} trained tokens")
     else:
-        numbers = [float(value)]
-    if not all(math.isfinite(each) for each in numbers):
-        raise ValueError("a number is not finite")
+        numbers = [_number(value)]
+    if not all(abs(each) <= REWARD_LIMIT for each in numbers):  # NaN compares false
+        raise ValueError("a number is not finite in fp32")
     return numbers if isinstance(value, Sequence) else numbers[0]
+
+
+_TEXT = str | bytes | bytearray
+
+
+def _number(value: Any) -> float:
+    # float() would read text as well: what a column of a file holds is not yet a number.
+    if isinstance(value, _TEXT):
+        raise TypeError(f"{value!r} is text")
+    return float(value)
 
 
 def _called(function: Callable[..., Any], target: str, where: str, *arguments: Any) -> Any:

@@ -43,7 +43,7 @@ def _inspect(uri: str, precision: str) -> Inspection | dict[str, Any]:
                 fix=f"download it and name its folder; cards: {', '.join(sorted(repositories()))}",
             )
         return inspect_facts(facts)
-    folder = local_folder(uri, precision=precision)
+    folder = local_folder(uri, precision=precision, option="--precision")
     if folder is not None and (folder / "run.json").is_file():
         raise UsageError(
             "this is a run",

@@ -13,11 +13,13 @@ from orbit_runtime.model_info.settings import check_folder
 REMOTE = ("s3", "gs", "az")
 
 
-def local_folder(uri: str, *, precision: str = "Auto") -> Path | None:
+def local_folder(uri: str, *, precision: str = "Auto", option: str | None = None) -> Path | None:
     """The folder on this machine; None for an object store or a hub.
 
     Args:
         precision: which variant of a `builtin://` model.
+        option: where the user may choose it. Elsewhere, and where they did not, another variant is taken if that one
+            is not shipped.
 
     Raises:
         UsageError: a file, where a folder is asked for.
@@ -25,9 +27,11 @@ def local_folder(uri: str, *, precision: str = "Auto") -> Path | None:
     """
     scheme, separator, rest = uri.partition("://")
     if separator and scheme == "builtin":
-        from orbit_runtime.model_info.builtin_models import builtin_folder
+        from orbit_runtime.model_info.builtin_models import any_builtin_folder, builtin_folder
 
-        return builtin_folder(rest, precision)
+        if option is None or precision == "Auto":
+            return any_builtin_folder(rest, precision)
+        return builtin_folder(rest, precision, option=option)
     if separator and scheme != "file":
         if scheme not in (*REMOTE, "hf"):
             raise UsageError(
@@ -51,7 +55,7 @@ def needed_folder(uri: str, *, precision: str = "Auto") -> Path:
         raise ModelError(
             "not on this machine",
             where=uri,
-            fix="download them and name their folder: every byte is read",
+            fix="download it and name its folder: every byte is read",
         )
     check_folder(folder, "correct the path")
     return folder

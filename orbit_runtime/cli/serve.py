@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from orbit_runtime.api.before import check_can_train
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import EXIT_DONE, UsageError
+from orbit_runtime.model_info.settings import check_model_folder
 from orbit_runtime.serve.names import check_one_source
 
 if TYPE_CHECKING:
@@ -86,8 +87,11 @@ def check_named(source: str | None, model: str | None, adapters: Sequence[str]) 
 
     Raises:
         UsageError: neither or both of run and model are named, or a local folder is not there.
+        ModelError: the model's folder is not there, or holds no model.
     """
     check_one_source(source, model)
+    if model is not None and "://" not in model:
+        check_model_folder(Path(model), "correct --model")
     for where, what in ((source, "run folder or manifest"), *((each, "adapter or run folder") for each in adapters)):
         if where is not None and "://" not in where and not Path(where).exists():
             raise UsageError(f"there is no such {what}", where=where, fix="check the path; `orbit ls` lists runs")

@@ -7,14 +7,14 @@ allows learning them. Does not belong here: reading files (`rows`), order and cu
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from orbit_runtime.data.chat import ChatTokenizer, Messages, Tools
-from orbit_runtime.data.prompts import PromptTable
-from orbit_runtime.data.scan import listed
+from orbit_runtime.data.prompts import PromptTable, listed_lengths
 from orbit_runtime.errors import DataError
 from orbit_runtime.spec.data import Prompts
 from orbit_runtime.types import FLAGS, TOKENS, Prompt
@@ -29,8 +29,7 @@ SHOWN = 40
 class Demonstration:
     """One conversation, and the indexes of the messages that are answers to learn."""
 
-    where: str
-    """The row, for messages to the user."""
+    prompt_id: str
     messages: Messages
     answers: tuple[int, ...]
     tools: Tools = ()
@@ -49,15 +48,26 @@ def read_demonstrations(table: PromptTable, sources: Sequence[Prompts], *, last_
     """Reads every row, according to its source's columns.
 
     Raises:
-        DataError: a row has no answer to learn.
+        DataError: a row has no answer to learn; names its file and line.
     """
     of_row = [source for source, rows in zip(sources, table.rows, strict=True) for _ in range(rows)]
-    return [
-        read_demonstration(
-            prompt, completion_field=source.completion_field, tools_field=source.tools_field, last_only=last_only
-        )
-        for prompt, source in zip(table.prompts_P, of_row, strict=False)
-    ]
+    with _located(table.prompts_P.place_of):
+        return [
+            read_demonstration(
+                prompt, completion_field=source.completion_field, tools_field=source.tools_field, last_only=last_only
+            )
+            for prompt, source in zip(table.prompts_P, of_row, strict=False)
+        ]
+
+
+@contextmanager
+def _located(place_of: Callable[[str], str]) -> Iterator[None]:
+    """Replaces a prompt's id by its place in an error about one. Only then: a file is read again for it."""
+    try:
+        yield
+    except DataError as error:
+        error.where = error.where and place_of(error.where)
+        raise
 
 
 def read_demonstration(
@@ -71,7 +81,7 @@ def read_demonstration(
         last_only: learn only the last answer.
 
     Raises:
-        DataError: the row has no answer, or an invalid one.
+        DataError: the row has no answer, or an invalid one; names the prompt's id.
     """
     where = prompt.prompt_id
     messages = list(prompt.messages)
@@ -114,6 +124,7 @@ def encode_demonstrations(
     tokenizer: ChatTokenizer,
     *,
     max_tokens: int,
+    place_of: Callable[[str], str],
     tell: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Encoded]:
     """Encodes every demonstration as in a rollout: the tokens before an answer are exactly those of a rollout's prompt,
@@ -124,6 +135,7 @@ def encode_demonstrations(
 
     Args:
         max_tokens: longer ones are refused, not cut.
+        place_of: from a prompt's id to where it is written, for errors.
         tell: called with progress: number done, total.
 
     Raises:
@@ -133,15 +145,17 @@ def encode_demonstrations(
     long: list[tuple[str, int]] = []
     for start in range(0, len(demonstrations), ENCODED_AT_ONCE):
         tell(start, len(demonstrations))
-        for demonstration, found in _encode(demonstrations[start : start + ENCODED_AT_ONCE], tokenizer):
+        with _located(place_of):
+            batch = _encode(demonstrations[start : start + ENCODED_AT_ONCE], tokenizer)
+        for demonstration, found in batch:
             if len(found.token_ids_T) > max_tokens:
-                long.append((demonstration.where, len(found.token_ids_T)))
+                long.append((demonstration.prompt_id, len(found.token_ids_T)))
             encoded.append(found)
     tell(len(demonstrations), len(demonstrations))
     if long:
         raise DataError(
             f"{len(long)} of {len(demonstrations)} demonstrations are longer than {max_tokens} tokens:\n"
-            + listed([f"{where}: {length} tokens" for where, length in long]),
+            + listed_lengths(long, place_of),
             where="spec.data.prompts",
             fix="shorten or drop them, or raise spec.model.maxSequenceLength",
         )
@@ -179,7 +193,7 @@ def _mask(
         if before == 0:
             raise DataError(
                 "no message comes before the answer, so nothing prompts it",
-                where=demonstration.where,
+                where=demonstration.prompt_id,
                 fix="begin each conversation with a question",
             )
         ended = [at for at in range(before, behind) if whole[at] in tokenizer.eos_ids]
@@ -188,7 +202,7 @@ def _mask(
                 f"message {answer} ends without one of the model's end tokens "
                 f"({', '.join(repr(tokenizer.decode_all([each])) for each in tokenizer.eos_ids)}): from it the policy "
                 "would learn never to stop",
-                where=demonstration.where,
+                where=demonstration.prompt_id,
                 fix="use a chat template that ends an answer with such a token",
             )
         length = ended[-1] + 1
@@ -221,7 +235,7 @@ def _no_prefix(
     return DataError(
         f"the chat template lacks the prefix property at message {answer}: token {at} of the conversation up to there "
         f"begins {begun}, of the whole {ended}; {what}. Training would not see what a rollout sees",
-        where=demonstration.where,
+        where=demonstration.prompt_id,
         fix="learn the last answer only (spec.data.chat.answers: Last), cut conversations into one row for each "
         "answer, give the template's argument that keeps earlier answers (spec.data.chat.templateArguments), or use a "
         "template whose text with more messages starts with its text without them",

@@ -16,7 +16,7 @@ from typing import Any, overload
 
 from orbit_runtime.data.order import shuffled
 from orbit_runtime.data.rows import Opened, PromptSource, open_rows
-from orbit_runtime.data.scan import listed
+from orbit_runtime.data.scan import MAX_LISTED, listed
 from orbit_runtime.data.stores import OFFSETS
 from orbit_runtime.errors import DataError
 from orbit_runtime.seeds import stream_key
@@ -90,8 +90,17 @@ class PromptRows(Sequence[Prompt]):
         return source, whole - (self._ends[source - 1] if source else 0)
 
     def with_id(self, prompt_id: str) -> Prompt:
+        source, number = self._of_id(prompt_id)
+        return source.build_prompt(number)
+
+    def place_of(self, prompt_id: str) -> str:
+        """File and line of a prompt, and its id. The file is read up to there: for an error, not for every row."""
+        source, number = self._of_id(prompt_id)
+        return f"{source.place(number)} ({prompt_id})"
+
+    def _of_id(self, prompt_id: str) -> tuple[NamedRows, int]:
         name, _, number = prompt_id.rpartition("/")
-        return next(each for each in self.sources if each.name == name).build_prompt(int(number))
+        return next(each for each in self.sources if each.name == name), int(number)
 
     def bound(self, index: int) -> int:
         """Upper bound of the bytes of the prompt's text."""
@@ -185,14 +194,14 @@ def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
                 raise DataError(
                     f"no key {field!r}, which reward {reader!r} reads; the row has: "
                     f"{', '.join(map(repr, sorted(names))) or 'no keys besides the prompt'}",
-                    where=f"{each.place(row)} ({each.name}/{row})",
+                    where=table.prompts_P.place_of(f"{each.name}/{row}"),
                     fix="add the key to every row, or name another column in the reward: `arguments: {field: COLUMN}`",
                 )
             found = sorted((first, kind) for kind, (_, first) in kinds.items() if kind != "null" or len(kinds) == 1)
             if "null" in kinds:
                 raise DataError(
                     f"column {field!r}, which reward {reader!r} reads, is null here",
-                    where=f"{each.place(kinds['null'][1])} ({each.name}/{kinds['null'][1]})",
+                    where=table.prompts_P.place_of(f"{each.name}/{kinds['null'][1]}"),
                     fix="fill it or drop the row: a reward cannot be given for it",
                 )
             if len(found) > 1:
@@ -200,7 +209,7 @@ def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
                 raise DataError(
                     f"column {field!r}, which reward {reader!r} reads, holds {other} here, and {kind} in "
                     f"{each.opened.store.place(first)}",
-                    where=f"{each.place(second)} ({each.name}/{second})",
+                    where=table.prompts_P.place_of(f"{each.name}/{second}"),
                     fix="write the column in one kind in every row",
                 )
 
@@ -232,12 +241,20 @@ def check_lengths(
         ]
     if not long:
         return
-    lines = [f"{prompt_id}: {length} tokens" for prompt_id, length in long]
     raise DataError(
-        f"prompts longer than {max_prompt_tokens} tokens:\n{listed(lines)}",
+        f"prompts longer than {max_prompt_tokens} tokens:\n{listed_lengths(long, prompts_P.place_of)}",
         where="spec.data.prompts",
         fix="shorten or drop them, raise spec.model.maxSequenceLength, or lower spec.rollout.sampling.maxNewTokens",
     )
+
+
+def listed_lengths(long: Sequence[tuple[str, int]], place_of: Callable[[str], str]) -> str:
+    """Prompts that are too long, for people: the place of each, and its tokens.
+
+    Args:
+        long: id and number of tokens of each.
+    """
+    return listed([f"{place_of(each)}: {length} tokens" for each, length in long[:MAX_LISTED]], len(long))
 
 
 def _build_prompt(prompt_id: str, row: Mapping[str, Any], prompt_field: str) -> Prompt:

@@ -123,6 +123,7 @@ def build_sft(
         materials.demonstrations,
         tokenizer,
         max_tokens=spec.model.max_sequence_length,
+        place_of=table.prompts_P.place_of,
         tell=partial(_tell, show, inputs.patience),
     )
     show.note(_told(encoded))

@@ -15,11 +15,14 @@ from orbit_runtime.errors import ModelError
 from orbit_runtime.spec.resolve import AUTO_BUILTIN_PRECISION
 
 ROOT = Path(__file__).resolve().parent / "builtin"
-REINSTALL = "reinstall orbit-rl; to change a shipped model, copy its folder and name the copy in `spec.model.uri`"
+REINSTALL = "reinstall orbit-rl; to change a shipped model, copy its folder and name the copy"
 
 
-def builtin_folder(name: str, precision: str, root: Path = ROOT) -> Path:
+def builtin_folder(name: str, precision: str, root: Path = ROOT, *, option: str = "spec.model.precision") -> Path:
     """Folder of a shipped model, e.g. `builtin_folder("tiny-adder", "INT4")`, after checking every file in it.
+
+    Args:
+        option: where the user chose the precision, for messages.
 
     Raises `ModelError` for an unknown name or precision, and for a file that is missing, added or altered.
     """
@@ -37,11 +40,18 @@ def builtin_folder(name: str, precision: str, root: Path = ROOT) -> Path:
         raise ModelError(
             f"`{name}` is not shipped in {precision}",
             where=f"builtin://{name}",
-            fix=f"set `spec.model.precision` to one of {_quoted(available)}",
+            fix=f"set `{option}` to one of {_quoted(available)}",
         )
     folder = root / name / variant
     check_files(folder, shipped[name][variant])
     return folder
+
+
+def any_builtin_folder(name: str, preferred: str, root: Path = ROOT) -> Path:
+    """`builtin_folder` where nobody can choose a precision: the preferred one, or else the first that is shipped."""
+    variants = sorted(_load_digests(root).get(name, {}))
+    wanted = (AUTO_BUILTIN_PRECISION if preferred == "Auto" else preferred).lower()
+    return builtin_folder(name, wanted if wanted in variants or not variants else variants[0], root)
 
 
 def check_files(folder: Path, digests: dict[str, str]) -> None:

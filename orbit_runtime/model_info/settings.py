@@ -20,6 +20,13 @@ def check_folder(folder: Path, fix: str = "correct spec.model.uri") -> None:
         raise ModelError("the model folder does not exist", where=str(folder), fix=fix)
 
 
+def check_model_folder(folder: Path, fix: str) -> None:
+    """`check_folder`, and raises ModelError (66) if it holds no config.json."""
+    check_folder(folder, fix)
+    if not (folder / "config.json").is_file():
+        raise ModelError("the model folder holds no config.json", where=str(folder), fix=fix)
+
+
 def load_settings(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 

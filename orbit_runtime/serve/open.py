@@ -21,9 +21,9 @@ from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.resume import read_run_file
 from orbit_runtime.loop.trainers import adapter_config, build_policy
-from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.model_info.builtin_models import any_builtin_folder
 from orbit_runtime.model_info.content import kept_weights_digest
-from orbit_runtime.model_info.settings import load_settings
+from orbit_runtime.model_info.settings import check_model_folder, load_settings
 from orbit_runtime.planner.sampling import Kind
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
@@ -164,9 +164,10 @@ def _of_model(asked: Asked, note: Callable[[str], None]) -> _Source:
         raise UsageError("the addresses of servers are in a manifest", where="--engine", fix="name the manifest's file")
     uri = asked.model
     if uri.startswith("builtin://"):
-        folder = builtin_folder(uri.removeprefix("builtin://"), "Auto")
+        folder = any_builtin_folder(uri.removeprefix("builtin://"), "Auto")
     else:
         folder = fetch_input(uri, "model", "--model", patience=Patience(notice=note)).path
+        check_model_folder(folder, "correct --model")
     found = [config_of(open_policy(where)) for where in asked.adapters.values()]
     config = found[0] if found else AdapterConfig(type="LoRA", targets=())
     engine = "Torch" if asked.engine == "Auto" else asked.engine

@@ -151,12 +151,12 @@ class LocalFolder:
 
 def _local_root(uri: str) -> Path:
     if not uri:
-        raise UsageError("the folder has no name", where="spec.storage.uri", fix="give a path or an s3:// URI")
+        raise UsageError("the folder has no name", fix="give a path or an s3:// URI")
     if not uri.startswith("file:"):
         return Path(uri).absolute()
     parts = urlsplit(uri)
     if parts.netloc not in ("", "localhost") or not parts.path:
-        raise UsageError(f"{uri!r} names no local folder", where="spec.storage.uri", fix="write file:///absolute/path")
+        raise UsageError("this names no local folder", where=uri, fix="write file:///absolute/path")
     return Path(unquote(parts.path)).absolute()
 
 
@@ -165,11 +165,11 @@ def _remote(uri: str, scheme: str, environ: Mapping[str, str]) -> Backend:
     if parts.username or parts.password or parts.query:
         raise UsageError(
             f"a {scheme}:// URI holds a bucket and a path, nothing else",
-            where="spec.storage.uri",
+            where=f"{scheme}://{parts.hostname or ''}{parts.path}",
             fix="give credentials in environment variables",
         )
     if not parts.netloc:
-        raise UsageError(f"{uri!r} names no bucket", where="spec.storage.uri", fix=f"write {scheme}://bucket/path")
+        raise UsageError("this names no bucket", where=uri, fix=f"write {scheme}://bucket/path")
     prefix = parts.path.strip("/") or None
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
     if scheme == "s3":
@@ -186,6 +186,6 @@ def _remote(uri: str, scheme: str, environ: Mapping[str, str]) -> Backend:
         return cast(Backend, AzureStore(parts.netloc, prefix=prefix, client_options=_CLIENT, retry_config=retry))
     raise UsageError(
         f"{scheme}:// is not a kind of store that Orbit knows",
-        where="spec.storage.uri",
+        where=uri,
         fix="use a path, file://, s3://, gs:// or az://",
     )

@@ -20,6 +20,8 @@ import torch
 
 from orbit_runtime.algorithms.corrections import importance_weights
 from orbit_runtime.algorithms.losses import LossInputs, policy_loss
+from orbit_runtime.algorithms.objective import own_loss_of
+from orbit_runtime.algorithms.own import LOSS
 from orbit_runtime.algorithms.reduction import token_weights
 from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
 from orbit_runtime.errors import DivergedError
@@ -51,6 +53,7 @@ class Updater:
         self._passes = passes
         self._settings = settings
         self._loss = loss
+        self._own_loss = own_loss_of(loss)
         self.optimizer = torch.optim.AdamW(
             # A rank may own nothing: a group of parameters may be empty, a list of them may not.
             [{"params": list(passes.owned.values())}],
@@ -164,7 +167,11 @@ class Updater:
 
         self._passes.forward_backward(self._training_passes(micro_batches), settings.sampling, loss_of)
         # Every rank must reach the same outcome, so none raises within its passes.
-        if self._passes.largest(0.0 if finite else 1.0):
+        problems = self._own_loss.take_problems() if self._own_loss else []
+        found = self._passes.largest(_OWN_LOSS if problems else 0.0 if finite else 1.0)
+        if found == _OWN_LOSS:
+            self._discard_own(problems)
+        if found:
             self._discard(f"the loss is {self._total({'loss': totals.get('loss', 0.0)})['loss']}")
 
     def _total(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -180,7 +187,23 @@ class Updater:
 
     def _discard(self, problem: str) -> None:
         self._drop_gradients()
-        raise DivergedError(f"{problem} at optimizer update {self.updates}", fix=_DIVERGED_FIX)
+        own = f" (the loss is your own {self._own_loss.target!r})" if self._own_loss else ""
+        raise DivergedError(f"{problem}{own} at {self._now}", fix=_DIVERGED_FIX)
+
+    @property
+    def _now(self) -> str:
+        return f"step {self.steps + 1}, optimizer update {self.updates}"
+
+    def _discard_own(self, problems: Sequence[str]) -> None:
+        """Args: problems: what this rank saw; another may have seen what this one did not."""
+        assert self._own_loss is not None
+        problem = problems[0] if problems else "made a value on another rank that is not finite"
+        self._drop_gradients()
+        raise DivergedError(
+            f"{self._own_loss.target!r} {problem}, at {self._now}: all that it was given is finite",
+            where=LOSS,
+            fix=_OWN_LOSS_FIX,
+        )
 
     def _apply_gradient(self) -> float:
         """Returns the gradient norm before clipping."""
@@ -357,6 +380,12 @@ class Updater:
 
 _TOKEN_MEANS = ("kl", "kl_old", "clip_fraction", "dropped_fraction", "entropy", "teacher_divergence")
 
+_OWN_LOSS = 2.0
+"""Above a loss that is not finite for another reason, where ranks agree on the worst."""
+_OWN_LOSS_FIX = (
+    "correct the function: keep log(), sqrt() and a division away from 0, and exp() from large numbers, in what "
+    "torch.where() does not choose too; the step's evidence is kept in the run folder"
+)
 _DIVERGED_FIX = (
     "lower spec.training.learningRate, or set spec.training.maxGradNorm; the step's evidence is kept in the run folder"
 )

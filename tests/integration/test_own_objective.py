@@ -13,13 +13,14 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
+from orbit_runtime import run
 from orbit_runtime.algorithms import own
 from orbit_runtime.algorithms.advantages import ScoredGroup
 from orbit_runtime.algorithms.losses import LossInputs
 from orbit_runtime.algorithms.objective import build_loss
 from orbit_runtime.algorithms.table import build_algorithm, loss_settings
 from orbit_runtime.cli.main import run_command
-from orbit_runtime.errors import ManifestError
+from orbit_runtime.errors import DivergedError, ManifestError
 from orbit_runtime.spec.algorithm import Algorithm
 from tests.integration.killing import small_manifest
 
@@ -92,6 +93,11 @@ CALLS = [
     ("def advantages(groups): return []", ADVANTAGES, "no advantage for each rollout"),
     ("def advantages(groups): return [[float('nan')] * len(g.rewards_G) for g in groups]", ADVANTAGES, "not finite"),
     ("def advantages(groups): return [[[1.0, 2.0] * 9] * len(g.rewards_G) for g in groups]", ADVANTAGES, "18 numbers"),
+    ("def advantages(groups): return [['0.5'] * len(g.rewards_G) for g in groups]", ADVANTAGES, "'0.5' is text"),
+    ("def advantages(groups): return [[['1', '2']] * len(g.rewards_G) for g in groups]", ADVANTAGES, "'1' is text"),
+    ("def advantages(groups): return [[b'1'] * len(g.rewards_G) for g in groups]", ADVANTAGES, "b'1' is text"),
+    ("def advantages(groups): return [[10**999] * len(g.rewards_G) for g in groups]", ADVANTAGES, "too large"),
+    ("def advantages(groups): return [[1e39] * len(g.rewards_G) for g in groups]", ADVANTAGES, "not finite in fp32"),
     ("def advantages(groups): return groups.nothing", ADVANTAGES, "fails: AttributeError"),
 ]
 
@@ -154,3 +160,49 @@ def test_a_function_that_fails_in_a_run_ends_it_with_one_message(
     told = "".join(capsys.readouterr())
     assert "spec.algorithm.entrypoint: 'my_objective:loss' fails: KeyError: 'x'" in " ".join(told.split())
     assert "Traceback" not in told
+
+
+NOT_FINITE = [
+    ("return -i.logprobs_T * (0 * i.advantages_T).log()", "returned {} for token 0 of"),
+    (
+        "return (i.logprobs_T - i.logprobs_T.detach()).sqrt()",
+        "has a gradient for `inputs.logprobs_T` that is not finite",
+    ),
+    ("return i.logprobs_T + 0 * (0 * i.entropies_T).sqrt()", "a gradient for `inputs.entropies_T` that is not finite"),
+]
+
+
+@pytest.mark.parametrize(("code", "said"), NOT_FINITE)
+def test_a_loss_that_is_not_finite_is_named_with_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, said: str
+) -> None:
+    argv = prepare(tmp_path, f"def loss(i, s): {code}", **LOSS)
+    assert run_command(["run", *argv, "--out", "out"]) == 85
+    told = " ".join("".join(capsys.readouterr()).split())
+    assert re.search(
+        "error: spec.algorithm.entrypoint: 'my_objective:loss' .*, at step 1, optimizer update 0: all that it was "
+        "given is finite fix: correct the function",
+        told,
+    )
+    assert any(said.format(value) in told for value in ("-inf", "inf", "nan"))
+    assert "learningRate" not in told, "which would not help"
+    assert json.loads(Path("out/failures/step-000001.json").read_text())["where"] == "spec.algorithm.entrypoint"
+
+
+def test_a_loss_given_from_python_is_named_by_its_own_name(tmp_path: Path) -> None:
+    def broken(inputs: LossInputs, settings: Any) -> torch.Tensor:
+        return inputs.logprobs_T / 0
+
+    with pytest.raises(DivergedError, match=r"broken' returned -inf for token 0 of .*, at step 1") as error:
+        run(small_manifest(steps=1), out=tmp_path / "out", loss=broken, progress=False)
+    assert error.value.where == "spec.algorithm.entrypoint"
+
+
+def test_a_loss_is_not_blamed_for_what_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "my_objective.py").write_text("def loss(i, s): return -i.logprobs_T")
+    loss = own.load_own(Algorithm.model_validate(LOSS), own.LOSS, [str(tmp_path)])
+    assert isinstance(loss, own.OwnLoss)
+    logprobs = torch.tensor([float("nan"), -2.0], requires_grad=True)
+    inputs = LossInputs(logprobs, logprobs.detach(), torch.ones(2), torch.tensor([2]))
+    loss(inputs, loss_settings(Algorithm.model_validate(LOSS))).loss_T.sum().backward()
+    assert loss.take_problems() == []

@@ -59,3 +59,17 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
     assert said[::2] == [f"error: {words}" for _, words in cases]
     assert all(line.startswith("  fix: ") for line in said[1::2])
     assert "  fix: choose from those; a larger spec.checkpoint.keep keeps more" in said
+
+
+def test_a_folder_without_a_model_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    problems = {"none": "the model folder does not exist", "empty": "the model folder holds no config.json"}
+    commands = [
+        [command, "--model", str(tmp_path / name), *more]
+        for name in problems
+        for command, *more in (["serve"], ["chat", "--prompt", "1+1="])
+    ]
+    ended = subprocess.run([sys.executable, "-c", ALL_IN_ONE, json.dumps(commands)], capture_output=True, text=True)
+    assert json.loads(ended.stdout) == [[66] * 4, False], ended.stderr
+    told = [f"error: {tmp_path / name}: {problem}\n  fix: correct --model\n" for name, problem in problems.items()]
+    assert ended.stderr == "".join(each for each in told for _ in range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,7 @@ digits = st.text("0123456789+=", min_size=1, max_size=12)
 def test_a_mask_covers_exactly_the_answers_and_what_ends_them(turns: list[tuple[str, str]]) -> None:
     tokenizer = ChatTokenizer(FOLDER)
     (found,) = encode_demonstrations(
-        [demonstration(*(text for turn in turns for text in turn))], tokenizer, max_tokens=999
+        [demonstration(*(text for turn in turns for text in turn))], tokenizer, max_tokens=999, place_of=str
     )
     tokens, mask = list(found.token_ids_T), list(found.loss_mask_T)
     # The template written out: what is learned lies between the assistant's mark and the end of its answer.
@@ -92,7 +93,7 @@ def test_a_mask_covers_exactly_the_answers_and_what_ends_them(turns: list[tuple[
 
 
 def test_before_every_answer_stands_what_a_rollout_would_be_asked(tokenizer: ChatTokenizer) -> None:
-    (found,) = encode_demonstrations([demonstration("1+1=", "2", "2+2=", "4")], tokenizer, max_tokens=99)
+    (found,) = encode_demonstrations([demonstration("1+1=", "2", "2+2=", "4")], tokenizer, max_tokens=99, place_of=str)
     starts = [at for at, flag in enumerate(found.loss_mask_T) if flag and not found.loss_mask_T[at - 1]]
     prompts = [tokenizer.encode_chat(said("1+1=")), tokenizer.encode_chat(said("1+1=", "2", "2+2="))]
     assert [list(found.token_ids_T[:at]) for at in starts] == prompts
@@ -100,7 +101,7 @@ def test_before_every_answer_stands_what_a_rollout_would_be_asked(tokenizer: Cha
 
 def test_only_the_last_answer_where_that_is_asked(tokenizer: ChatTokenizer) -> None:
     (found,) = encode_demonstrations(
-        [demonstration("1+1=", "2", "2+2=", "4", last_only=True)], tokenizer, max_tokens=99
+        [demonstration("1+1=", "2", "2+2=", "4", last_only=True)], tokenizer, max_tokens=99, place_of=str
     )
     learned = [token for token, flag in zip(found.token_ids_T, found.loss_mask_T, strict=True) if flag]
     assert learned == tokenizer.encode_text("4<|im_end|>")
@@ -111,14 +112,14 @@ def test_only_the_last_answer_where_that_is_asked(tokenizer: ChatTokenizer) -> N
 def test_a_prompt_and_its_completion_are_the_conversation_of_both(tokenizer: ChatTokenizer) -> None:
     asked = Prompt("file/0", 0, tuple(said("1+1=")), {"answer": "2", "more": [{"role": "assistant", "content": "2"}]})
     both = [read_demonstration(asked, completion_field=field) for field in ("answer", "more")]
-    whole = encode_demonstrations([*both, demonstration("1+1=", "2")], tokenizer, max_tokens=99)
+    whole = encode_demonstrations([*both, demonstration("1+1=", "2")], tokenizer, max_tokens=99, place_of=str)
     assert whole[0] == whole[1] == whole[2]
 
 
 def test_a_template_without_the_prefix_property_is_refused_where_it_begins(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, QWEN3)
     with pytest.raises(DataError) as caught:
-        encode_demonstrations([demonstration("1+1=", "1=2", "2+2=", "4")], tokenizer, max_tokens=99)
+        encode_demonstrations([demonstration("1+1=", "1=2", "2+2=", "4")], tokenizer, max_tokens=99, place_of=str)
     message = str(caught.value)
     assert caught.value.where == "file/0"
     assert "prefix property at message 1" in message
@@ -128,22 +129,24 @@ def test_a_template_without_the_prefix_property_is_refused_where_it_begins(tmp_p
     assert "spec.data.chat.answers: Last" in str(caught.value.fix)
     # The way out holds, and a conversation of one turn needs none.
     (last,) = encode_demonstrations(
-        [demonstration("1+1=", "1=2", "2+2=", "4", last_only=True)], tokenizer, max_tokens=99
+        [demonstration("1+1=", "1=2", "2+2=", "4", last_only=True)], tokenizer, max_tokens=99, place_of=str
     )
     assert sum(last.loss_mask_T) == 2
-    encode_demonstrations([demonstration("1+1=", "1=2")], tokenizer, max_tokens=99)
+    encode_demonstrations([demonstration("1+1=", "1=2")], tokenizer, max_tokens=99, place_of=str)
 
 
 def test_a_template_that_does_not_end_answers_is_refused(tmp_path: Path) -> None:
     unended = QWEN3.replace("<|im_end|>", "")
     tokenizer = with_template(tmp_path, unended)
     with pytest.raises(DataError, match="message 1 ends without one of the model's end tokens"):
-        encode_demonstrations([demonstration("1+1=", "2")], tokenizer, max_tokens=99)
+        encode_demonstrations([demonstration("1+1=", "2")], tokenizer, max_tokens=99, place_of=str)
 
 
 def test_demonstrations_that_are_too_long_are_named_and_not_cut(tokenizer: ChatTokenizer) -> None:
     with pytest.raises(DataError, match=r"1 of 2 demonstrations are longer than 8 tokens:\n  file/0: \d+ tokens"):
-        encode_demonstrations([demonstration("1", "2"), demonstration("1" * 20, "2")], tokenizer, max_tokens=8)
+        encode_demonstrations(
+            [demonstration("1", "2"), demonstration("1" * 20, "2")], tokenizer, max_tokens=8, place_of=str
+        )
 
 
 def test_the_functions_of_a_row_reach_the_template_and_are_not_learned(tmp_path: Path) -> None:
@@ -158,7 +161,9 @@ def test_the_functions_of_a_row_reach_the_template_and_are_not_learned(tmp_path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = Prompts(uri=str(file), completion_field="answer", tools_field="functions")
     table = load_prompts([PromptSource(source.uri, source.format, source.prompt_field, "rows", file)])
-    found = encode_demonstrations(read_demonstrations(table, [source], last_only=False), tokenizer, max_tokens=99)
+    found = encode_demonstrations(
+        read_demonstrations(table, [source], last_only=False), tokenizer, max_tokens=99, place_of=str
+    )
     assert [tokenizer.decode_all(list(each.token_ids_T)) for each in found] == [
         "<|system|>addhalve<|im_end|><|user|>1+1=<|im_end|><|assistant|>2<|im_end|>",
         "<|system|>add<|im_end|><|user|>2+2=<|im_end|><|assistant|>4<|im_end|>",
@@ -186,6 +191,29 @@ def test_a_row_without_an_answer_is_refused(
             Prompt("file/7", 0, tuple(messages), fields), completion_field=completion, tools_field="tools"
         )
     assert caught.value.where == "file/7"
+
+
+def test_errors_name_the_file_and_the_line_of_a_row(tmp_path: Path) -> None:
+    tables = []
+    for name, rows in {"a": [("1+1=", "2")], "b": [("2+2=", "4"), ("3" * 40, "6"), ("4+4=", "")]}.items():
+        file = tmp_path / f"{name}.jsonl"
+        # A blank line in front: a line's number is not the row's.
+        file.write_text("\n" + "".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in rows))
+        tables.append(Prompts(uri=str(file), completion_field="answer"))
+    opened = [PromptSource(each.uri, each.format, each.prompt_field, "p", Path(each.uri)) for each in tables]
+    table = load_prompts(opened)
+    with pytest.raises(DataError, match="'answer' holds no answer") as caught:
+        read_demonstrations(table, tables, last_only=False)
+    assert caught.value.where == f"{tmp_path}/b.jsonl, line 4 (p-2/2)"
+    good = read_demonstrations(load_prompts(opened, limit=3), tables, last_only=False)
+    with pytest.raises(DataError, match=re.escape(f"\n  {tmp_path}/b.jsonl, line 3 (p-2/1): ")) as caught:
+        encode_demonstrations(good, ChatTokenizer(FOLDER), max_tokens=20, place_of=table.prompts_P.place_of)
+    assert caught.value.where == "spec.data.prompts"
+    whole = Prompt("p-2/0", 0, tuple(said("1+1=", "1=2", "2+2=", "4")), {})
+    turns, tokenizer = read_demonstration(whole, completion_field=None), with_template(tmp_path, QWEN3)
+    with pytest.raises(DataError, match="prefix property") as caught:
+        encode_demonstrations([turns], tokenizer, max_tokens=99, place_of=table.prompts_P.place_of)
+    assert caught.value.where == f"{tmp_path}/b.jsonl, line 2 (p-2/0)"
 
 
 def test_what_is_held_out_is_a_share_that_the_seed_chooses(tmp_path: Path) -> None:

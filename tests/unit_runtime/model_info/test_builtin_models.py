@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from orbit_runtime.cli.places import local_folder, needed_folder
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.builtin_models import ROOT, builtin_folder
 
@@ -103,6 +104,20 @@ def test_a_precision_that_is_not_shipped_offers_those_that_are() -> None:
         builtin_folder("tiny-adder", "INT8")
     offered = "`BF16`, `FP8`, `INT4`, `MXFP4`, `NVFP4`"
     assert caught.value.fix == f"set `spec.model.precision` to one of {offered}"
+
+
+def test_a_command_names_its_own_option_or_takes_what_is_shipped() -> None:
+    with pytest.raises(ModelError) as caught:
+        local_folder("builtin://tiny-qwen3", precision="INT4", option="--precision")
+    assert caught.value.fix == "set `--precision` to one of `BF16`, `FP8`"
+    # Where nothing can be chosen, or was: INT4 is not shipped.
+    root = builtin_folder("tiny-qwen3", "BF16").parent
+    assert local_folder("builtin://tiny-qwen3") == root / "bf16"
+    assert local_folder("builtin://tiny-qwen3", option="--precision") == root / "bf16"
+    assert needed_folder("builtin://tiny-adder") == builtin_folder("tiny-adder", "INT4")
+    assert needed_folder("builtin://tiny-gpt-oss", precision="BF16").name == "mxfp4"
+    with pytest.raises(ModelError, match="no shipped model"):
+        local_folder("builtin://opus")
 
 
 def test_finding_a_shipped_model_never_loads_torch() -> None:

@@ -181,6 +181,28 @@ def test_a_comparison_says_its_verdict_on_a_phone(browser: Browser, tmp_path: Pa
     assert not browser.complaints
 
 
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)])
+def test_a_comparison_is_no_wider_than_a_phone_whatever_the_names(
+    browser: Browser, tmp_path: Path, seeds: tuple[int, ...]
+) -> None:
+    """One word of a name cannot be broken, another task is told, and a run is longer than the other."""
+    reports = []
+    for name, steps, rank in (("a_name_without_any_place_to_break_it_" * 2, 20, 8), ("b" * 63, 60, 16)):
+        for seed in seeds:
+            spec = {"data": {"seed": seed, "prompts": [{"uri": f"s3://{name}/" + "p" * 80}]}, "adapter": {"rank": rank}}
+            spec["environment"] = {"rewards": [{"name": name}]}
+            made = SyntheticRun(name=f"{name}-s{seed}", seed=seed, steps=steps, spec=spec)
+            reports.append(build_report(open_store(str(write_run_folder(tmp_path / made.name, made)), writable=False)))
+    (tmp_path / "page.html").write_text(render_comparison(compare(reports)))
+    for width in (PHONE[0], 320):
+        browser.open(f"file://{tmp_path}/page.html", (width, 844))
+        browser.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        wide = "[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, svg') && "
+        wide += "e.getBoundingClientRect().right > innerWidth).map(e => e.outerHTML.slice(0, 80))"
+        assert browser.run(wide) == []
+        assert browser.size()[0] == width
+
+
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 def test_an_evaluation_says_its_scores_and_verdicts_on_any_screen(
     browser: Browser, tmp_path: Path, size: tuple[int, int]

@@ -55,6 +55,7 @@ def test_a_uri_that_means_nothing_is_a_usage_error(uri: str, words: str) -> None
     with pytest.raises(UsageError, match=words) as caught:
         open_store(uri)
     assert "hunter2" not in str(caught.value)
+    assert "spec." not in str(caught.value), "an address of a command line has no field"
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
