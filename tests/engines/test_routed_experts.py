@@ -76,10 +76,12 @@ def test_layers_are_compared_through_the_experts_that_the_engine_chose(
     assert policy.routing is not None
     theirs = engine.copies()[0].snapshot(PROMPTS[2], None)
     assert theirs.routed_TLC is not None
-    again = take_snapshot(policy, PROMPTS[2], None, adapter.files, copies=2, routed_TLC=theirs.routed_TLC)
 
     def found(routed_TLC: np.ndarray | None) -> Location:
-        ours = take_snapshot(policy, PROMPTS[2], None, adapter.files, routed_TLC=routed_TLC)
+        ours, again = (
+            take_snapshot(policy, PROMPTS[2], None, adapter.files, copies=copies, routed_TLC=routed_TLC)
+            for copies in (1, 2)
+        )
         return locate(ours, again, theirs, dtype=torch.float32, group=None)
 
     healthy = found(theirs.routed_TLC)

@@ -151,5 +151,5 @@ def test_the_command_looks_into_the_servers_layers(capsys: pytest.CaptureFixture
     assert found["engine"] == "SGLang"
     assert found["location"] == {
         "point": None, "difference": 0.0, "limit": 2e-05, "causes": [], "missing": [], "not_compared": [],
-        "sentence": "in no layer beyond the floor",
+        "rerouted": None, "sentence": "in no layer beyond the floor",
     }  # fmt: skip
