@@ -168,10 +168,15 @@ class Asking:
 
         Requests in flight are aborted, and their episodes ask for the rest. Keys and values of the tokens so far are
         then recomputed, so no token depends on keys and values of another policy.
+
+        Raises:
+            OrbitError: the error that ended the engine: it may hold requests that nobody waits for any more.
         """
         self._policy = policy
         self._may_ask.set()
         await self._end(self._open)
+        if self._failure is not None:
+            raise self._failure
 
     async def pause(self) -> None:
         """Aborts requests in flight; callers wait until the next `switch`."""

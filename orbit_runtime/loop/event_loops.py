@@ -84,7 +84,10 @@ class CallersThread:
         self._loop = asyncio.new_event_loop()
 
     def start[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        return self._loop.create_task(work)
+        task = self._loop.create_task(work)
+        # Who started it asks for its error, or has had another one: no traceback where nobody asks.
+        task.add_done_callback(_retrieve)
+        return task
 
     def run[T](self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         return self._loop.run_until_complete(asyncio.wait_for(work, seconds))
@@ -95,3 +98,8 @@ class CallersThread:
 
     def close(self) -> None:
         self._loop.close()
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

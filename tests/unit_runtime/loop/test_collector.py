@@ -151,6 +151,31 @@ def test_an_engines_failure_is_told_without_overlap(build: Build) -> None:
     assert [each.prompt_id for each in collector.unanswered()] == ["p/1-0", "p/1-0", "p/1-1", "p/1-1"]
 
 
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_an_engine_that_fails_meanwhile_ends_a_switch(build: Build, overlaps: bool) -> None:
+    """Not told, the run would free a slot from which the engine's requests still sample."""
+
+    class Lost(TokenEngine):
+        def abort(self, request_ids: Any = None) -> None:
+            self.steps = 1
+
+        def _step(self) -> None:
+            raise EngineDiedError("lost")
+
+    engine = Lost(lambda request: 10**9)
+    collector = build(engine, overlaps=overlaps)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1))
+    if overlaps:
+        until(lambda: len(engine.rows) == 4)
+    else:
+        stop = StopFlag()
+        threading.Timer(0.3, lambda: stop.request("SIGTERM")).start()
+        assert collector.take(1, stop) is None
+    with pytest.raises(EngineDiedError, match="lost"):
+        collector.switch(policy(1))
+
+
 def test_what_is_under_way_goes_on_under_a_new_version_and_no_token_is_paid_for_twice(build: Build) -> None:
     engine = TokenEngine(lambda request: 200)
     collector = build(engine)

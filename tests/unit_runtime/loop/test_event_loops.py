@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -70,6 +71,15 @@ def test_what_is_cancelled_ends_with_the_next_call(loop: EventLoop) -> None:
     loop.run(after(0.05))
     assert started.done()
     assert ended == ["ended"]
+
+
+def test_an_error_that_nobody_asks_for_is_no_traceback(loop: EventLoop, capfd: pytest.CaptureFixture[str]) -> None:
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    loop.wait(loop.start(fail()), 60.0)
+    gc.collect()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_which_thread_works() -> None:
