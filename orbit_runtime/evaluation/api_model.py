@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from orbit_runtime.errors import CredentialsError, UnsupportedError, UsageError
 from orbit_runtime.evaluation.player import Unanswered
 from orbit_runtime.evaluation.records import FailureKind, Usage
 from orbit_runtime.planner.sampling import IS_SET
-from orbit_runtime.types import Completion, FinishReason, Sampling
+from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Sampling
 
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Status codes for which a retry may succeed."""
@@ -269,10 +270,17 @@ class ApiEpisode:
         calls = message.get("tool_calls") or ()
         told = {"role": "assistant", "content": message.get("content") or ""}
         number = self.conversations.answer(prompt_ids_T, {**told, "tool_calls": calls} if calls else told)
-        tokens = [number] * max(1, counted)
+        length = max(1, counted)
         reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
         text = "\n".join([*([told["content"]] if told["content"] or not calls else []), *map(_call_text, calls)])
-        return Completion(0, tokens, [0.0] * len(tokens), [-1] * len(tokens), reason, text)  # type: ignore[arg-type]
+        return Completion(
+            0,
+            array(TOKENS, (number,)) * length,
+            array(FLOATS, (0.0,)) * length,
+            array(TOKENS, (-1,)) * length,
+            reason,
+            text,
+        )
 
 
 def _spread(key: int) -> float:

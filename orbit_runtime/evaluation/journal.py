@@ -80,12 +80,18 @@ class Journal:
         Raises:
             OrbitError: samples could not be written.
         """
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            self._closing = True
+            self._changed.notify()
+        # Made while the other thread writes the last samples.
+        gathered = compress_samples(sorted(self._samples.values(), key=lambda sample: sample.key))
         self.close()
         if self._failure is not None:
             raise self._failure
         self._execution.check()
-        ordered = sorted(self._samples.values(), key=lambda sample: sample.key)
-        self._store.put(f"{self._folder}{GATHERED}", compress_samples(ordered))
+        self._store.put(f"{self._folder}{GATHERED}", gathered)
         self._store.delete(self._store.list(f"{self._folder}{PARTS}"))
 
     def _write(self) -> None:

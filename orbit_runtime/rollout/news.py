@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from orbit_runtime.types import FLOATS, TOKENS, Engine
 
@@ -49,6 +49,23 @@ class News:
     logprobs_T: array[float]
     alternatives: Mapping[int, Alternatives]
     """By request, for those that asked for alternatives: alternatives of all its new tokens, over all its entries."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled as bytes: the engine does so after every step, and an array's own way takes twenty times as long.
+        columns = (self.request_ids_D, self.counts_D, self.token_ids_T, self.logprobs_T)
+        return _from_bytes, (*(column.tobytes() for column in columns), self.alternatives)
+
+
+def _from_bytes(
+    request_ids: bytes, counts: bytes, token_ids: bytes, logprobs: bytes, alternatives: Mapping[int, Alternatives]
+) -> News:
+    return News(
+        array("q", request_ids),
+        array(TOKENS, counts),
+        array(TOKENS, token_ids),
+        array(FLOATS, logprobs),
+        alternatives,
+    )
 
 
 class StreamingEngine(Engine, Protocol):

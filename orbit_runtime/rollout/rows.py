@@ -196,9 +196,13 @@ class Rows:
             return None
         told, generated = self.told_C[rows], self.generated_C[rows]
         counts = generated - told
-        index = np.repeat(rows, counts)
-        # Each row's first new position, then one more for every further token.
-        places = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts - told, counts)
+        if len(rows) == counts.sum():
+            # One token each, as after most steps, which should not wait for more arithmetic than this.
+            index, places = rows, told
+        else:
+            index = np.repeat(rows, counts)
+            # Each row's first new position, then one more for every further token.
+            places = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts - told, counts)
         self.told_C[rows] = generated
         alternatives = (
             {

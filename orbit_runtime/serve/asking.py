@@ -159,10 +159,11 @@ class Engine:
     def hear(self, record: object) -> None:
         match record:
             case Step():
-                if record.news is not None:
-                    self._tell(record.news)
+                # First those that ended: their clients may request the next completion, for which the batch has room.
                 for ended in record.ended:
                     self._end(*ended)
+                if record.news is not None:
+                    self._tell(record.news)
             case Changed():
                 self._models = {served.name: served for served in record.models}
                 if (call := self._calls.get(record.call)) is not None and not call.done():
@@ -173,13 +174,16 @@ class Engine:
     def _tell(self, news: News) -> None:
         at, alternatives = 0, dict(news.alternatives)
         for request_id, count in zip(news.request_ids_D, news.counts_D, strict=True):
-            job, part, _ = self._jobs[request_id]
-            part.token_ids_T += news.token_ids_T[at : at + count]
-            part.logprobs_T += news.logprobs_T[at : at + count]
+            start, at = at, at + count
+            if (found := self._jobs.get(request_id)) is None:
+                # It ended with the same record, which told all of its tokens.
+                continue
+            job, part, _ = found
+            part.token_ids_T += news.token_ids_T[start:at]
+            part.logprobs_T += news.logprobs_T[start:at]
             # A request may appear several times, but its alternatives only once, for all of its tokens.
             if (top := alternatives.pop(request_id, None)) is not None:
                 part.alternatives = with_more(part.alternatives, top)
-            at += count
             job.tell(part)
 
     def _end(

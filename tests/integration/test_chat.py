@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orbit_runtime.data.chat import ChatTokenizer, _find_backend
+from orbit_runtime.data.chat import ChatTokenizer, _find_backend, _find_decoder
 from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 
@@ -188,3 +188,22 @@ def test_a_tokenizer_with_a_way_of_its_own_is_asked_itself() -> None:
     file = str(builtin_folder("tiny-adder", "BF16") / "tokenizer.json")
     assert _find_backend(Own(tokenizer_file=file)) is None
     assert _find_backend(PreTrainedTokenizerFast(tokenizer_file=file)) is not None
+
+
+def test_a_text_is_the_one_that_transformers_writes_and_a_tokenizer_with_its_own_way_writes_it() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = builtin_folder("tiny-adder", "BF16")
+    tokenizer = ChatTokenizer(folder)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "12 + 34 =  , . don 't"}])
+    for some in (ids, ids[:1], [], [*ids, END], [*ids, 10**6]):
+        told = tokenizer._tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert tokenizer.decode(some) == told
+
+    class Own(PreTrainedTokenizerFast):
+        def _decode(self, *given: Any, **more: Any) -> Any:
+            return super()._decode(*given, **more)
+
+    file = str(folder / "tokenizer.json")
+    assert _find_decoder(Own(tokenizer_file=file)) is None
+    assert _find_decoder(PreTrainedTokenizerFast(tokenizer_file=file)) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from array import array
 
 from orbit_runtime.rollout.news import News
@@ -57,3 +58,35 @@ def test_alternatives_of_two_pieces_that_come_at_once_are_added_once() -> None:
     )
     engine.hear(Step(pieces, []))
     assert (part.token_ids_T, part.alternatives) == (array(TOKENS, [4, 5, 6]), top)
+
+
+def test_what_ended_with_its_news_has_each_token_once_and_is_told_before_what_goes_on() -> None:
+    told = []
+    engine = Engine(
+        lambda _: None,
+        [Served("base", None, "a folder")],
+        "base",
+        concurrent=2,
+        ended=lambda _, part: told.append(list(part.token_ids_T)),
+    )
+    jobs = [
+        engine.submit("base", [Choice((1,), 0, Sampling(max_new_tokens=STEPS))], is_streamed=True) for _ in range(2)
+    ]
+    news = News(array("q", [0, 1]), array(TOKENS, [2, 1]), array(TOKENS, [4, 5, 6]), array(FLOATS, [-0.5] * 3), {})
+    ended = (0, array(TOKENS, [4, 5]), array(FLOATS, [-0.5, -0.5]), "length", "ab", None)
+    engine.hear(Step(news, [ended]))
+    assert told == [[4, 5]]
+    assert [list(job.parts[0].token_ids_T) for job in jobs] == [[4, 5], [6]]
+    assert [job.parts[0].finish_reason for job in jobs] == ["length", None]
+    assert engine.under_way == 1
+
+
+def test_news_travel_as_they_are() -> None:
+    top = (array(TOKENS, [7, 8]), array(FLOATS, [-1.0, -2.0]))
+    news = News(
+        array("q", [1 << 40, 3]), array(TOKENS, [1, 2]), array(TOKENS, [4, 5, 6]), array(FLOATS, [-0.5] * 3), {3: top}
+    )
+    back = pickle.loads(pickle.dumps(news, pickle.HIGHEST_PROTOCOL))
+    assert back == news
+    for name in ("request_ids_D", "counts_D", "token_ids_T", "logprobs_T"):
+        assert getattr(back, name).typecode == getattr(news, name).typecode
