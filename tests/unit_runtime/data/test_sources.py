@@ -318,7 +318,7 @@ def test_of_many_prompts_only_those_that_could_be_too_long_are_counted_in_tokens
     table = load_prompts([PromptSource(str(path))])
     check_lengths(table, encode_many, max_prompt_tokens=50)
     assert asked < ALL_ENCODED + 40
-    with pytest.raises(DataError, match=f"many/{count - 3}: 50 tokens"):
+    with pytest.raises(DataError, match=rf"\(many/{count - 3}\): 50 tokens"):
         check_lengths(table, encode_many, max_prompt_tokens=49)
 
 
