@@ -18,8 +18,6 @@ BEFORE_COMMITS_WERE_NAMED = {
     "loading_memory",
     "operator_scale",
     "parity_by_format",
-    "plan_seconds",
-    "planned_memory",
     "sglang_false_alarms",
     "sglang_publish",
 }
