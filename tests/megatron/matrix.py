@@ -24,7 +24,7 @@ import torch
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training.megatron.groups import Sizes
 from tests.megatron.cases import differences, experts_of, folder_of, in_one_process, on_a_rank
-from tests.megatron.ranks import World, world
+from tests.megatron.ranks import World, end_spares, world
 from tests.models.family_matrix import DENSE, EXPERT_LAYOUTS, Case, adapter_of, cover_pairs
 
 DIVISIONS = {
@@ -112,6 +112,7 @@ def run(chosen: Iterable[Divided], root: Path, dtype: torch.dtype) -> int:
                 worst = (max(worst[0], found[0]), max(worst[1], found[1]))
                 seconds = time.monotonic() - started
                 print(f"{each}: log-probs {found[0]:.1e}, gradients {found[1]:.1e}, {seconds:.1f} s", flush=True)
+        end_spares()
     print(
         f"{count} cases, {failed} failed; largest difference of log-probs {worst[0]:.1e}, of gradients {worst[1]:.1e}"
     )

@@ -48,6 +48,12 @@ _SPARE: list[_Rank] = []
 """Of worlds that were closed."""
 
 
+def end_spares() -> None:
+    """The next world gets new processes: in those of several worlds, gloo's threads of the earlier ones take time."""
+    while _SPARE:
+        _SPARE.pop().kill()
+
+
 class World:
     """Ranks that wait for work."""
 
