@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from fakes.ports import free_port
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.checkpoints.convert import convert
@@ -34,6 +33,7 @@ from orbit_runtime.types import Sampling
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE, run_token
 from orbit_runtime.workers.server_process import ServerProcess
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from tests.fakes.ports import free_port
 from tests.integration.tiny_models import TARGETS
 
 LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)
