@@ -6,9 +6,12 @@ The guides of the cluster are executed by `tests/cluster`; here their `orbit` co
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -269,3 +272,20 @@ def test_a_shown_command_is_executed_by_a_test_or_says_why_it_is_not(command: Co
 def test_the_table_holds_nothing_that_no_page_shows() -> None:
     used = {(name_of(command.page), where(command)[0]) for command in SHOWN}
     assert {(page, begin) for page, table in WHERE.items() for begin in table} - used == set()
+
+
+def test_test_modules_that_are_commands_import_as_commands() -> None:
+    """Not as pytest does, which finds more: `make test-bisect` and the like are run by people, days apart."""
+    named = re.compile(r"-m (tests\.[a-z_.]*[a-z_])")
+    places = [ROOT / "Makefile", *(ROOT / "tests").rglob("*.py"), *(ROOT / "tests").rglob("*.md")]
+    modules = sorted({name for place in places for name in named.findall(place.read_text(encoding="utf-8"))})
+    assert len(modules) > 3
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {', '.join(modules)}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
