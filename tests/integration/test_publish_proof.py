@@ -18,7 +18,7 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT, Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.errors import EngineDiedError, GateError
+from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.loop.publish import Publication, Publisher
@@ -183,28 +183,30 @@ def test_an_engine_of_its_own_loads_while_the_trainer_computes(rig: Rig, monkeyp
     rig.publisher.keeper.wait()
 
 
-def test_a_load_that_fails_beside_the_trainer_is_told_as_any_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise GateError("no room for it")
+def publish_without_a_load(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: OrbitError, told: type[OrbitError], words: str
+) -> None:
+    """Whether the engine loads beside the trainer or after it, what its load raises is told as `told`."""
 
-    monkeypatch.setattr(rig.engine, "load_adapter", refuse)
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(rig.engine, "load_adapter", fail)
     for beside in (False, True):
         publisher = replace(rig.publisher, loads_beside=beside)
-        with pytest.raises(GateError, match="could not be proven live: the engine did not load it: no room for it"):
+        with pytest.raises(told, match=words):
             publisher.publish(2 + beside, rig.publication)
         rig.publisher.keeper.wait()
+
+
+def test_a_load_that_fails_beside_the_trainer_is_told_as_any_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "could not be proven live: the engine did not load it: no room for it"
+    publish_without_a_load(rig, monkeypatch, GateError("no room for it"), GateError, words)
 
 
 def test_an_engine_that_is_lost_says_nothing_about_the_adapter(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*_: Any) -> None:
-        raise EngineDiedError("the inference does not answer")
-
-    monkeypatch.setattr(rig.engine, "load_adapter", lost)
-    for beside in (False, True):
-        publisher = replace(rig.publisher, loads_beside=beside)
-        with pytest.raises(EngineDiedError, match="the inference does not answer"):
-            publisher.publish(2 + beside, rig.publication)
-        rig.publisher.keeper.wait()
+    words = "the inference does not answer"
+    publish_without_a_load(rig, monkeypatch, EngineDiedError(words), EngineDiedError, words)
     assert not [key for key in rig.store.list("parity/") if "publish-v" in key]
 
 
