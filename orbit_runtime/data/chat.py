@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.data.tiktoken_model import VOCABULARY, is_tiktoken, load_tiktoken
 from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.model_info.settings import check_folder, load_settings
@@ -23,7 +24,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 OWN_ARGUMENTS = ("add_generation_prompt", "conversation", "messages", "tokenize", "tools")
 CALL_PROBE = "orbit_probe"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", VOCABULARY, "vocab.json", "tokenizer_config.json")
 
 
 class ChatTokenizer:
@@ -232,17 +233,8 @@ def _load_tokenizer(folder: Path) -> Any:
             where=str(folder),
             fix=f"copy the tokenizer files of the model into it ({TOKENIZER_FILES[0]}, tokenizer_config.json)",
         )
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises anything from OSError to KeyError here
-        _check_settings(folder)
-        raise ModelError(
-            f"the tokenizer cannot be loaded: {_summary(error)}",
-            where=str(folder),
-            fix="copy or download the tokenizer files and config.json of the model again",
-        ) from error
+    # The library would take such a file too, and cut texts by another model's rules.
+    tokenizer = load_tiktoken(folder) if is_tiktoken(folder) else _load_published(folder)
     if not tokenizer.chat_template:
         raise ModelError(
             "the tokenizer has no chat template",
@@ -250,6 +242,20 @@ def _load_tokenizer(folder: Path) -> Any:
             fix="add chat_template.jinja, or a chat_template to tokenizer_config.json",
         )
     return tokenizer
+
+
+def _load_published(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises anything from OSError to KeyError here
+        _check_settings(folder)
+        raise ModelError(
+            f"the tokenizer cannot be loaded: {_summary(error)}",
+            where=str(folder),
+            fix="copy or download the tokenizer files and config.json of the model again",
+        ) from error
 
 
 def _find_backend(tokenizer: Any) -> Any | None:
