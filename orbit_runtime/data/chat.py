@@ -23,6 +23,7 @@ Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
 OWN_ARGUMENTS = ("add_generation_prompt", "conversation", "messages", "tokenize", "tools")
+TOOLS_AS_TEXT = "tools_ts_str"
 CALL_PROBE = "orbit_probe"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", VOCABULARY, "vocab.json", "tokenizer_config.json")
 
@@ -178,6 +179,17 @@ class ChatTokenizer:
         rules = json.loads(backend.to_str()) if backend is not None else {}
         return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation", "version")}
 
+    def _check_tools(self, tools: Tools) -> None:
+        """Kimi-K2.6's own code describes tools in TypeScript; without that text its template writes them as JSON."""
+        if tools and TOOLS_AS_TEXT in str(self._tokenizer.chat_template):
+            if TOOLS_AS_TEXT not in self._template_arguments:
+                raise ManifestError(
+                    "the model's own code writes tools as a text, which its chat template takes as "
+                    f"{TOOLS_AS_TEXT}; that code is never run",
+                    where="spec.data.chat.templateArguments",
+                    fix=f'write {TOOLS_AS_TEXT}: the text that it makes of your tools, or "" for JSON schemas',
+                )
+
     def _check_written(self, message: Mapping[str, Any], text: str) -> None:
         """Checks that the text contains the message: some templates drop, say, a tool's answer without a call field."""
         content = message.get("content")
@@ -199,6 +211,7 @@ class ChatTokenizer:
 
     def render(self, messages: Messages, tools: Tools = (), *, answer: bool = True) -> str:
         """The conversation as text; with `answer`, up to where the assistant's begins."""
+        self._check_tools(tools)
         try:
             plain = [dict(message) for message in messages]
             return str(

@@ -62,7 +62,9 @@ def _adder(block_size: int) -> Callable[..., None]:
                 base = module.base_layer
                 local = getattr(base, "input_size_per_partition", base.input_size)
                 place = get_group_rank_size(base.tp_group)[0] if local != base.input_size else 0
-                module.rotation = rotations.add_layer(name_in_files(name), base.input_size, local_features=local, rank=place)
+                module.rotation = rotations.add_layer(
+                    name_in_files(name), base.input_size, local_features=local, rank=place
+                )
         if os.environ.get(EXPERTS_VARIABLE) == "Shared":
             _add_experts(rotations, manager)
         # The other hooks find them here: each is called with one of these objects.
