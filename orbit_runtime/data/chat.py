@@ -181,14 +181,14 @@ class ChatTokenizer:
 
     def _check_tools(self, tools: Tools) -> None:
         """Kimi-K2.6's own code describes tools in TypeScript; without that text its template writes them as JSON."""
-        if tools and TOOLS_AS_TEXT in str(self._tokenizer.chat_template):
-            if TOOLS_AS_TEXT not in self._template_arguments:
-                raise ManifestError(
-                    "the model's own code writes tools as a text, which its chat template takes as "
-                    f"{TOOLS_AS_TEXT}; that code is never run",
-                    where="spec.data.chat.templateArguments",
-                    fix=f'write {TOOLS_AS_TEXT}: the text that it makes of your tools, or "" for JSON schemas',
-                )
+        takes_text = TOOLS_AS_TEXT in str(self._tokenizer.chat_template)
+        if tools and takes_text and TOOLS_AS_TEXT not in self._template_arguments:
+            raise ManifestError(
+                "the model's own code writes tools as a text, which its chat template takes as "
+                f"{TOOLS_AS_TEXT}; that code is never run",
+                where="spec.data.chat.templateArguments",
+                fix=f'write {TOOLS_AS_TEXT}: the text that it makes of your tools, or "" for JSON schemas',
+            )
 
     def _check_written(self, message: Mapping[str, Any], text: str) -> None:
         """Checks that the text contains the message: some templates drop, say, a tool's answer without a call field."""

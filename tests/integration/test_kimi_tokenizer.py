@@ -32,10 +32,13 @@ PUBLISHED = "|".join((
 ))  # fmt: skip
 """`pat_str` in tokenization_kimi.py of Kimi-K2, K2.5 and K2.6."""
 PARTS = (
-    *"abcXYZ019 .,'-\n\r\t", "训", "练", "模型", "é", "ß", "Å", "ﬁ", "ά", "Я", "ж", "ا", "ب", "한", "글", "カ", "タ", "🙂",
-    "👩‍👩‍👧", "\u0301", "\u200d", "\u00a0", "\u3000", "々", "〇", "㐀", "𠀀", "ſ", "İ", "ı", "'S", "'ſ", "'LL", *NAMED.values(),
+    *"abcXYZ019 .,'-\n\r\t", "\u8bad", "\u7ec3", "\u6a21\u578b", "\u00e9", "\u00df", "\u00c5", "\ufb01", "\u03ac",
+    "\u042f", "\u0436", "\u0627", "\u0628", "\ud55c", "\uae00", "\u30ab", "\u30bf", "\U0001f642",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u0301", "\u200d", "\u00a0", "\u3000", "\u3005", "\u3007", "\u3400",
+    "\U00020000", "\u017f", "\u0130", "\u0131", "'S", "'\u017f", "'LL", *NAMED.values(),
     f"<|reserved_token_{RANKS + 5}|>",
 )  # fmt: skip
+"""Han and its neighbours, letters with and without case, marks, joined emoji, spaces, contractions, special tokens."""
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 QUESTION = [{"role": "user", "content": "12 + 30?"}]
 
