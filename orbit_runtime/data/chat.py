@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.data.tiktoken_model import VOCABULARY, is_tiktoken, load_tiktoken
 from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.model_info.settings import check_folder, load_settings
@@ -22,8 +23,9 @@ Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
 OWN_ARGUMENTS = ("add_generation_prompt", "conversation", "messages", "tokenize", "tools")
+TOOLS_AS_TEXT = "tools_ts_str"
 CALL_PROBE = "orbit_probe"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", VOCABULARY, "vocab.json", "tokenizer_config.json")
 
 
 class ChatTokenizer:
@@ -177,6 +179,17 @@ class ChatTokenizer:
         rules = json.loads(backend.to_str()) if backend is not None else {}
         return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation", "version")}
 
+    def _check_tools(self, tools: Tools) -> None:
+        """Kimi-K2.6's own code describes tools in TypeScript; without that text its template writes them as JSON."""
+        takes_text = TOOLS_AS_TEXT in str(self._tokenizer.chat_template)
+        if tools and takes_text and TOOLS_AS_TEXT not in self._template_arguments:
+            raise ManifestError(
+                "the model's own code writes tools as a text, which its chat template takes as "
+                f"{TOOLS_AS_TEXT}; that code is never run",
+                where="spec.data.chat.templateArguments",
+                fix=f'write {TOOLS_AS_TEXT}: the text that it makes of your tools, or "" for JSON schemas',
+            )
+
     def _check_written(self, message: Mapping[str, Any], text: str) -> None:
         """Checks that the text contains the message: some templates drop, say, a tool's answer without a call field."""
         content = message.get("content")
@@ -198,6 +211,7 @@ class ChatTokenizer:
 
     def render(self, messages: Messages, tools: Tools = (), *, answer: bool = True) -> str:
         """The conversation as text; with `answer`, up to where the assistant's begins."""
+        self._check_tools(tools)
         try:
             plain = [dict(message) for message in messages]
             return str(
@@ -232,17 +246,8 @@ def _load_tokenizer(folder: Path) -> Any:
             where=str(folder),
             fix=f"copy the tokenizer files of the model into it ({TOKENIZER_FILES[0]}, tokenizer_config.json)",
         )
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises anything from OSError to KeyError here
-        _check_settings(folder)
-        raise ModelError(
-            f"the tokenizer cannot be loaded: {_summary(error)}",
-            where=str(folder),
-            fix="copy or download the tokenizer files and config.json of the model again",
-        ) from error
+    # The library would take such a file too, and cut texts by another model's rules.
+    tokenizer = load_tiktoken(folder) if is_tiktoken(folder) else _load_published(folder)
     if not tokenizer.chat_template:
         raise ModelError(
             "the tokenizer has no chat template",
@@ -250,6 +255,20 @@ def _load_tokenizer(folder: Path) -> Any:
             fix="add chat_template.jinja, or a chat_template to tokenizer_config.json",
         )
     return tokenizer
+
+
+def _load_published(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises anything from OSError to KeyError here
+        _check_settings(folder)
+        raise ModelError(
+            f"the tokenizer cannot be loaded: {_summary(error)}",
+            where=str(folder),
+            fix="copy or download the tokenizer files and config.json of the model again",
+        ) from error
 
 
 def _find_backend(tokenizer: Any) -> Any | None:

@@ -106,7 +106,7 @@ def plan_servers(
     Args:
         facts: of the policy, loaded or read from headers.
         folder: the model's.
-        scratch: an empty folder for logs and, on a CPU, the base in BF16.
+        scratch: an empty folder for logs, a converted tokenizer and, on a CPU, the base in BF16.
         host: the address to listen on; None: only processes of this machine ask.
 
     Raises:
@@ -114,6 +114,7 @@ def plan_servers(
     """
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
+    from orbit_runtime.data.tiktoken_model import is_tiktoken, save_converted
     from orbit_runtime.planner.assumptions import SERVER_SLOTS
     from orbit_runtime.rollout.sglang_experts import served_experts
     from orbit_runtime.rollout.sglang_server import LOOPBACK, ServerSettings, SGLangServer, lora_targets
@@ -145,6 +146,8 @@ def plan_servers(
         engine_version=spec.rollout.engine_version,
         attention=attention,
         reports_experts=spec.rollout.router_replay != "None",
+        # SGLang would run the publisher's code for it.
+        tokenizer=save_converted(folder, scratch / "tokenizer") if is_tiktoken(folder) else None,
         tensor_parallel=serving.server_gpus,
         kv_tokens=memory.kv_tokens if memory else None,
         memory_fraction=memory.fraction if memory else None,

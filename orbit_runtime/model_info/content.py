@@ -18,9 +18,9 @@ from orbit_runtime.model_info.headers import TensorInfo, read_folder, read_heade
 from orbit_runtime.storage.cache import Cache
 
 FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
-    "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
-    "chat_template.json",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "tiktoken.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 """Structure, tokenisation in both directions, and where a completion ends. A README may change."""
 

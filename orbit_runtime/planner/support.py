@@ -177,10 +177,6 @@ LIMITS: tuple[Limit, ...] = (
         format=("MXFP4",), family=("deepseek_v4",), adapter=("LoRA",), experts=("SharedOuter", "PerExpert"),
         engine=("SGLang",),
     ),
-    Limit(
-        "planned", "Orbit has run SGLang on the modules of DeepSeek-V3, which are Kimi-K2's, not on Kimi's own files",
-        family=("kimi_k2",), engine=("SGLang",),
-    ),
     Limit("planned", "Orbit has attached dense models only", family=MOE_FAMILIES, engine=("OpenAI",)),
     Limit("planned", "SGLang on a GPU is written and not run on hardware", engine=("SGLang",), on_gpu=True),
 )  # fmt: skip

@@ -75,6 +75,8 @@ class ServerSettings:
     """SGLang's attention back end on a GPU; None for its own choice."""
     reports_experts: bool = False
     """Whether completions report the experts of their tokens."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer, if not the model's."""
 
 
 class SGLangServer:
@@ -198,6 +200,8 @@ def server_arguments(settings: ServerSettings, port: int, host: str = LOOPBACK) 
         "--max-loras-per-batch", str(settings.adapter_slots), "--max-loaded-loras", str(2 * settings.adapter_slots),
         "--lora-target-modules", *settings.targets,
     ]  # fmt: skip
+    if settings.tokenizer:
+        arguments += ["--tokenizer-path", str(settings.tokenizer)]
     if settings.tensor_parallel > 1:
         arguments += ["--tp-size", str(settings.tensor_parallel)]
     arguments += settings.extra

@@ -87,6 +87,9 @@ def main() -> None:
         own += [f"--api-key={token}"]
         _keep_from_log(token)
     arguments = prepare_server_args(own)
+    # No images are sent. For Kimi-K2.6 SGLang would otherwise want its image processor, which is the publisher's code;
+    # `--language-model-only` does not know it, and the flag of this field cannot be negated.
+    arguments.enable_multimodal = False
     try:
         run_server(arguments)
     finally:

@@ -16,6 +16,7 @@ from orbit_runtime.sglang_plugin import EXPERTS_VARIABLE
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.sglang_plugin.experts import fused_layers
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, Rotations
+from orbit_runtime.sglang_plugin.tower import language_model, name_in_files
 
 LORA = "sglang.srt.lora"
 LAYERS = ("ColumnParallelLinearWithLoRA", "RowParallelLinearWithLoRA", "ReplicatedLinearWithLoRA")
@@ -61,7 +62,9 @@ def _adder(block_size: int) -> Callable[..., None]:
                 base = module.base_layer
                 local = getattr(base, "input_size_per_partition", base.input_size)
                 place = get_group_rank_size(base.tp_group)[0] if local != base.input_size else 0
-                module.rotation = rotations.add_layer(name, base.input_size, local_features=local, rank=place)
+                module.rotation = rotations.add_layer(
+                    name_in_files(name), base.input_size, local_features=local, rank=place
+                )
         if os.environ.get(EXPERTS_VARIABLE) == "Shared":
             _add_experts(rotations, manager)
         # The other hooks find them here: each is called with one of these objects.
@@ -73,7 +76,7 @@ def _adder(block_size: int) -> Callable[..., None]:
 
 def _add_experts(rotations: Rotations, manager: Any) -> None:
     config = manager.base_hf_config
-    for name, layer in fused_layers(manager.base_model):
+    for name, layer in fused_layers(language_model(manager.base_model)):
         if "gate_up_proj" in manager.target_modules:
             kept = ("gate_up_proj",) if config.model_type == "gpt_oss" else ("w1", "w3")
             layer.rotation = rotations.add_layer(

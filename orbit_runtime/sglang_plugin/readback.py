@@ -32,6 +32,7 @@ from orbit_runtime.sglang_plugin.lending import borrow, lend
 from orbit_runtime.sglang_plugin.ranks import are_on_one_machine, count, own_rank
 from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
 from orbit_runtime.sglang_plugin.shards import Joined, Piece, join, pack, with_pieces
+from orbit_runtime.sglang_plugin.tower import name_in_files
 from orbit_runtime.sglang_plugin.weights import Held
 
 VERSION = 4
@@ -321,7 +322,7 @@ def _slabs(manager: Any, adapter: Any, slot: int) -> Iterator[Slab]:
         for name, module in modules.items():
             is_of_experts = hasattr(module, "gate_up_lora_a_weights")
             buffers = expert_buffers(module) if is_of_experts else _buffers(module)
-            yield name, module, tuple(buffer[slot] for buffer in buffers)
+            yield name_in_files(name), module, tuple(buffer[slot] for buffer in buffers)
 
 
 def _copies(slabs: Iterable[Slab]) -> list[Slab]:

@@ -30,6 +30,7 @@ from orbit_runtime.adapters.tensorfile import dump, tensor_digest
 from orbit_runtime.sglang_plugin import ranks, readback
 from orbit_runtime.sglang_plugin.eager import without_graphs
 from orbit_runtime.sglang_plugin.rotation import FUSED
+from orbit_runtime.sglang_plugin.tower import language_model
 from orbit_runtime.sglang_plugin.weights import Held, base_weights, heights_of, places_of
 
 VARIABLE = "ORBIT_SGLANG_TAPS"
@@ -83,7 +84,7 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     points: dict[str, Point] = {}
     with ExitStack() as looking:
         looking.enter_context(without_graphs(runner))
-        for handle in _tap(runner.model, points):
+        for handle in _tap(language_model(runner.model), points):
             looking.callback(handle.remove)
         result = original(runner, forward_batch, *args, **named)
     rank = ranks.own_rank()
@@ -94,7 +95,7 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     except Exception as error:
         _write_failure(answer, error)
     else:
-        _worker.submit(_answer, answer, runner.model, request, points, held, is_first=rank == 0)
+        _worker.submit(_answer, answer, language_model(runner.model), request, points, held, is_first=rank == 0)
     return result
 
 
@@ -286,7 +287,7 @@ def _input_share(module: Any) -> Share:
 
 
 def _held(runner: Any, adapter: str | None) -> list[Held]:
-    held = list(base_weights(runner.model))
+    held = list(base_weights(language_model(runner.model)))
     if adapter is not None:
         held += readback.slot_tensors(runner.lora_manager, adapter)
     return held

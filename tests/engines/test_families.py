@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.checkpoints.convert import convert
+from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.data.tiktoken_model import is_tiktoken, save_converted
 from orbit_runtime.loop.engines import routed_layers
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy import Policy, load_policy
@@ -37,6 +40,7 @@ from tests.engines.test_contract import policy_logprobs
 from tests.engines.test_sglang_faults import policy_scores
 from tests.integration.engine_inputs import random_adapter
 from tests.integration.tiny_families import make_family
+from tests.integration.tiny_kimi import make_kimi
 from tests.models.family_matrix import tokens_of
 
 MLA = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj")
@@ -74,6 +78,8 @@ PROMPTS = [tuple(tokens_of(count, count)) for count in (3, 11, 29)]
         pytest.param("glm4_moe", "FP8", OFT_EXPERTS, id="glm4_moe-OFT-Shared"),
         pytest.param("deepseek_v3", "FP8Block", DEEPSEEK_LORA, id="deepseek_v3-LoRA-SharedOuter"),
         pytest.param("deepseek_v3", "FP8Block", DEEPSEEK_OFT, id="deepseek_v3-OFT-Shared"),
+        pytest.param("kimi_k25", "INT4", DEEPSEEK_LORA, id="kimi_k25-LoRA-SharedOuter"),
+        pytest.param("kimi_k25", "INT4", DEEPSEEK_OFT, id="kimi_k25-OFT-Shared"),
     ],
 )
 def test_a_publish_is_proven_and_samples_have_the_policys_log_probs(
@@ -121,11 +127,7 @@ def serve(
     """The policy on the packed checkpoint, and a server with the same values in BF16."""
     if not os.environ.get(PYTHON_VARIABLE):
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
-    packed, plain = make_family(folder, family, layout, sizes=sizes)
-    if family == "deepseek_v3":
-        describe_as_published(packed, plain)
-    for file in packed.glob("tokenizer*"):
-        shutil.copy(file, plain)
+    packed, plain = checkpoint(folder, family, layout, sizes)
     policy, tokenizer = load_policy(packed, config), ChatTokenizer(packed)
     layers = tuple(policy.injected.layers)
     facts = describe(policy)
@@ -137,6 +139,7 @@ def serve(
         lora_rank=config.rank if config.type == "LoRA" else 1,
         oft_block_size=config.block_size if config.type == "OFT" else 0, experts=served_experts(config, layers),
         tensor_parallel=tensor_parallel, reports_experts=tells_experts,
+        tokenizer=save_converted(packed, folder / "tokenizer") if is_tiktoken(packed) else None,
     )  # fmt: skip
     routed = routed_layers(facts) if tells_experts else None
     server = SGLangServer(settings, log=folder / "server" / "sglang.log", routed=routed)
@@ -146,6 +149,21 @@ def serve(
         yield policy, engine
     finally:
         engine.close()
+
+
+def checkpoint(folder: Path, family: str, layout: str, sizes: Mapping[str, int]) -> tuple[Path, Path]:
+    """The packed checkpoint, and what a server on a CPU gets of it."""
+    if family == "kimi_k25":
+        published, _ = make_kimi(folder)
+        served = folder / "served"
+        convert(published, served, Target("BF16"), show=lambda *_: None)
+        return published, served
+    packed, plain = make_family(folder, family, layout, sizes=sizes)
+    if family == "deepseek_v3":
+        describe_as_published(packed, plain)
+    for file in packed.glob("tokenizer*"):
+        shutil.copy(file, plain)
+    return packed, plain
 
 
 def check_samples(policy: Policy, engine: ServedEngine, adapters: Mapping[str, AdapterFiles]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from orbit_runtime.adapters.config import AdapterConfig
 from tests.engines.bisect_matrix import sample, start
-from tests.engines.test_families import LORA, LORA_EXPERTS, serve
+from tests.engines.test_families import DEEPSEEK_LORA, LORA, LORA_EXPERTS, serve
 from tests.engines.test_sglang_layers import compare
 from tests.integration.engine_inputs import random_adapter
 from tests.models.family_matrix import tokens_of
@@ -21,6 +21,7 @@ TOKENS = tokens_of(19, 5)
     [
         pytest.param("llama", "INT4", LORA, id="llama"),
         pytest.param("glm4_moe", "FP8", LORA_EXPERTS, id="glm4_moe"),
+        pytest.param("kimi_k25", "INT4", DEEPSEEK_LORA, id="kimi_k25"),
     ],
 )
 def test_every_point_and_tensor_of_a_healthy_server_is_compared(

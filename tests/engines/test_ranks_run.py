@@ -15,6 +15,7 @@ import pytest
 
 from tests.engines.whole_runs import ROOT, end_runs, log_of, start_run, wait_for_step
 from tests.integration.test_recipes import TINY, smaller
+from tests.integration.tiny_kimi import make_kimi
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -51,6 +52,21 @@ def test_a_recipe_runs_with_its_tiny_model_divided_and_a_server(recipe: str, tmp
     }  # fmt: skip
     out = tmp_path / "run"
     run = start_run(f"{recipe}.yaml", out, *(f"spec.{path}={value}" for path, value in settings.items()))
+    assert run.wait(900) == 0, log_of(out).read_text()[-3000:]
+    assert check_rows(out, 1)["publishes"] == 2
+
+
+def test_kimi_k2_6_with_the_files_it_is_published_with(tmp_path: Path) -> None:
+    published, _ = make_kimi(tmp_path / "model")
+    guide = (ROOT / "docs/guides/models.md").read_text(encoding="utf-8")
+    settings = dict(each.split("=", 1) for each in smaller(guide))
+    settings |= {
+        "model.uri": str(published), "model.maxSequenceLength": "128", "rollout.engine": "SGLang",
+        "rollout.maxRunningRequests": "4", "training.trainer": "Megatron",
+        "training.parallel": "{tensor: 2, expert: 2}",
+    }  # fmt: skip
+    out = tmp_path / "run"
+    run = start_run("kimi-k2-6.yaml", out, *(f"spec.{path}={value}" for path, value in settings.items()))
     assert run.wait(900) == 0, log_of(out).read_text()[-3000:]
     assert check_rows(out, 1)["publishes"] == 2
 
