@@ -18,6 +18,7 @@ SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numproce
 SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.py::test_plain_sglang_gives_the_trainers_logprobs \
 	tests/engines/test_plain_sglang.py::test_as_noisy_as_bf16_on_a_gpu \
 	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing[SGLang] \
+	"tests/engines/test_families.py::test_a_publish_is_proven_and_samples_have_the_policys_log_probs[kimi_k25-LoRA-SharedOuter]" \
 	tests/engines/test_ranks_run.py::test_a_rank_that_is_killed_is_named_nothing_stays_and_one_process_goes_on
 
 PURE := agents api errors types seeds spec storage workers model_info planner algorithms data environments observability
@@ -67,7 +68,7 @@ test-ray: dev ## ranks of a trainer as Ray's actors: the faults that they can ha
 test-bridges: dev ## environments of Gymnasium, SkyRL-Gym and verifiers, from manifests (makes an environment with these packages, once)
 	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest --numprocesses logical --maxprocesses 2 -m "not long" tests/bridges
 
-test-sglang: dev ## a sample of test-engines: the contract with LoRA and OFT, SGLang without our plug-in, a killed server (Linux; the same environment)
+test-sglang: dev ## a sample of test-engines: the contract with LoRA and OFT, SGLang without our plug-in, Kimi-K2.6 as published, a killed server (Linux; the same environment)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest $(SGLANG_SAMPLE)
 
 test-engines: dev ## the engine contract against a real SGLang server (Linux; makes an environment of 10 GB, once)
