@@ -5,8 +5,10 @@ Belongs here: counting elements. Does not belong here: bytes, layouts (`parts`).
 Without recomputation, a layer of the torch trainer keeps per token: the input of both norms; the input of each adapted
 product; queries, keys, values and the result of attention as its kernel received them; queries and keys before their
 norm; gate, up and the activated gate. Where matrices are divided among ranks, tokens are too, outside of attention and
-of feed-forward parts; inside, a rank has all tokens: what matrices that are cut by rows read is whole on each rank, and
-what they write is a part. `policy.recompute` says what is kept with recomputation. Tests compare the sums
+of feed-forward parts. Inside, a rank has all tokens: what undivided matrices write, and what reads that, is whole on
+each rank; what divided ones write is a part. The tokens that enter are gathered again for the backward pass, so a rank
+keeps its own, unless they come from further ranks (`token_sets`) or the layer is computed again. `policy.recompute`
+says what is kept with recomputation. Tests compare the sums
 with what autograd and the recomputation hold.
 """
 
@@ -17,7 +19,7 @@ from itertools import groupby
 from typing import Literal
 
 from orbit_runtime.model_info.weights import Architecture, Weight
-from orbit_runtime.planner.adapter_size import cut_shape
+from orbit_runtime.planner.adapter_size import DIVIDED, cut_shape, faces_outside
 from orbit_runtime.planner.job import Job
 
 QUERY_SOURCES = ("o_proj", "o_a_proj", "o_b_proj")
@@ -28,11 +30,12 @@ GATED = ("gate_proj", "up_proj", "gate_up_proj")
 Recompute = Literal["None", "Selective", "PerLayer"]
 
 
-def saved_elements(model: Architecture, job: Job, recompute: Recompute, tensor: int = 1) -> float:
+def saved_elements(model: Architecture, job: Job, recompute: Recompute, tensor: int = 1, token_sets: int = 1) -> float:
     """Elements kept by all layers and the head between the forward and the backward pass.
 
     Args:
         tensor: into how many parts matrices are divided: those of one rank are counted.
+        token_sets: number of ranks whose tokens meet before a layer's experts.
     """
     total = model.hidden_size * (1 + job.max_new / job.max_sequence) / tensor
     if recompute != "None":
@@ -40,7 +43,7 @@ def saved_elements(model: Architecture, job: Job, recompute: Recompute, tensor: 
         total += _mask_elements(job) / 2
     for layer in _layers(model):
         if recompute == "None":
-            total += _layer_saved(layer, model, job, tensor)
+            total += _layer_saved(layer, model, job, tensor, token_sets)
             continue
         total += model.hidden_size * model.streams / tensor
         if recompute == "Selective":
@@ -55,17 +58,21 @@ def recomputed_elements(model: Architecture, job: Job, recompute: Recompute, ten
     """Elements that the widest layer holds while it is recomputed: those that it would have kept."""
     if recompute == "None":
         return 0.0
-    return max((_layer_saved(layer, model, job, tensor) for layer in _layers(model)), default=0.0)
+    return max((_layer_saved(layer, model, job, tensor, None) for layer in _layers(model)), default=0.0)
 
 
-def _layer_saved(layer: list[Weight], model: Architecture, job: Job, tensor: int) -> float:
-    """Elements that one layer keeps without recomputation."""
+def _layer_saved(layer: list[Weight], model: Architecture, job: Job, tensor: int, token_sets: int | None) -> float:
+    """Elements that one layer keeps without recomputation.
+
+    Args:
+        token_sets: None: what enters is kept as it was gathered.
+    """
     gathered, mask = key_copies(job), _mask_elements(job)
     total = 2 * model.hidden_size * model.streams / tensor + mask
     if job.adapter == "Full":
         # For both norms: the input, and the normalised value that the weights multiply.
         total += 4 * model.hidden_size
-    return total + sum(_saved(weights, model, job, gathered, tensor) for weights in _by_experts(layer))
+    return total + sum(_saved(weights, model, job, gathered, tensor, token_sets) for weights in _by_experts(layer))
 
 
 def _mask_elements(job: Job) -> float:
@@ -91,9 +98,11 @@ def live_elements(model: Architecture) -> float:
     )
 
 
-def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float, tensor: int) -> float:
+def _saved(
+    weights: list[Weight], model: Architecture, job: Job, gathered: float, tensor: int, token_sets: int | None
+) -> float:
     linears = [w for w in weights if w.is_linear]
-    total = float(sum({w.input: _cut(w, tensor)[1] for w in linears}.values()))
+    total = float(sum({w.input: _read(w, model, tensor, token_sets) for w in linears}.values()))
     is_normed = any(w.name.endswith(("q_norm.weight", "k_norm.weight")) for w in weights)
     for weight in linears:
         out, into = _cut(weight, tensor)
@@ -111,6 +120,14 @@ def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float
         if job.adapter == "LoRA" and weight.target in job.targets:
             total += job.rank / (tensor if weight.role == "routed_expert" else 1)
     return total * (_times(weights[0], model) if weights else 1)
+
+
+def _read(weight: Weight, model: Architecture, tensor: int, token_sets: int | None) -> float:
+    """Elements of its input that a token leaves on one rank."""
+    is_entered = faces_outside(weight, model) and weight.role in DIVIDED
+    if token_sets is None or not is_entered or (token_sets > 1 and weight.role == "shared_expert"):
+        return _cut(weight, tensor)[1]
+    return weight.shape[-1] / tensor
 
 
 def _cut(weight: Weight, tensor: int) -> tuple[float, float]:

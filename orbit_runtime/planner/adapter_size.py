@@ -129,7 +129,7 @@ def _check_sizes(weights: list[Weight], job: Job) -> None:
             )
 
 
-def _faces_outside(weight: Weight, model: Architecture) -> bool:
+def faces_outside(weight: Weight, model: Architecture) -> bool:
     """Whether the weight reads the hidden state, as gate and up do."""
     return weight.input.endswith(".in") and weight.shape[-1] == model.hidden_size
 
@@ -141,13 +141,13 @@ def _lora_experts(weight: Weight, model: Architecture, job: Job, count: int) -> 
         return job.rank * (out + into)
     if job.experts == "PerExpert":
         return job.rank * (out + into) * count
-    outer, inner = (into, out) if _faces_outside(weight, model) else (out, into)
+    outer, inner = (into, out) if faces_outside(weight, model) else (out, into)
     return job.rank * (outer + inner * count)
 
 
 def _is_shared(weight: Weight, model: Architecture, job: Job) -> bool:
     """OFT: whether all experts of a layer have one R for this input."""
-    return job.experts == "Shared" or (job.experts == "SharedOuter" and _faces_outside(weight, model))
+    return job.experts == "Shared" or (job.experts == "SharedOuter" and faces_outside(weight, model))
 
 
 def _inputs(weights: list[Weight]) -> Iterator[Weight]:

@@ -395,8 +395,9 @@ def _training(setting: Setting) -> Parts:
     # Policy and critic train in turn: the gradients of one are freed before those of the other exist.
     policy = _local_adapter(setting)
     local = max(policy, _of_critic(policy, setting))
+    saved = saved_elements(model, job, setting.recompute, layout.tensor, layout.token_sets)
     parts: Parts = {
-        "activations": math.ceil(tokens * saved_elements(model, job, setting.recompute, layout.tensor) * width / share),
+        "activations": math.ceil(tokens * saved * width / share),
         "layer recomputed": math.ceil(
             tokens * recomputed_elements(model, job, setting.recompute, layout.tensor) * width / layout.context
         ),
@@ -407,6 +408,9 @@ def _training(setting: Setting) -> Parts:
     if layout.token_sets > 1 and model.num_experts:
         # Tokens of all ranks that divide the same experts, gathered before each layer of experts and not kept.
         parts["activations gathered"] = tokens * model.hidden_size * width * layout.token_sets
+    if layout.tensor > 1:
+        # All tokens of one part of one layer, in the backward pass too.
+        parts["layer's input gathered"] = math.ceil(tokens * model.hidden_size * width / layout.context)
     if layout.context > 1:
         parts["keys and values gathered"] = _gathered_keys(setting, tokens)
     if job.adapter == "OFT":

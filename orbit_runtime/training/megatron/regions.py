@@ -4,7 +4,8 @@ Inside, ranks compute with their part of the matrices or experts and exchange no
 input is one term of a sum, and so is its gradient of every parameter that all ranks hold (`gradients`).
 
 With sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2) a rank holds only its run of the tokens
-outside these regions: entering gathers the tokens, leaving sums and scatters them.
+outside these regions: entering gathers the tokens, leaving sums and scatters them. What was gathered is not kept for
+the backward pass, which gathers it again (section 4.3 there).
 
 If experts are divided among more ranks than the matrices are, the tokens of all those ranks are combined: entering
 gathers them too, and leaving returns each rank its own.
@@ -46,6 +47,9 @@ class Regions:
         self.groups = groups
         self.context = (groups.context.rank(), groups.context.size())
         self._pipeline = pipeline
+        self._layers: Sequence[nn.Module] = ()
+        self._open: _Gathered | None = None
+        """What the region that was entered last has gathered, if the backward pass is to gather it again."""
         self.num_tokens = 0
         self._counts: list[int] = []
         """Token counts of the current pass, for each rank in `groups.tokens`."""
@@ -54,6 +58,7 @@ class Regions:
         """Wraps attention and feed-forward part of every decoder layer on this rank, and hooks before the first layer
         and after the last."""
         decoder = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
+        self._layers = decoder.layers
         for layer in decoder.layers:
             if hasattr(layer, "self_attn"):
                 _surround(layer.self_attn, self.enter, self.leave)
@@ -154,7 +159,13 @@ class Regions:
         if not self.groups.sizes.sequence_parallel:
             return mappings.copy_to_tensor_model_parallel_region(hidden_1TN, group)  # type: ignore[no-any-return]
         whole = mappings.gather_from_sequence_parallel_region(hidden_1TN[0], group=group)
+        self._open = _Gathered(whole, hidden_1TN[0], group) if self._gathers_again() else None
         return whole[None, : self.num_tokens]  # type: ignore[no-any-return]
+
+    def _gathers_again(self) -> bool:
+        """Not where the layer's whole forward pass is repeated: that gathers again as well."""
+        is_repeated = any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
+        return torch.is_grad_enabled() and not is_repeated
 
     def leave(self, partial_1TN: Tensor) -> Tensor:
         from megatron.core.tensor_parallel import mappings
@@ -165,7 +176,11 @@ class Regions:
         if not self.groups.sizes.sequence_parallel:
             return mappings.reduce_from_tensor_model_parallel_region(partial_1TN, group)  # type: ignore[no-any-return]
         padded = self._padded(partial_1TN[0])
-        return mappings.reduce_scatter_to_sequence_parallel_region(padded, group=group)[None]  # type: ignore[no-any-return]
+        own_1TN = mappings.reduce_scatter_to_sequence_parallel_region(padded, group=group)[None]
+        gathered, self._open = self._open, None
+        if gathered is None:
+            return own_1TN  # type: ignore[no-any-return]
+        return _GatherAgain.apply(own_1TN, gathered.own_TN, gathered)  # type: ignore[no-any-return]
 
     # --- experts ---
 
@@ -245,6 +260,40 @@ def _all_tokens(own_TN: Tensor, group: distributed.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(own_TN) for _ in range(group.size())]
     distributed.all_gather(parts, own_TN, group=group)
     return in_order(parts)
+
+
+class _Gathered:
+    """Memory with all ranks' tokens, which is given back after the forward pass and filled again for the backward
+    pass. Whatever autograd has saved of it lies in that memory."""
+
+    def __init__(self, whole_TN: Tensor, own_TN: Tensor, group: distributed.ProcessGroup) -> None:
+        # Without the version that autograd checks: the values that come back are the same.
+        self._whole_TN, self._group = whole_TN.data, group
+        self.own_TN = own_TN.detach()
+        self._num_bytes = whole_TN.untyped_storage().nbytes()
+
+    def release(self) -> None:
+        self._whole_TN.untyped_storage().resize_(0)
+
+    def refill(self, own_TN: Tensor) -> None:
+        self._whole_TN.untyped_storage().resize_(self._num_bytes)
+        distributed.all_gather_into_tensor(self._whole_TN, own_TN.contiguous(), group=self._group)
+
+
+class _GatherAgain(torch.autograd.Function):
+    """Behind a region: the end of its forward pass, and the beginning of its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, left_1TN: Tensor, entered_TN: Tensor, gathered: _Gathered) -> Tensor:
+        ctx.gathered = gathered
+        ctx.save_for_backward(entered_TN)
+        gathered.release()
+        return left_1TN.view_as(left_1TN)
+
+    @staticmethod
+    def backward(ctx: Any, grad_1TN: Tensor) -> tuple[Tensor, None, None]:
+        ctx.gathered.refill(*ctx.saved_tensors)
+        return grad_1TN, None, None
 
 
 class _Met(torch.autograd.Function):
