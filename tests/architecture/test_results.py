@@ -15,10 +15,8 @@ from benchmarks.programs import load_results, measures, program_of, programs
 BEFORE_COMMITS_WERE_NAMED = {
     "adapter_transports",
     "frozen_linear_vs_libraries",
-    "loading_memory",
     "operator_scale",
     "parity_by_format",
-    "sglang_false_alarms",
     "sglang_publish",
 }
 """Results without a commit. One that is measured again leaves this list; none may come to it."""
