@@ -77,9 +77,17 @@ def _death(evidence: Evidence, lost: list[RankEnd]) -> OrbitError:
             fix=f"raise it, or lower training.microBatchTokens; {end_of_log}",
         )
     if end.seen is None:
+        if end.node:
+            return CollectiveError(
+                f"{who} was lost with its node {end.node}{when}; all ranks were ended",
+                fix="start again on the nodes that are left: the run continues from its newest checkpoint",
+            )
+        # On this machine: nothing was seen of its process, and Ray alone says what became of it.
+        said = next((line.strip() for line in end.said.splitlines() if line.strip()), "nothing")
         return CollectiveError(
-            f"{who} was lost with its node {end.node}{when}; all ranks were ended",
-            fix="start again on the nodes that are left: the run continues from its newest checkpoint",
+            f"{who} was lost{when}, and Ray says: {said}; all ranks were ended",
+            fix="start again: the run continues from its newest checkpoint; a machine that swaps or is far too busy "
+            "loses processes",
         )
     how = f"died ({fatal})" if fatal else "was killed, or ended by itself,"
     return CollectiveError(

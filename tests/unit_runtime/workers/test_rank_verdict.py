@@ -80,6 +80,14 @@ def test_a_rank_lost_with_its_node_names_the_node() -> None:
     assert error.exit_code == 81
 
 
+def test_a_rank_of_this_machine_of_which_nothing_was_seen_is_lost_in_rays_words() -> None:
+    said = "\nThe actor died unexpectedly before finishing this task.\n  class_name: RankActor"
+    error = judge(Evidence("start", (RankEnd(1, "CPU", "", "lost", None, said=said),)))
+    assert "rank 1 (CPU) was lost in stage start, and Ray says: The actor died unexpectedly" in str(error)
+    assert "node" not in str(error)
+    assert error.exit_code == 81
+
+
 def test_the_traceback_of_a_rank_is_the_cause_of_its_error() -> None:
     error = judge(Evidence("update", (end(0, "failed", error="InternalError"),)))
     assert "Traceback" in str(error.__cause__)
