@@ -47,11 +47,11 @@ def test_problems_are_raised_and_nothing_is_printed(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("overrides", "problem", "fix"),
     [
-        (["model.uri=builtin://tiny-ader"], "no shipped model is called `tiny-ader`", "did you mean `tiny-adder`?"),
+        (["model.uri=builtin://tiny-ader"], "no shipped model is called `tiny-ader`", "did you mean `tiny-adder`, "),
         (
-            ["model.uri=builtin://tiny-caller", "model.precision=INT4"],
-            "`tiny-caller` is not shipped in INT4",
-            "set `spec.model.precision` to one of `BF16`",
+            ["model.uri=builtin://tiny-caller", "model.precision=FP8"],
+            "`tiny-caller` is not shipped in FP8",
+            "set `spec.model.precision` to one of `INT4`",
         ),
     ],
 )
