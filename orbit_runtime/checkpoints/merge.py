@@ -24,6 +24,15 @@ from orbit_runtime.model_info.quantization import parse_quantization
 
 
 @dataclass(frozen=True, slots=True)
+class NamedBase:
+    """Example: `NamedBase(Path("…/tiny-adder/bf16"), "builtin://tiny-adder")`"""
+
+    folder: Path
+    name: str
+    """As the user wrote it, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
 class MergedBase:
     written: Result
     base_weights: str
@@ -35,7 +44,7 @@ class MergedBase:
 
 
 def merge_into_base(
-    base: Path,
+    base: NamedBase,
     adapters: Sequence[AdapterFolder],
     weights: Sequence[float],
     folder: Path,
@@ -54,21 +63,21 @@ def merge_into_base(
         UnsupportedError: the target would quantise untouched modules a second time.
     """
     combined = combine(adapters, weights)
-    digest = weights_digest(base)
-    check_base(adapters, digest, str(base), unchecked=unchecked)
-    rewrite, config = prepare(base, target, AdapterChange(combined))
+    digest = weights_digest(base.folder)
+    check_base(adapters, digest, base.name, unchecked=unchecked)
+    rewrite, config = prepare(base.folder, target, AdapterChange(combined))
     shapes = {name: (linear.rows, linear.columns) for name, linear in rewrite.linears.items()}
     for name, (_, info) in rewrite.source.tensors.items():
         if name.endswith(".weight") and len(info.shape) == 2:
             shapes.setdefault(name.removesuffix(".weight"), (info.shape[0], info.shape[1]))
-    check_fits(combined, shapes, str(base))
+    check_fits(combined, shapes, base.name)
     if target.layout != "BF16":
         for linear in rewrite.linears.values():
             if linear.layout != target.layout and linear.module not in combined.modules():
                 raise UnsupportedError(
                     f"{linear.module} is {linear.layout} and no adapter changes it: writing {target.layout} would "
                     "quantise it a second time",
-                    where=str(base),
+                    where=base.name,
                     fix="merge to BF16, or to the base's own format",
                 )
     facts = {

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from orbit_runtime.api.before import check_can_train
 from orbit_runtime.cli.beside import INTERRUPTED, Answer, Pieces, is_wide, printable, show_beside
-from orbit_runtime.cli.serve import check_named
+from orbit_runtime.cli.serve import check_named, fetch_named, to_stderr
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, UsageError
 
 HELP = "/reset forgets the conversation, /quit ends, /help says this, Ctrl-C ends an answer"
@@ -97,15 +97,16 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     check_named(options.source, options.model, [*named.values()])
     adapters = {**_adapter_of_step(options.source, options.step), **named}
     check_can_train()
-    print("importing torch", file=sys.stderr, flush=True)
+    folder = fetch_named(options.model)
+    to_stderr("importing torch")
     from orbit_runtime.serve.names import POLICY
     from orbit_runtime.serve.open import Asked, open_models
     from orbit_runtime.serve.requests import Limits
     from orbit_runtime.serve.server import start_serving
 
     # Whatever sampled in the run, one process answers here.
-    asked = Asked(options.source, options.model, adapters, engine="Torch")
-    opened = open_models(asked, Limits(), lambda line: print(line, file=sys.stderr, flush=True))
+    asked = Asked(options.source, options.model, folder, adapters, engine="Torch")
+    opened = open_models(asked, Limits(), to_stderr)
     stack.callback(opened.close)
     key = secrets.token_urlsafe()
     serving = stack.enter_context(closing(start_serving(opened, "127.0.0.1", 0, key)))

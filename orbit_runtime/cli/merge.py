@@ -78,7 +78,7 @@ def _merge_adapters(
 def _merge_into_base(
     read: list[AdapterFolder], weights: list[float], folder: Path, options: Options, *, as_json: bool
 ) -> None:
-    from orbit_runtime.checkpoints.merge import base_target, merge_into_base
+    from orbit_runtime.checkpoints.merge import NamedBase, base_target, merge_into_base
     from orbit_runtime.checkpoints.target import build_target
 
     assert options.base is not None
@@ -87,7 +87,7 @@ def _merge_into_base(
     prompts = _read_prompts(options.measure)
     with bytes_bar("merging") as show:
         merged = merge_into_base(
-            base,
+            NamedBase(base, options.base),
             read,
             weights,
             folder,

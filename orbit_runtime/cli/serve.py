@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Literal
 
 from orbit_runtime.api.before import check_can_train
 from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.places import local_folder
 from orbit_runtime.errors import EXIT_DONE, UsageError
 from orbit_runtime.model_info.settings import check_model_folder
 from orbit_runtime.serve.names import check_one_source
+from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
 
 if TYPE_CHECKING:
     from orbit_runtime.serve.requests import Limits
@@ -58,7 +60,8 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
     from orbit_runtime.observability.server import check_port
 
     check_port(host, port)
-    print("importing torch", file=sys.stderr, flush=True)
+    folder = fetch_named(options.model)
+    to_stderr("importing torch")
     from orbit_runtime.loop.signals import stop_on_signals
     from orbit_runtime.serve.open import Asked, open_models
     from orbit_runtime.serve.server import start_serving
@@ -66,8 +69,8 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
     stopped = threading.Event()
     with stop_on_signals() as stop:
         stop.on_request = stopped.set
-        asked = Asked(options.source, options.model, adapters, tuple(options.updates_from), options.engine)
-        with closing(open_models(asked, limits, lambda line: print(line, file=sys.stderr, flush=True))) as opened:
+        asked = Asked(options.source, options.model, folder, adapters, tuple(options.updates_from), options.engine)
+        with closing(open_models(asked, limits, to_stderr)) as opened:
             serving = start_serving(opened, host, port, token)
             names = [each.name for each in opened.policies.all()]
             if as_json:
@@ -86,17 +89,39 @@ def check_named(source: str | None, model: str | None, adapters: Sequence[str]) 
     """What is wrong with these names on this machine is said before torch is imported, which takes seconds.
 
     Raises:
-        UsageError: neither or both of run and model are named, or a local folder is not there.
+        UsageError: neither or both of run and model are named, an address is none, or a local folder is not there.
         ModelError: the model's folder is not there, or holds no model.
     """
     check_one_source(source, model)
-    if model is not None and "://" not in model:
-        check_model_folder(Path(model), "correct --model")
+    if model is not None:
+        if model.startswith("hf://") and not is_model_address(model):
+            raise UsageError(
+                f"{model} is not the address of a model on a hub", where="--model", fix=f"write {MODEL_FORM}"
+            )
+        if (folder := local_folder(model)) is not None:
+            check_model_folder(folder, "correct --model")
     for where, what in ((source, "run folder or manifest"), *((each, "adapter or run folder") for each in adapters)):
         if where is not None and "://" not in where and not Path(where).exists():
             raise UsageError(f"there is no such {what}", where=where, fix="check the path; `orbit ls` lists runs")
     if source is not None and Path(source).is_dir() and not Path(source, "run.json").exists():
         raise UsageError("there is no run here", where=source, fix="name a run folder; `orbit ls` lists them")
+
+
+def fetch_named(model: str | None) -> Path | None:
+    """Downloads a model that is elsewhere, before torch is imported: a hub that is out of reach is said at once, and
+    Ctrl-C ends it. None: the model is on this machine, or a run names it.
+
+    Raises: as `fetch_input`.
+    """
+    if model is None or local_folder(model) is not None:
+        return None
+    from orbit_runtime.loop.inputs import fetch_model
+
+    return fetch_model(model, to_stderr)
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def read_door(listen: str, token_file: Path | None, variable: str) -> tuple[str, int, str | None]:
@@ -133,11 +158,16 @@ def read_token(file: Path | None, environment: Mapping[str, str], variable: str)
         try:
             token = file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"the token cannot be read: {error}", where=where) from None
+            fix = "name a readable text file with --token-file"
+            raise UsageError(f"the token cannot be read: {error}", where=where, fix=fix) from None
     if token is None:
         return None
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise UsageError("the token must be plain letters, digits and signs, and not empty", where=where)
+    if not token:
+        fix = "write a token into it, or leave --token-file out" if file else f"give it a token, or `unset {variable}`"
+        raise UsageError("the token is empty", where=where, fix=fix)
+    if not token.isascii() or not token.isprintable() or " " in token:
+        fix = "write it without spaces, line breaks and letters beyond ASCII; `openssl rand -hex 32` makes one"
+        raise UsageError("the token is not plain letters, digits and signs", where=where, fix=fix)
     return token
 
 

@@ -22,12 +22,14 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
         ManifestError: with every problem of the file; or a function of the user's cannot be imported or called.
         UnsupportedError: (78) sampling that the engine it names does not give, or sizes that do not divide the model,
             as `orbit plan` says it, where the model's headers are on this machine.
+        ModelError: (66) no model of that name, or in that precision, ships with Orbit.
         DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
     from orbit_runtime.algorithms.own import check_own
     from orbit_runtime.api.before import local_model
     from orbit_runtime.environments.asked import check_local_inputs, code_path
     from orbit_runtime.evaluation.tasks import task_specs, telling_fields
+    from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.planner.sampling import check_engine, check_teacher_sampling
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 
@@ -35,6 +37,8 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     # The identity is the same on every machine; only relative paths need a folder to start from.
     resolved = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=file.resolve().parent)
     check_engine(run.spec)
+    if run.spec.model.uri.startswith("builtin://"):
+        builtin_folder(run.spec.model.uri.removeprefix("builtin://"), run.spec.model.precision)
     check_teacher_sampling(run.spec)
     folders = [str(file.resolve().parent), str(Path.cwd())]
     unopened = check_local_inputs(resolved.run.spec, folders)

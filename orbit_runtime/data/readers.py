@@ -286,7 +286,8 @@ def _arrow(where: str, kind: str) -> Iterator[None]:
     try:
         yield
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"not {kind} that can be read: {str(error).splitlines()[0]}", where=where) from None
+        message = f"not {kind} that can be read: {str(error).splitlines()[0]}"
+        raise DataError(message, where=where, fix="fetch it, or write it, again: it is damaged or cut off") from None
 
 
 @contextmanager

@@ -88,14 +88,15 @@ def decompress_rollouts(data: bytes, *, where: str = "rollouts") -> list[Rollout
     try:
         return [rollout_from_line(line) for line in decompressed_lines(data)]
     except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"not a rollout file: {error}", where=where) from error
+        fix = "restore the file from a copy of the run folder"
+        raise DataError(f"the file of rollouts is damaged: {error}", where=where, fix=fix) from error
 
 
 def decompressed_lines(data: bytes) -> Iterator[bytes]:
     """Yields lines that are not empty, without line ends; only a few lines are in memory at a time.
 
     Raises:
-        ValueError: there are more than `MAX_BYTES`. ZstdError: the bytes are damaged or cut off.
+        ValueError: there are more than `MAX_BYTES`, or the file is cut off. ZstdError: the bytes are damaged.
     """
     pending: list[bytes] = []
     size = 0
@@ -112,6 +113,9 @@ def decompressed_lines(data: bytes) -> Iterator[bytes]:
                 if whole:
                     yield whole
             pending.append(rest)
+    # The reader takes the end of a file that is cut off for the end of its frame.
+    if size < (expected := zstandard.frame_content_size(data)):
+        raise ValueError(f"it is cut off after {size} of {expected} bytes")
     if last := b"".join(pending):
         yield last
 

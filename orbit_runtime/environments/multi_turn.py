@@ -123,7 +123,7 @@ class MultiTurn:
         self._count(state, first)
         state.messages += first.messages
         (ids,) = self._tokenizer.encode_many([state.messages], tools=first.tools)
-        track.add_given(last_role(first.messages), joined_text(first.messages), ids)
+        self._add_given(state, first.messages, ids)
         turn, is_done = 0, first.done
         while not is_done:
             room = settings.room(len(track.token_ids_T), track.sampled)
@@ -155,7 +155,13 @@ class MultiTurn:
         state.messages += messages
         last_id = state.track.token_ids_T[-1] if state.track.token_ids_T else None
         ids = self._tokenizer.encode_continuation(state.messages, last, last_id, tools=tools)
-        state.track.add_given(last_role(messages), joined_text(messages), ids)
+        self._add_given(state, messages, ids)
+
+    def _add_given(self, state: _State, messages: Sequence[Mapping[str, Any]], ids_T: Sequence[int]) -> None:
+        """Adds what the policy reads next, up to the model's context: the rest has no answer after it, and would only
+        be computed by the trainer."""
+        room = max(0, self._settings.limits.context - len(state.track.token_ids_T))
+        state.track.add_given(last_role(messages), joined_text(messages), ids_T[:room])
 
     def _count(self, state: _State, answered: Answered) -> None:
         state.reward += answered.reward

@@ -6,6 +6,7 @@ Belongs here: reporting progress, stopping, what the first start used. Does not 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from orbit_runtime.observability.progress import format_seconds
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.download import Patience, Transfer
 from orbit_runtime.storage.inputs import Fetched, Kind, fetch_input
+from orbit_runtime.storage.opening import read_deadline
 
 NOTE_SECONDS = 10.0
 NAP_SECONDS = 0.2
@@ -76,6 +78,15 @@ class Inputs:
         return self.fetched[where]
 
 
+def fetch_model(uri: str, note: Callable[[str], None]) -> Path:
+    """The folder of a model that no run names, downloaded if necessary, with a line of progress every ten seconds.
+
+    Raises: as `fetch_input`, about `--model`.
+    """
+    patience = Patience(read_deadline(os.environ), notice=note, tell=progress_lines(note))
+    return fetch_input(uri, "model", "--model", patience=patience).path
+
+
 def build_patience(
     show: Show,
     stop: StopFlag,
@@ -93,21 +104,33 @@ def build_patience(
                 raise StoppedOnRequest(f"{stop.reason} while waiting for a download; the same command continues it")
             sleep(min(NAP_SECONDS, left))
 
-    said: dict[str, float] = {}
     done: dict[str, int] = {}
+    show_transfer = progress_lines(show.note, monotonic=monotonic)
 
     def tell(transfer: Transfer) -> None:
-        now = monotonic()
         if transfer.done != done.get(transfer.what):
             show.status.beat()
         done[transfer.what] = transfer.done
-        if transfer.done >= transfer.total or now - said.get(transfer.what, now - NOTE_SECONDS) >= NOTE_SECONDS:
-            said[transfer.what] = now
-            show.note(transfer_line(transfer))
+        show_transfer(transfer)
 
     return Patience(
         deadline_seconds, tell=tell, notice=show.note, stop=lambda: bool(stop), sleep=nap, monotonic=monotonic
     )
+
+
+def progress_lines(
+    note: Callable[[str], None], *, monotonic: Callable[[], float] = time.monotonic
+) -> Callable[[Transfer], None]:
+    """Writes a line at the start of a download, every ten seconds, and at its end."""
+    said: dict[str, float] = {}
+
+    def tell(transfer: Transfer) -> None:
+        now = monotonic()
+        if transfer.done >= transfer.total or now - said.get(transfer.what, now - NOTE_SECONDS) >= NOTE_SECONDS:
+            said[transfer.what] = now
+            note(transfer_line(transfer))
+
+    return tell
 
 
 def transfer_line(transfer: Transfer) -> str:

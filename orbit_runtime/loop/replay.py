@@ -132,19 +132,28 @@ def _in_one_process(manifest: Mapping[str, Any]) -> OrbitRun:
 
 
 def _rows(store: Store) -> list[MetricsRow]:
+    where, fix = "metrics.jsonl", "remove the file: the rows are in metrics/ as well"
     try:
-        return [parse_row(line) for line in store.get("metrics.jsonl").splitlines()]
+        lines = store.get(where).splitlines()
     except NotFound:
         # The run is in progress, or was killed.
-        return [parse_row(store.get(key)) for key in sorted(store.list("metrics/"))]
+        lines = [store.get(key) for key in sorted(store.list("metrics/"))]
+        where, fix = "metrics/", "restore its files from a copy of the folder"
+    try:
+        return [parse_row(line) for line in lines]
+    except ValueError:
+        raise DataError(
+            "a step's row is not JSON: the file is damaged", where=f"{store.uri}/{where}", fix=fix
+        ) from None
 
 
 def _groups(store: Store, step: int) -> list[Group]:
     key = f"rollouts/{step_name(step)}.jsonl.zst"
     try:
-        rollouts = decompress_rollouts(store.get(key), where=key)
+        rollouts = decompress_rollouts(store.get(key), where=f"{store.uri}/{key}")
     except NotFound:
-        raise DataError(f"step {step} has no recorded rollouts", where=f"{store.uri}/{key}") from None
+        fix = f"restore the file from a copy of the folder, or replay the steps before with --steps {step - 1}"
+        raise DataError(f"step {step} has no recorded rollouts", where=f"{store.uri}/{key}", fix=fix) from None
     groups: list[list[Rollout]] = []
     for rollout in rollouts:
         if rollout.sample_index == 0:

@@ -26,13 +26,22 @@ MOVABLE = re.compile(
 
 
 def read_run_file(store: Store) -> dict[str, Any] | None:
-    """The folder's `run.json`; `None` if no run was started there."""
+    """The folder's `run.json`; `None` if no run was started there.
+
+    Raises:
+        OutputError: the file is damaged.
+    """
     try:
-        return dict(json.loads(store.get(RUN_FILE)))
+        found = json.loads(store.get(RUN_FILE))
     except NotFound:
         return None
     except ValueError:
-        raise OutputError(f"{RUN_FILE} is not JSON", where=store.uri, fix="choose another --out") from None
+        found = None
+    if not isinstance(found, dict) or "resolved" not in found:
+        what = "is not JSON" if found is None else "holds no run"
+        fix = "restore the file from a copy of the folder, or name another folder"
+        raise OutputError(f"{RUN_FILE} {what}: the file is damaged", where=store.uri, fix=fix)
+    return found
 
 
 def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) -> list[str]:

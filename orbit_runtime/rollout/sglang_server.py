@@ -7,7 +7,9 @@ On a CPU SGLang runs no packed format, so it gets the base dequantised by our co
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +25,16 @@ from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.ports import HeldPort
 from orbit_runtime.workers.remote_process import RemoteProcess
 from orbit_runtime.workers.run_token import new_token
-from orbit_runtime.workers.server_process import ServerProcess, WatchedServer
+from orbit_runtime.workers.server_process import PortTakenError, ServerProcess, WatchedServer
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, VERSION_VARIABLE, launch_command, launch_environment
 from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
 
+_log = logging.getLogger(__name__)
+
 START_SECONDS = 900.0
+PORT_TRIES = 3
+MIN_PROBE_SECONDS, MAX_PROBE_SECONDS = 2.0, 30.0
+"""A busy server needs long to answer; but another process may have taken its port, and never answer."""
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = {"0.0.0.0": LOOPBACK, "::": "[::1]"}
 """Addresses that stand for all of a machine's, and where a server at one of them is asked from this machine."""
@@ -107,6 +114,7 @@ class SGLangServer:
         self._process: WatchedServer | None = None
         self._is_ended = False
         self._port = 0
+        self._probe_seconds = MIN_PROBE_SECONDS
 
     @property
     def url(self) -> str:
@@ -135,13 +143,25 @@ class SGLangServer:
     def start(self) -> None:
         """Starts it in the engine's container if there is one, or else here.
 
+        A port that another process took before the server listened on it is replaced by another.
+
         Raises EngineDiedError, with the end of the log, if it never responds, or if it is ended meanwhile.
         """
-        with HeldPort() as self._port:
-            self._start()
+        for tries in range(1, PORT_TRIES + 1):
+            try:
+                with HeldPort() as self._port:
+                    self._start()
+            except PortTakenError as error:
+                self.stop()
+                if tries == PORT_TRIES or self._is_ended:
+                    raise
+                _log.warning("%s; starting it again on another", error.message)
+            else:
+                return
 
     def _start(self) -> None:
         self.taps.mkdir(parents=True, exist_ok=True)
+        self._probe_seconds = MIN_PROBE_SECONDS
         arguments = server_arguments(self._settings, self._port, self._host)
         own = _environment(self._settings, self.taps)
         agent = os.environ.get(AGENT_VARIABLE)
@@ -154,7 +174,7 @@ class SGLangServer:
             )  # fmt: skip
         if self._is_ended:
             self._process.stop()
-        self._process.wait_until(self._answers, seconds=START_SECONDS)
+        self._process.wait_until(self._answers, seconds=START_SECONDS, port=self._port)
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.exit_status() is None
@@ -185,7 +205,11 @@ class SGLangServer:
         return sum(total - free for free, total in memory)
 
     def _answers(self) -> bool:
-        return is_serving(self.url, seconds=30)
+        started = time.monotonic()
+        found = is_serving(self.url, seconds=self._probe_seconds)
+        if time.monotonic() - started >= self._probe_seconds:
+            self._probe_seconds = min(MAX_PROBE_SECONDS, 2 * self._probe_seconds)
+        return found
 
 
 def server_arguments(settings: ServerSettings, port: int, host: str = LOOPBACK) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
-from orbit_runtime.loop.inputs import Inputs
+from orbit_runtime.loop.inputs import Inputs, fetch_model, progress_lines
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.resume import read_run_file
 from orbit_runtime.loop.trainers import adapter_config, build_policy
@@ -38,7 +38,6 @@ from orbit_runtime.storage import open_store
 from orbit_runtime.storage.bundles import list_bundles
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
-from orbit_runtime.storage.inputs import fetch_input
 
 EngineName = Literal["Auto", "Torch", "SGLang", "OpenAI"]
 
@@ -50,6 +49,8 @@ class Asked:
     source: str | None = None
     """A run folder, or a manifest's file."""
     model: str | None = None
+    folder: Path | None = None
+    """Where `model` was downloaded to; None: it is fetched."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     updates_from: tuple[str, ...] = ()
     engine: EngineName = "Auto"
@@ -166,7 +167,7 @@ def _of_model(asked: Asked, note: Callable[[str], None]) -> _Source:
     if uri.startswith("builtin://"):
         folder = any_builtin_folder(uri.removeprefix("builtin://"), "Auto")
     else:
-        folder = fetch_input(uri, "model", "--model", patience=Patience(notice=note)).path
+        folder = asked.folder or fetch_model(uri, note)
         check_model_folder(folder, "correct --model")
     found = [config_of(open_policy(where)) for where in asked.adapters.values()]
     config = found[0] if found else AdapterConfig(type="LoRA", targets=())
@@ -201,7 +202,7 @@ def _of_run(asked: Asked, note: Callable[[str], None]) -> _Source:
     assert asked.source is not None
     run, inputs, uri, folder = _read_run(asked.source)
     resolved = resolve(_for_serving(run, asked.engine), machine_facts(), folder=folder)
-    fetched = Inputs(resolved.run.spec, inputs, Patience(notice=note), [])
+    fetched = Inputs(resolved.run.spec, inputs, Patience(notice=note, tell=progress_lines(note)), [])
     kept = list_bundles(open_store(uri, writable=False), "adapters") if _is_there(uri) else []
     adapters = {**({POLICY: uri} if kept else {}), **asked.adapters}
     spec = resolved.run.spec

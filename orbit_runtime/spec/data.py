@@ -20,6 +20,7 @@ from orbit_runtime.spec.block import (
     Uri,
     check_scheme,
 )
+from orbit_runtime.spec.hub_address import PROMPTS_FORM, is_prompts_address
 
 PROMPT_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 
@@ -53,6 +54,9 @@ class Prompts(Block):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from check_scheme("uri", self.uri, PROMPT_SCHEMES)
+        if self.uri.startswith("hf://") and self.uri.strip("/") != "hf:" and not is_prompts_address(self.uri):
+            message = f"`{self.uri}` is not the address of a file on a hub"
+            yield Contradiction(("uri",), (), message, f"write {PROMPTS_FORM}")
 
 
 class Chat(Block):

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from orbit_runtime.spec.block import IDENTITY, LAYOUT, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
 
 MODEL_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 Precision = Literal["Auto", "BF16", "FP8", "INT4", "NVFP4", "MXFP4"]
@@ -36,3 +37,6 @@ class Model(Block):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from check_scheme("uri", self.uri, MODEL_SCHEMES)
+        if self.uri.startswith("hf://") and self.uri.strip("/") != "hf:" and not is_model_address(self.uri):
+            message = f"`{self.uri}` is not the address of a model on a hub"
+            yield Contradiction(("uri",), (), message, f"write {MODEL_FORM}")

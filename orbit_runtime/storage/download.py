@@ -23,6 +23,8 @@ PARALLEL_FILES = 4
 READ_BYTES = 2**20
 TELL_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 8.0
+UNREACHED_SECONDS = 30.0
+"""How long a source that never answered is tried, where no byte of a download has come yet."""
 QUIET_TRIES = 4
 """Consecutive tries without a new byte from which on the user is told."""
 
@@ -193,6 +195,11 @@ class _Meter:
             self._done += count
             self._received += count if received else 0
 
+    def has_received(self) -> bool:
+        """Whether a byte of any file has come."""
+        with self._lock:
+            return self._received > 0
+
     def reading(self) -> Transfer:
         with self._lock:
             seconds = self._monotonic() - self._started
@@ -248,9 +255,9 @@ class _Fetcher:
         while (before := _size(part)) < self._file.size:
             try:
                 self._append(part, before)
-                reason, wanted = f"it ended after {_size(part)} of {self._file.size} bytes", None
+                reason, wanted, reached = f"it ended after {_size(part)} of {self._file.size} bytes", None, True
             except InterruptedTransfer as cut:
-                reason, wanted = cut.reason, cut.wait
+                reason, wanted, reached = cut.reason, cut.wait, cut.reached
             now = self._patience.monotonic()
             if _size(part) > before:
                 last_byte, tries = now, 0
@@ -258,11 +265,13 @@ class _Fetcher:
                 return
             pause = min(MAX_PAUSE_SECONDS, 0.1 * 2**tries) if wanted is None else wanted
             tries += 1
-            if tries >= QUIET_TRIES:
+            is_unreached = not (reached or self._meter.has_received())
+            if tries >= QUIET_TRIES or is_unreached:
                 self._patience.notice(f"{self._file.name}: {reason} (try {tries}); next in {pause:.0f} s")
             # One try may use up the time because this process was suspended: time counts from the second try.
             waited = now - last_byte if tries > 1 else 0.0
-            if waited + pause > self._patience.deadline_seconds:
+            deadline = self._patience.deadline_seconds
+            if waited + pause > (min(UNREACHED_SECONDS, deadline) if is_unreached else deadline):
                 raise StorageError(
                     f"downloading {self._file.name} failed for {now - last_byte:.0f} s: {reason}",
                     where=self._source.uri,

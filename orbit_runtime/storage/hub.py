@@ -22,8 +22,16 @@ from urllib.parse import quote, urlsplit
 from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type
 
 from orbit_runtime.errors import CredentialsError, OrbitError, StorageError
+from orbit_runtime.spec.hub_address import parse_address
 from orbit_runtime.storage.cache import Cache
-from orbit_runtime.storage.download import QUIET_TRIES, InterruptedTransfer, MissingError, Patience, RemoteFile
+from orbit_runtime.storage.download import (
+    QUIET_TRIES,
+    UNREACHED_SECONDS,
+    InterruptedTransfer,
+    MissingError,
+    Patience,
+    RemoteFile,
+)
 from orbit_runtime.storage.store import NotFound
 
 if TYPE_CHECKING:
@@ -34,26 +42,7 @@ MAX_PAUSE_SECONDS = 60.0
 MAX_UNREACHED = 5
 """Tries that reach no hub at all, with pauses of 1, 2, 4 and 8 s between them, before an error."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_ADDRESS = re.compile(r"(datasets/)?([\w.-]+/[\w.-]+)(?:@([^/?#]+))?(?:/(.+))?", re.ASCII)
 _PASSING = (408, 425, 429)
-
-
-@dataclass(frozen=True, slots=True)
-class HubAddress:
-    """Example: `HubAddress("datasets", "org/name", "main", "train.jsonl")` of `hf://datasets/org/name@main/train.jsonl`"""
-
-    kind: str
-    repository: str
-    revision: str
-    path: str | None
-
-
-def parse_address(uri: str) -> HubAddress | None:
-    """The address in a URI; `None` if it is not one."""
-    found = _ADDRESS.fullmatch(uri.removeprefix("hf://"))
-    if found is None or ".." in uri.split("/"):
-        return None
-    return HubAddress("datasets" if found[1] else "models", found[2], found[3] or "main", found[4])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +174,8 @@ class Hub:
         listing = self._cache.load_listing(self._listing_key(revision)) if self._cache and known else None
         if listing is None:
             self._check_online(f"revision {revision!r}")
+            # The first try of a host that does not answer, or of a name that nobody resolves, is silent for seconds.
+            self._patience.notice(f"asking {self._host} for {self._repository}")
             listing = self._patiently(lambda: self._ask(f"{self._listing_url}/{quote(revision, safe='')}?blobs=true"))
         try:
             commit, files = str(listing["sha"]), [_file(each) for each in listing["siblings"]]
@@ -219,10 +210,11 @@ class Hub:
 
         def is_enough(state: RetryCallState) -> bool:
             cut, seconds = _cut(state), patience.monotonic() - started
-            if not cut.reached and state.attempt_number >= MAX_UNREACHED:
-                return True
             # One try may use up the time because this process was suspended.
-            return (seconds if state.attempt_number > 1 else 0.0) + _pause(state) > patience.deadline_seconds
+            seconds = (seconds if state.attempt_number > 1 else 0.0) + _pause(state)
+            if cut.reached:
+                return seconds > patience.deadline_seconds
+            return state.attempt_number >= MAX_UNREACHED or seconds > min(UNREACHED_SECONDS, patience.deadline_seconds)
 
         def tell(state: RetryCallState) -> None:
             cut = _cut(state)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from orbit_runtime.errors import DataError, ModelError, OrbitError, UsageError
+from orbit_runtime.spec.hub_address import MODEL_FORM, PROMPTS_FORM, parse_address
 from orbit_runtime.storage.bucket import Bucket
 from orbit_runtime.storage.cache import Cache, default_cache, digest_of
 from orbit_runtime.storage.download import Patience, RemoteFile, Source, fetch_files
@@ -140,11 +141,11 @@ class _Wanted:
         return _ERRORS[self.kind](f"{self.uri}: {name} arrived damaged, twice: {message}", where=self.where, fix=fix)
 
     def from_hub(self, environ: Mapping[str, str], revision: str | None) -> Fetched:
-        from orbit_runtime.storage.hub import Hub, parse_address, read_access
+        from orbit_runtime.storage.hub import Hub, read_access
 
         address = parse_address(self.uri)
         if address is None or (self.kind == "prompts") != (address.path is not None):
-            form = "hf://datasets/org/name@revision/file" if self.kind == "prompts" else "hf://org/name@revision"
+            form = PROMPTS_FORM if self.kind == "prompts" else MODEL_FORM
             raise self.missing("this is not an address on the hub", fix=f"write {form}")
         access, missing = read_access(environ), self.missing
         with Hub(self.uri, access, self.patience, missing, cache=self.cache, revision=revision) as hub:

@@ -108,12 +108,14 @@ def is_async(function: object) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Type, message and a line of code, on one line: the last of the user's own before the error, if there is one."""
+    """Type, message and a line of code, on one line: the last of the user's own before the error, or else of an
+    installed package. What Orbit finds wrong with a returned value has none."""
     text = " ".join(str(error).split())[:300]
     # A syntax error names its own line; its frames are those of whoever imported it.
     frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_borrowed(frame.filename)]
-    place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(own or frames)), "")
+    installed = [frame for frame in frames if "-packages" in frame.filename]
+    place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(own or installed)), "")
     return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
 
 

@@ -22,6 +22,12 @@ from orbit_runtime.workers.sglang_launch import INSTALL, PYTHON_VARIABLE
 TAIL_LINES = 20
 LONGEST_LINE = 300
 STOP_SECONDS = 20.0
+LOG_SECONDS = 1.0
+"""Between two looks into the log of a server that is starting."""
+
+
+class PortTakenError(EngineDiedError):
+    """Another process has the port that the server was told to listen on."""
 
 
 class WatchedServer(ABC):
@@ -44,16 +50,24 @@ class WatchedServer(ABC):
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Asks all its processes to end, then ends them. Safe to call twice."""
 
-    def wait_until(self, ready: Callable[[], bool], *, seconds: float) -> None:
+    def wait_until(self, ready: Callable[[], bool], *, seconds: float, port: int | None = None) -> None:
         """Waits until it is ready.
 
+        Args:
+            port: the port it was told to listen on. SGLang whose port is taken neither listens nor ends.
+
         Raises:
+            PortTakenError: (82) its log says that another process has its port.
             UnsupportedError: (78) the process refused to start, with the message of its last line.
             OutOfMemoryError: (79) the process died because its memory, or its device's, ran out.
             EngineDiedError: (82) it died of another cause, or was not ready in time; with the end of the log.
         """
         until = time.monotonic() + seconds
+        looked = time.monotonic()
         while not ready():
+            if port is not None and time.monotonic() - looked >= LOG_SECONDS:
+                self._check_port(port)
+                looked = time.monotonic()
             status = self.exit_status()
             if status is not None:
                 raise self._death(status)
@@ -62,6 +76,16 @@ class WatchedServer(ABC):
                     f"{self.name} did not answer within {seconds:.0f} s", where=str(self.log), fix=self.tail()
                 )
             time.sleep(0.2)
+
+    def _check_port(self, port: int) -> None:
+        for line in self._lines():
+            # By its number, because the log may hold the end of an earlier start, on another port.
+            if str(port) in line and "address already in use" in line.lower():
+                raise PortTakenError(
+                    f"{self.name} cannot listen on port {port}: another process has it",
+                    where=str(self.log),
+                    fix="start again: each start chooses a free port",
+                )
 
     def _death(self, status: int) -> OrbitError:
         lines = self._lines()

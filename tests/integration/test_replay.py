@@ -97,3 +97,20 @@ def test_a_rollout_that_was_changed_shows_at_its_step_and_a_missing_one_is_named
 def test_a_folder_without_a_run_is_the_users_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["replay", str(tmp_path)]) == 64
     assert "no run with a finished step" in capsys.readouterr().err
+
+
+def test_a_damaged_folder_is_told_by_its_file_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = [
+        ("{", "", 73, "run.json is not JSON: the file is damaged", "restore the file"),
+        ("[]", "", 73, "run.json holds no run: the file is damaged", "restore the file"),
+        ('{"resolved": {}}', '{"step": 1, "rew', 65, "a step's row is not JSON", "the rows are in metrics/ as well"),
+    ]
+    for run, rows, code, problem, fix in cases:
+        (tmp_path / "run.json").write_text(run)
+        (tmp_path / "metrics.jsonl").write_text(rows)
+        assert run_command(["replay", str(tmp_path)]) == code
+        told = capsys.readouterr().err
+        assert problem in told
+        assert f"  fix: {fix}" in told or fix in told.splitlines()[-1]

@@ -176,9 +176,10 @@ def test_an_adapter_that_a_run_kept_names_its_base_and_is_refused_by_another(tmp
     assert said["base_weights"] == weights_digest(builtin_folder("tiny-adder", "INT4"))
     assert (said["kind"], said["policy_version"]) == ("adapter", 1)
     out = tmp_path / "merged"
-    for other in (str(make_checkpoint(tmp_path / "other", "qwen3")), str(builtin_folder("tiny-adder", "BF16"))):
+    for other in (str(make_checkpoint(tmp_path / "other", "qwen3")), "builtin://tiny-caller"):
         told = merge(str(kept), "--out", str(out), "--base", other, "--unchecked-base", capsys=capsys, code=66)
         assert "trained on another base" in told["message"]
+        assert told["fix"] == f"name the base that it was trained on; {other} is another"
     absent = ("--measure", "absent.jsonl")
     told = merge(str(kept), "--out", str(out), "--base", "builtin://tiny-adder", *absent, capsys=capsys, code=65)
     assert told["where"] == "--measure absent.jsonl"

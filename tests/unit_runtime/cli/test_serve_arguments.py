@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ALL_IN_ONE = (
     "import json, sys; from orbit_runtime.cli.main import run_command; "
@@ -52,13 +55,57 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
         (["chat", f"{here}/empty", "--step", "3"], f"{here}/empty: this folder holds no adapter"),
         (["chat", here, "--adapter", none], f"{none}: there is no such adapter or run folder"),
     ]
-    asked = json.dumps([arguments for arguments, _ in cases])
-    ended = subprocess.run([sys.executable, "-c", ALL_IN_ONE, asked], capture_output=True, text=True)
-    assert json.loads(ended.stdout) == [[64] * len(cases), False], ended.stderr
-    said = ended.stderr.splitlines()
+    said = refused([arguments for arguments, _ in cases])
     assert said[::2] == [f"error: {words}" for _, words in cases]
-    assert all(line.startswith("  fix: ") for line in said[1::2])
     assert "  fix: choose from those; a larger spec.checkpoint.keep keeps more" in said
+
+
+def refused(commands: list[list[str]], **environment: str) -> list[str]:
+    """The lines of the errors. All end with 64, have a second line that tells the fix, and import no torch."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ALL_IN_ONE, json.dumps(commands)], capture_output=True, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert json.loads(ended.stdout) == [[64] * len(commands), False], ended.stderr
+    said = ended.stderr.splitlines()
+    assert all(line.startswith("  fix: ") for line in said[1::2]), ended.stderr
+    return said
+
+
+@pytest.mark.parametrize(
+    "uri", ["hf://x", "hf://", "hf://org/", "hf://datasets/org/name", "hf://org/name/file", "ftp://x"]
+)
+def test_an_address_that_is_none_is_refused_at_once(uri: str) -> None:
+    said = refused([["serve", "--model", uri], ["chat", "--model", uri, "--prompt", "1"]])[::2]
+    expected = f"--model: {uri} is not the address of a model on a hub"
+    assert said == [f"error: {'ftp://x: there is no address ftp://' if uri == 'ftp://x' else expected}"] * 2
+
+
+def test_a_hub_that_is_out_of_reach_is_told_before_torch_is_imported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    command = [["chat", "--model", "hf://org/name", "--prompt", "1"]]
+    ended = subprocess.run(
+        [sys.executable, "-c", ALL_IN_ONE, json.dumps(command)], capture_output=True, text=True,
+        env={**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "0"},
+    )  # fmt: skip
+    assert json.loads(ended.stdout) == [[74], False], ended.stderr
+    lines = ended.stderr.splitlines()
+    assert lines[0] == f"asking 127.0.0.1:{port} for org/name"
+    assert lines[-2].startswith(f"error: hf://org/name: 127.0.0.1:{port} could not be reached: 5 tries in")
+    assert lines[-1].startswith("  fix: check the network")
+
+
+def test_a_token_that_is_none_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    serve = ["serve", "--model", "builtin://tiny-adder"]
+    files = [[*serve, "--token-file", str(tmp_path / name)] for name in ("empty", "none")]
+    said = refused([serve, *files], ORBIT_SERVE_TOKEN="")[::2]
+    assert said[:2] == ["error: ORBIT_SERVE_TOKEN: the token is empty", f"error: {tmp_path}/empty: the token is empty"]
+    assert said[2].startswith(f"error: {tmp_path}/none: the token cannot be read: ")
+    assert refused([serve], ORBIT_SERVE_TOKEN="two words")[::2] == [
+        "error: ORBIT_SERVE_TOKEN: the token is not plain letters, digits and signs"
+    ]
 
 
 def test_a_folder_without_a_model_is_told_before_torch_is_imported(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from orbit_runtime.cli.plan import run_plan
 from orbit_runtime.cli.validate import run_validate
 from orbit_runtime.environments.asked import check_arguments
-from orbit_runtime.errors import DataError, ManifestError, UnsupportedError
+from orbit_runtime.errors import DataError, ManifestError, ModelError, UnsupportedError
 from orbit_runtime.spec import load_manifest
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
@@ -42,6 +42,26 @@ def test_problems_are_raised_and_nothing_is_printed(capsys: pytest.CaptureFixtur
     with pytest.raises(ManifestError, match=r"spec\.training\.steps"):
         run_validate(EXAMPLE, ["training.steps=0"], as_json=True)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "fix"),
+    [
+        (["model.uri=builtin://tiny-ader"], "no shipped model is called `tiny-ader`", "did you mean `tiny-adder`, "),
+        (
+            ["model.uri=builtin://tiny-caller", "model.precision=FP8"],
+            "`tiny-caller` is not shipped in FP8",
+            "set `spec.model.precision` to one of `INT4`",
+        ),
+    ],
+)
+def test_a_model_that_does_not_ship_with_orbit_is_no_valid_manifest(
+    overrides: list[str], problem: str, fix: str
+) -> None:
+    with pytest.raises(ModelError, match=problem) as caught:
+        run_validate(EXAMPLE, overrides, as_json=True)
+    assert caught.value.exit_code == 66
+    assert fix in str(caught.value.fix)
 
 
 def test_sampling_that_the_named_engine_does_not_give_is_no_valid_manifest() -> None:

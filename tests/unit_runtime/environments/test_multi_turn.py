@@ -212,6 +212,17 @@ def test_a_limit_ends_an_episode_that_is_then_scored(
     assert opponent.is_closed
 
 
+def test_an_observation_beyond_the_context_ends_the_episode_and_is_kept_only_as_far_as_the_context() -> None:
+    """Otherwise the trainer computes thousands of tokens that no answer follows, and runs out of memory."""
+    limits = EpisodeLimits(context=60)
+    policy = Says("ab", "cd")
+    rollout = play(policy, Plays(user("more " * 5000, 0.5)), limits, max_new_tokens=5).rollout
+    assert (len(policy.asked), len(rollout.token_ids_T), rollout.finish_reason) == (1, 60, "length")
+    assert sum(rollout.loss_mask_T) > 0
+    assert rollout.turns[-1].end == 60
+    assert rollout.reward == 0.5 + 0.125, "it is scored as it is"
+
+
 class Slow(Plays):
     """Each reset and each step takes so many seconds of a clock that is told."""
 

@@ -27,8 +27,9 @@ from orbit_runtime.errors import (
     StorageError,
     UsageError,
 )
+from orbit_runtime.spec.hub_address import HubAddress, parse_address
 from orbit_runtime.storage.download import Patience, Transfer
-from orbit_runtime.storage.hub import HubAddress, parse_address, read_access
+from orbit_runtime.storage.hub import read_access
 from orbit_runtime.storage.inputs import Fetched, fetch_input
 
 ROOT = Path(__file__).parents[3]
@@ -200,8 +201,11 @@ def test_a_hub_nobody_answers_at_is_a_storage_error(hub: HubServer, monkeypatch:
     with pytest.raises(StorageError, match="5 tries in 15 s, the last one: no connection") as end:
         fetch(patience=replace(clock.patience(), notice=noticed.append))
     assert clock.now == 15.0, "bounded, however long a store is waited for"
-    assert noticed[0] == "127.0.0.1:9: no connection (try 1 of 5); next in 1 s"
-    assert len(noticed) == 4
+    assert noticed[:2] == [
+        "asking 127.0.0.1:9 for org/tiny",
+        "127.0.0.1:9: no connection (try 1 of 5); next in 1 s",
+    ]
+    assert len(noticed) == 5
     assert end.value.exit_code == 74
     assert "127.0.0.1:9 could not be reached" in str(end.value)
     assert "HF_ENDPOINT" in str(end.value)
@@ -215,8 +219,39 @@ def test_a_hub_that_takes_connections_and_never_answers_is_given_up_as_well(
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StorageError, match="5 tries"):
             fetch(patience=replace(Clock().patience(), notice=noticed.append, silent_seconds=0.2))
-    assert len(noticed) == 4
-    assert all("no answer" in each for each in noticed)
+    assert len(noticed) == 5
+    assert all("no answer" in each for each in noticed[1:])
+
+
+def test_a_hub_whose_host_takes_no_connection_is_given_up_after_half_a_minute_not_after_five_long_tries(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a try is simulated, like that of a name server that does not answer."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    clock = Clock()
+
+    def monotonic() -> float:
+        clock.now += 10.0
+        return clock.now
+
+    with pytest.raises(StorageError, match=r"3 tries in \d+ s, the last one: no connection"):
+        fetch(patience=replace(clock.patience(3600.0), monotonic=monotonic))
+
+
+def test_a_hub_that_went_away_after_its_listing_is_given_up_as_soon_however_many_files_wait(
+    hub: HubServer,
+) -> None:
+    hub.faults = [Fault(DIGEST, status=503, times=1000)]
+    with pytest.raises(StorageError, match="HTTP 503"):
+        fetch(patience=Clock().patience(1.0))
+    clock, noticed = Clock(), list[str]()
+    hub.__exit__()
+    uri = f"hf://org/tiny@{hub.repositories['models', 'org/tiny'].head}"
+    with pytest.raises(StorageError, match=f"downloading {WEIGHTS} failed for .*no connection") as end:
+        fetch(uri, patience=replace(clock.patience(3600.0), notice=noticed.append))
+    assert 20 < clock.now <= 30
+    assert f"{WEIGHTS}: no connection (try 1); next in 0 s" in noticed
+    assert end.value.exit_code == 74
 
 
 def test_a_pause_that_the_hub_asks_for_is_kept(hub: HubServer) -> None:
