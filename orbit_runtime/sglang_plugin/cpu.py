@@ -56,10 +56,17 @@ def hooks() -> Iterator[tuple[str, Callable[..., Any], str]]:
         # SGLang keeps tokens' experts in memory pinned for a GPU, whatever the device is.
         yield "sglang.srt.mem_cache.pool_host.common._cuda_host_register", _leave_unpinned, "AROUND"
         yield "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes", _fork_children, "AROUND"
+        yield "sglang.srt.lora.backend.base_backend._compute_moe_lora_info", _cover_all_tokens, "AROUND"
 
 
 def _leave_unpinned(original: Callable[..., Any], *_: Any, **__: Any) -> None:
     """Rejects the request; requests for torch's own pinned memory are rejected in the same way (`_unpinned`)."""
+
+
+def _cover_all_tokens(original: Callable[..., Any], num_tokens: int, *values: Any, max_len: int, **named: Any) -> Any:
+    """SGLang checks the grid of a kernel that runs on GPUs only. Its LoRA in plain torch joins neighbours with the same
+    adapter to one segment, longer than any sequence: 257 tokens of experts with LoRA ended the server."""
+    return original(num_tokens, *values, max_len=max(max_len, num_tokens), **named)
 
 
 def _fork_children(original: Callable[..., Any], *values: Any, **named: Any) -> Any:

@@ -96,6 +96,19 @@ def test_a_publish_is_proven_and_samples_have_the_policys_log_probs(
 
 
 @pytest.mark.timeout(600)
+def test_a_batch_of_more_tokens_than_a_kernels_tile(tmp_path: Path) -> None:
+    with serve("qwen3_moe", "INT4", LORA_EXPERTS, tmp_path) as (policy, engine):
+        adapter = replace(random_adapter(policy, 1), version=1)
+        engine.load_adapter("policy-v1", adapter)
+        prompts = [tuple(tokens_of(40, seed)) for seed in range(16)]
+        sampling = Sampling(max_new_tokens=3)
+        requests = [Request(index, index, prompt, sampling, "policy-v1") for index, prompt in enumerate(prompts)]
+        for answer in sample(engine, requests):
+            expected = policy_logprobs(policy, adapter, prompts[answer.request_id], answer.token_ids_T)
+            torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.timeout(600)
 def test_one_experts_factor_that_changed_in_its_slot_is_named(
     inside: Path, run_inside: Callable[..., None], tmp_path: Path
 ) -> None:
