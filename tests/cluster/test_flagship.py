@@ -64,7 +64,7 @@ def both(release: Shell, cluster: Cluster) -> Both:
     print(release.follow("run", "Ranks and SGLang in one pod", 0))
     with release.meanwhile("run", "Ranks and SGLang in one pod", 1):
         wait_status(cluster, "ranks", lambda status: status.get("step", 0) >= 1 or has_ended(status), "trains", 900)
-        (pod,) = find_pods(cluster, "ranks")
+        pod = the_pod(cluster, "ranks")
         print(release.run("kubectl logs --namespace team-a -l orbitrl.dev/run-name=ranks --tail=-1"))
     status = wait_status(cluster, "ranks", has_ended, "ends")
     print(release.run("kubectl logs --namespace team-a -l orbitrl.dev/run-name=ranks --tail=-1"))
@@ -111,12 +111,19 @@ def others(both: Both, release: Shell, cluster: Cluster) -> dict[str, tuple[Obje
     for name, changes in (("lora", {OFT: LORA}), ("split", {"gpus: 8": "gpus: 8\n    layout: Split"})):
         start(release, name, changes)
         wait_status(cluster, name, lambda status: status.get("step", 0) >= 1 or has_ended(status), "trains", 900)
-        (pod,) = find_pods(cluster, name)
+        pod = the_pod(cluster, name)
         status = wait_status(cluster, name, has_ended, "ends")
         print(release.run(f"kubectl logs --namespace team-a -l orbitrl.dev/run-name={name} --all-containers --tail=-1"))
         found[name] = (status, pod)
         release.run(f"kubectl delete orun {name} --namespace team-a --wait=true --timeout=2m")
     return found
+
+
+def the_pod(cluster: Cluster, name: str) -> Object:
+    """The only one that this run has had."""
+    pods = find_pods(cluster, name)
+    assert len(pods) == 1, [each["status"].get("containerStatuses") for each in pods]
+    return pods[0]
 
 
 def start(shell: Shell, name: str, changes: dict[str, str]) -> None:
