@@ -33,6 +33,15 @@ Object = dict[str, Any]
 STAGES = ("engine_floor", "trainer_floor", "base", "identity", "random", "policy")
 LARGEST = 2e-5
 """Of any token's log-prob between the sides, in nats, in fp32."""
+OFT = """  adapter:
+    type: OFT
+    oft: {blockSize: 32}
+    experts: Shared
+    targets: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]
+"""
+LORA = """  adapter: {type: LoRA, lora: {rank: 8, alpha: 16}}
+"""
+"""Of the experts too: the outer side once, the inner one of each."""
 LIMIT = "  lifecycle: {maxInfraRestarts: 0}\n  placement"
 
 
@@ -55,7 +64,7 @@ def both(release: Shell, cluster: Cluster) -> Both:
     print(release.follow("run", "Ranks and SGLang in one pod", 0))
     with release.meanwhile("run", "Ranks and SGLang in one pod", 1):
         wait_status(cluster, "ranks", lambda status: status.get("step", 0) >= 1 or has_ended(status), "trains", 900)
-        (pod,) = find_pods(cluster, "ranks")
+        pod = the_pod(cluster, "ranks")
         print(release.run("kubectl logs --namespace team-a -l orbitrl.dev/run-name=ranks --tail=-1"))
     status = wait_status(cluster, "ranks", has_ended, "ends")
     print(release.run("kubectl logs --namespace team-a -l orbitrl.dev/run-name=ranks --tail=-1"))
@@ -93,6 +102,28 @@ def faults(both: Both, release: Shell, cluster: Cluster) -> Faults:
     small = wait_status(cluster, "narrow", has_ended, "has ended")
     release.run("kubectl delete orun broken narrow --namespace team-a --wait=true --timeout=2m")
     return Faults(killed, last_words, suspended, small)
+
+
+@pytest.fixture(scope="module")
+def others(both: Both, release: Shell, cluster: Cluster) -> dict[str, tuple[Object, Object]]:
+    """Status and pod of the same run with LoRA, and with a container for the engine."""
+    found = {}
+    for name, changes in (("lora", {OFT: LORA}), ("split", {"gpus: 8": "gpus: 8\n    layout: Split"})):
+        start(release, name, changes)
+        wait_status(cluster, name, lambda status: status.get("step", 0) >= 1 or has_ended(status), "trains", 900)
+        pod = the_pod(cluster, name)
+        status = wait_status(cluster, name, has_ended, "ends")
+        print(release.run(f"kubectl logs --namespace team-a -l orbitrl.dev/run-name={name} --all-containers --tail=-1"))
+        found[name] = (status, pod)
+        release.run(f"kubectl delete orun {name} --namespace team-a --wait=true --timeout=2m")
+    return found
+
+
+def the_pod(cluster: Cluster, name: str) -> Object:
+    """The only one that this run has had."""
+    pods = find_pods(cluster, name)
+    assert len(pods) == 1, [each["status"].get("containerStatuses") for each in pods]
+    return pods[0]
 
 
 def start(shell: Shell, name: str, changes: dict[str, str]) -> None:
@@ -184,3 +215,17 @@ def test_shared_memory_too_small_for_ranks_is_said_before_they_start(both: Both,
     ending = faults.small["attempts"][0]["ending"]
     assert (ending["exitCode"], ending["reason"]) == (79, "OutOfMemory")
     assert "/dev/shm has" in faults.small["message"]
+
+
+@pytest.mark.parametrize(("name", "containers"), [("lora", 1), ("split", 2)])
+def test_lora_and_a_container_of_the_engines_own_are_proven_too(
+    name: str, containers: int, others: dict[str, tuple[Object, Object]], cluster: Cluster
+) -> None:
+    status, pod = others[name]
+    assert (status["phase"], status["step"], status["attempt"]) == ("Succeeded", 4, 1), status
+    running = [each["name"] for each in pod["spec"]["containers"] + pod["spec"].get("initContainers", [])]
+    assert len(running) >= containers, running
+    report, rows, preflight = read(cluster.buckets / "orbit-runs/team-a" / name)
+    assert report["publishes"] == report["publishes_proven"] == 5
+    assert preflight["passed"]
+    assert all(row["parity_max"] <= LARGEST for row in rows)
