@@ -98,9 +98,9 @@ def bodies() -> list[dict[str, Any]]:
             body["tools"] = TOOLS
         if effort := draw.choice(EFFORTS):
             body["reasoning_effort"] = effort
-        last = body["messages"][-1]
-        is_answer = last["role"] == "assistant" and "tool_calls" not in last
-        if is_answer and "tools" not in body and draw.random() < 0.5:
+        # The encoder continues an answer only where nothing was called.
+        is_plain = "tools" not in body and not any("tool_calls" in message for message in body["messages"])
+        if is_plain and body["messages"][-1]["role"] == "assistant" and draw.random() < 0.5:
             body["continue_final_message"] = True
         made.append(body)
     return made
@@ -129,9 +129,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_prompt_is_the_one_that_sglang_makes(seen: dict[str, Any]) -> None:
+    tokenizers = {
+        (thinking, effort): ChatTokenizer(
+            seen["folder"], {"thinking": thinking} | ({"reasoning_effort": effort} if effort else {})
+        )
+        for thinking in (False, True)
+        for effort in EFFORTS
+    }
     for body, made in zip(seen["bodies"], seen["prompts"], strict=True):
-        effort = {"reasoning_effort": body["reasoning_effort"]} if "reasoning_effort" in body else {}
-        tokenizer = ChatTokenizer(seen["folder"], {"thinking": body["thinking"], **effort})
+        tokenizer = tokenizers[body["thinking"], body.get("reasoning_effort")]
         goes_on = "continue_final_message" in body
         text = tokenizer.render(body["messages"], body.get("tools", ()), answer=not goes_on)
         if goes_on:
@@ -144,7 +150,7 @@ def test_the_conversations_hold_what_there_is(seen: dict[str, Any]) -> None:
     every = [body["messages"] for body in seen["bodies"]]
     kinds = {message["role"] for messages in every for message in messages}
     assert kinds == {"system", "developer", "user", "assistant", "tool"}
-    assert sum("continue_final_message" in body for body in seen["bodies"]) > 10
+    assert sum("continue_final_message" in body for body in seen["bodies"]) > 5
     assert len(seen["texts"]) > 200
 
 

@@ -19,6 +19,14 @@ PLAIN = ("<think>", "</think>", "｜DSML｜")
 def write_deepseek_v4(folder: Path) -> Path:
     """The folder, with config.json, tokenizer.json and tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
+    end = write_tokenizer(folder)
+    config = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "eos_token_id": end}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Writes the tokenizer's two files. Returns the id of the token that ends an answer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -28,6 +36,4 @@ def write_deepseek_v4(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": tokenizer.token_to_id(EOS)}))
-    return folder
+    return int(tokenizer.token_to_id(EOS))
