@@ -1,4 +1,4 @@
-"""Tool calls in a completion: `<tool_call>{"name": …}</tool_call>`, as Hermes and Qwen write them, or DeepSeek-V4's DSML.
+"""Tool calls in a completion: `<tool_call>{"name": …}</tool_call>`, as Hermes and Qwen write them, or DSML.
 
 Belongs here: text to calls, and errors in them worded for the policy. Does not belong here: the syntax of DSML
 (`dsml`), making the calls (`workers`).

@@ -124,8 +124,13 @@ def test_nothing_that_a_policy_writes_raises(text: str, is_in_tags: bool) -> Non
         assert found.error or found.name in NAMES
 
 
-@given(st.lists(st.sampled_from(["<｜DSML｜", "</｜DSML｜", "tool_calls>", "invoke", "parameter", ' name="add"', ' string="', "true",
-                                 'false"', ">", "/", "\n", "1", "x"]), max_size=40))  # fmt: skip
+PIECES = (
+    "<｜DSML｜", "</｜DSML｜", "tool_calls>", "invoke", "parameter", ' name="add"', ' string="', "true", 'false"', ">", "/",
+    "\n", "1", "x",
+)  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=40))
 def test_nothing_that_deepseek_v4_writes_raises(pieces: list[str]) -> None:
     for found in parse_tool_calls("<｜DSML｜tool_calls>" + "".join(pieces), NAMES):
         assert found.error or found.name in NAMES
