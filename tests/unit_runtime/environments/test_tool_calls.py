@@ -125,8 +125,8 @@ def test_nothing_that_a_policy_writes_raises(text: str, is_in_tags: bool) -> Non
 
 
 PIECES = (
-    "<｜DSML｜", "</｜DSML｜", "tool_calls>", "invoke", "parameter", ' name="add"', ' string="', "true", 'false"', ">", "/",
-    "\n", "1", "x",
+    "<｜DSML｜", "</｜DSML｜", "tool_calls>", "invoke", "parameter", ' name="add"', ' string="', "true", 'false"',
+    ">", "/", "\n", "1", "x",
 )  # fmt: skip
 
 
