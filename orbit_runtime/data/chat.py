@@ -236,9 +236,9 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call.get("function")
+    function = call.get("function") or {}
     try:
-        arguments = json.loads(function["arguments"])  # type: ignore[index]
+        arguments = json.loads(function["arguments"])
     except (KeyError, TypeError, ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
