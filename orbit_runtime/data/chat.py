@@ -16,6 +16,7 @@ from orbit_runtime.data.tiktoken_model import VOCABULARY, is_tiktoken, load_tikt
 from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.model_info.settings import check_folder, load_settings
+from orbit_runtime.model_info.templates import is_own, own_template
 
 Messages = Sequence[Mapping[str, Any]]
 """Chat messages: `role`, `content`, and other fields that the template reads, such as `tool_calls`."""
@@ -42,6 +43,7 @@ class ChatTokenizer:
     def __init__(self, folder: str | Path, template_arguments: Mapping[str, Any] | None = None) -> None:
         self._folder = Path(folder)
         self._tokenizer = _load_tokenizer(self._folder)
+        self._takes_objects = is_own(self._tokenizer.chat_template)
         self._backend = _find_backend(self._tokenizer)
         self._decoder = _find_decoder(self._tokenizer)
         self._eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
@@ -214,6 +216,8 @@ class ChatTokenizer:
         self._check_tools(tools)
         try:
             plain = [dict(message) for message in messages]
+            if self._takes_objects:
+                plain = [_with_objects(message) for message in plain]
             return str(
                 self._tokenizer.apply_chat_template(
                     plain,
@@ -238,6 +242,22 @@ def _free_placeholder(messages: Messages) -> str:
     return next(mark for number in count() if (mark := f"orbit{number}answer") not in everything)
 
 
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Parses the arguments of calls where they are JSON in a string, as OpenAI's interface has them: templates cannot,
+    and those of Orbit write each argument by itself. Others keep a published template's own way."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_object(call) for call in calls]} if calls else message
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function") or {}
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
 def _load_tokenizer(folder: Path) -> Any:
     check_folder(folder)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
@@ -248,6 +268,8 @@ def _load_tokenizer(folder: Path) -> Any:
         )
     # The library would take such a file too, and cut texts by another model's rules.
     tokenizer = load_tiktoken(folder) if is_tiktoken(folder) else _load_published(folder)
+    if not tokenizer.chat_template and (ours := own_template(folder)):
+        tokenizer.chat_template = ours.read_text(encoding="utf-8")
     if not tokenizer.chat_template:
         raise ModelError(
             "the tokenizer has no chat template",

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from orbit_runtime.model_info.headers import TensorInfo, read_folder, read_header
+from orbit_runtime.model_info.templates import TEMPLATE_FILE, own_template
 from orbit_runtime.storage.cache import Cache
 
 FILES = (
@@ -31,12 +32,12 @@ SETTLED_SECONDS = 2.0
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """File → `sha256:<hex>` for every existing file of `FILES`."""
-    return {
-        name: f"sha256:{hashlib.sha256((folder / name).read_bytes()).hexdigest()}"
-        for name in FILES
-        if (folder / name).is_file()
-    }
+    """File → `sha256:<hex>` for every existing file of `FILES`, and the chat template that Orbit has in a missing one's
+    place."""
+    files = {name: folder / name for name in FILES if (folder / name).is_file()}
+    if ours := own_template(folder):
+        files[TEMPLATE_FILE] = ours
+    return {name: f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in files.items()}
 
 
 def weights_digest(folder: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.environments.tool_calls import OPEN, parse_tool_calls
+from orbit_runtime.environments.tool_calls import OPENINGS, parse_tool_calls, text_before_calls
 from orbit_runtime.rollout.news import Alternatives
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
@@ -108,7 +108,7 @@ class Form:
     @property
     def held_back(self) -> tuple[str, ...]:
         """Strings at which a streamed text ends: tool calls are not part of it either."""
-        return (*self.stops, OPEN) if self.tools else self.stops
+        return (*self.stops, *OPENINGS) if self.tools else self.stops
 
     def whole(self, parts: Sequence[Part], prompt_tokens: int) -> dict[str, Any]:
         choices = [self._choice(part) for part in parts]
@@ -126,7 +126,7 @@ class Form:
         fresh = slice(sent.tokens, len(part.token_ids_T))
         sent.tokens = len(part.token_ids_T)
         if is_done:
-            new = sent.rest(part.text.partition(OPEN)[0] if calls else part.text)
+            new = sent.rest(text_before_calls(part.text) if calls else part.text)
         else:
             new = sent.take(sent.decode(self.tokenizer, part.token_ids_T[fresh]))
         logprobs = self._logprobs(part, fresh) if self.with_logprobs else None
@@ -171,7 +171,7 @@ class Form:
             return {"index": part.index, "text": part.text, "logprobs": logprobs, "finish_reason": reason}
         message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
         if calls := self._calls(part):
-            before = part.text.partition(OPEN)[0].strip()
+            before = text_before_calls(part.text).strip()
             message |= {"content": before or None, "tool_calls": calls}
             reason = "tool_calls"
         return {"index": part.index, "message": message, "logprobs": logprobs, "finish_reason": reason}

@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fakes.deepseek_v4_folder import write_deepseek_v4
 
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.model_info.content import kept_weights_digest, weights_digest
+from orbit_runtime.model_info.content import file_digests, kept_weights_digest, weights_digest
+from orbit_runtime.model_info.templates import TEMPLATES, own_template
 from orbit_runtime.storage.cache import Cache
 
 
@@ -80,3 +82,21 @@ def test_small_models_leave_nothing_and_a_cache_that_cannot_be_written_stops_nob
     reader.cache.root.write_text("a file in its place")
     assert reader.digest() == reader.digest() == weights_digest(reader.folder)
     assert reader.reads == 3
+
+
+def test_a_template_of_orbits_counts_as_the_missing_file(tmp_path: Path) -> None:
+    folder = write_deepseek_v4(tmp_path / "model")
+    before = file_digests(folder)
+    assert set(before) == {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    (folder / "chat_template.jinja").write_bytes((TEMPLATES / "deepseek_v4.jinja").read_bytes())
+    assert file_digests(folder) == before
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert file_digests(folder)["chat_template.jinja"] != before["chat_template.jinja"]
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+def test_a_folder_with_a_template_needs_none_of_orbits(tmp_path: Path, name: str) -> None:
+    folder = write_deepseek_v4(tmp_path / "model")
+    assert own_template(folder) == TEMPLATES / "deepseek_v4.jinja"
+    (folder / name).write_text('{"chat_template": "{{ messages }}"}')
+    assert own_template(folder) is None

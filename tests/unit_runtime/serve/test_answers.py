@@ -81,6 +81,16 @@ def test_a_call_of_a_tool_comes_back_as_one() -> None:
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
 
 
+def test_a_call_of_deepseek_v4_comes_back_as_one_too() -> None:
+    parameter = '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>'
+    calls = f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="add">\n{parameter}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    asked = form("add")
+    (choice,) = asked.whole([part(f"let me see\n\n{calls}")], prompt_tokens=3)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "let me see")
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert Sent(asked.held_back).take(f"so {calls}") == "so "
+
+
 @pytest.mark.parametrize("text", [f"{CALL[:-13]}x", CALL.replace("add", "sub")])
 def test_a_call_that_cannot_be_made_stays_text(text: str) -> None:
     (choice,) = form("add").whole([part(text)], prompt_tokens=3)["choices"]
