@@ -110,7 +110,7 @@ def _modules(
     parent, _, leaf = layer.rpartition(".")
     for form in (f"{parent}.{{}}.{leaf}", f"{layer}.{{}}"):
         names = ((_known(form.format(expert), shapes, rename), expert) for expert in count())
-        yield from takewhile(lambda found: found[0] is not None, names)  # type: ignore[misc]
+        yield from takewhile(lambda found: found[0] is not None, names)
 
 
 def _known(name: str, shapes: Mapping[str, tuple[int, int]], rename: Rename) -> str | None:

@@ -142,7 +142,7 @@ def check_family(tmp_path: Path, family: str, layout: str, config: AdapterConfig
     for name, exact in wanted.items():
         assert torch.equal(written[name], exact.to(written[name].dtype)) or is_rounded(written[name], exact), name
         changed += exact.dtype == torch.float32 and before[name].dtype == torch.bfloat16
-    assert changed >= 8
+    assert changed >= 6
     ours, bare = policy_logprobs(base, config, adapter), policy_logprobs(base, config)
     assert (ours - bare).abs().max() > 0.1, "the adapter must matter, or nothing was compared"
     torch.testing.assert_close(theirs(plain, wanted, tmp_path / "exact"), ours, rtol=0, atol=2e-4)
