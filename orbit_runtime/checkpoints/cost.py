@@ -108,10 +108,8 @@ def _slot(combined: Combined, name: str, layer: AdaptedLayer) -> Slot:
         rotation = combined.rotation[name]
         return OFTSlot(stacked(rotation.experts(), lambda expert: _rotation(rotation, expert)))
     parts = combined.lora[name]
-    of_A, of_B = (
-        {expert for part in parts for expert in held(part)}
-        for held in (lambda part: part.lora_A, lambda part: part.lora_B)
-    )
+    of_A = {expert for part in parts for expert in part.lora_A}
+    of_B = {expert for part in parts for expert in part.lora_B}
     A = stacked(of_A, lambda expert: side_A(parts, expert))
     B = stacked(of_B, lambda expert: side_B(parts, expert))
     return LoRASlot(A, B, 1.0)
