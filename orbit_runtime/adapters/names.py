@@ -10,6 +10,7 @@ Belongs here: names. Does not belong here: values, bytes (`state`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_LAYER_NAMES = {short: name for name, short in STACKED_NAMES.items()}
+_ONE_EXPERT = re.compile(r"(?P<layer>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<leaf>[^.]+)")
 SGLANG_TARGETS = {"kv_proj": "kv_a_proj_with_mqa", "o_b_proj": "o_proj"}
 """DeepSeek-V4's projections that SGLang's LoRA has no name for → DeepSeek-V3's counterparts."""
 SHARED_INPUTS = (
@@ -34,6 +37,26 @@ def expert_file_names(module: str, kind: str, layout: str, num_experts: int) -> 
     if layout == "PerExpert":
         return tuple(f"{parent}.{index}.{leaf}.{kind}" for index in range(num_experts))
     return (f"{parent}.{STACKED_NAMES.get(leaf, leaf)}.{kind}",)
+
+
+def is_outer(layer: str, kind: str) -> bool:
+    """Whether this side of a layer of experts faces the hidden state: the side that `SharedOuter` shares."""
+    reads_tokens = not layer.endswith(".down_proj")
+    return reads_tokens != (kind == "lora_B")
+
+
+def layer_of(module: str, *, is_stacked: bool) -> tuple[str, int | None]:
+    """(layer, expert) of a module as a file names it: the inverse of `expert_file_names`; expert None for all of them,
+    or for a dense layer.
+
+    Args:
+        is_stacked: whether the module's tensors have an axis of experts.
+    """
+    if is_stacked:
+        parent, _, leaf = module.rpartition(".")
+        return f"{parent}.{_LAYER_NAMES.get(leaf, leaf)}", None
+    found = _ONE_EXPERT.fullmatch(module)
+    return (f"{found['layer']}.{found['leaf']}", int(found["expert"])) if found else (module, None)
 
 
 def split_tensor(names: tuple[str, ...], tensor: Tensor) -> dict[str, Tensor]:

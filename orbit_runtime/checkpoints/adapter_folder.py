@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Buffer, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from orbit_runtime.adapters.names import is_outer, layer_of
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import Header, parse_header
@@ -23,6 +24,9 @@ from orbit_runtime.storage.bundles import MANIFEST, list_bundles, read_pieces
 CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE = "adapter_config.json", "adapter_model.safetensors", "rotations.safetensors"
 PREFIX = "base_model.model."
 TYPES = {"LORA": "LoRA", "OFT": "OFT"}
+ExpertLayout = Literal["None", "Shared", "SharedOuter", "PerExpert"]
+EXPERT_LAYOUTS: tuple[ExpertLayout, ...] = get_args(ExpertLayout)
+"""From the one with the fewest parameters on: each can express those before it."""
 REFUSED_FIELDS: dict[str, Any] = {
     "bias": "none", "use_dora": False, "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {},
     "modules_to_save": None, "block_share": False,
@@ -91,8 +95,29 @@ class AdapterFolder:
         return float(self.config["lora_alpha"]) / root
 
     def modules(self) -> tuple[str, ...]:
-        """The adapted modules under the model's own names."""
+        """The adapted modules as the file names them; those of routed experts as in `adapters.names`."""
         return tuple(dict.fromkeys(module_of(name)[0] for name in sorted(self.header.tensors)))
+
+    def layers(self) -> tuple[str, ...]:
+        """The adapted layers under the model's own names; a projection of all routed experts is one."""
+        return tuple(dict.fromkeys(self._place(name)[0] for name in sorted(self.header.tensors)))
+
+    @property
+    def expert_layout(self) -> ExpertLayout:
+        """How routed experts share the adapter, by names and shapes; `None` if it has none of them."""
+        layouts: set[ExpertLayout] = {"None"}
+        for name, info in self.header.tensors.items():
+            layer, expert = self._place(name)
+            if expert is not None:
+                layouts.add("PerExpert")
+            elif len(info.shape) == 3 and info.shape[0] > 1:
+                layouts.add("PerExpert" if is_outer(layer, module_of(name)[1]) else "SharedOuter")
+            elif len(info.shape) == 3:
+                layouts.add("Shared")
+        return max(layouts, key=EXPERT_LAYOUTS.index)
+
+    def _place(self, tensor: str) -> tuple[str, int | None]:
+        return layer_of(module_of(tensor)[0], is_stacked=len(self.header.tensors[tensor].shape) == 3)
 
 
 def module_of(tensor: str) -> tuple[str, str]:
@@ -147,13 +172,15 @@ def build_adapter(place: str, files: Mapping[str, Buffer], facts: Mapping[str, A
 def describe_adapter(adapter: AdapterFolder) -> dict[str, Any]:
     """What `orbit inspect` reports about an adapter."""
     shapes = [info.shape for info in adapter.header.tensors.values()]
-    targets = Counter(module.rpartition(".")[2] for module in adapter.modules())
+    layers = adapter.layers()
+    targets = Counter(layer.rpartition(".")[2] for layer in layers)
     facts: dict[str, Any] = {
         "kind": "adapter",
         "place": adapter.place,
         "type": adapter.type,
         "rank" if adapter.type == "LoRA" else "block_size": adapter.rank,
-        "modules": len(adapter.modules()),
+        "modules": len(layers),
+        "experts": adapter.expert_layout,
         "targets": dict(sorted(targets.items())),
         "parameters": sum(_count(shape) for shape in shapes),
         "bytes": sum(memoryview(data).nbytes for data in adapter.files.values()),
@@ -242,8 +269,12 @@ def _check_names(adapter: AdapterFolder) -> None:
         if module_of(name)[1] not in kinds:
             raise ModelError(f"the tensor {name} belongs to no {adapter.type} adapter", where=where)
     for module in adapter.modules():
-        found = [tensors.get(f"{PREFIX}{module}.{kind}.weight") for kind in kinds]
-        if any(info is None or len(info.shape) != 2 for info in found):
+        infos = [tensors.get(f"{PREFIX}{module}.{kind}.weight") for kind in kinds]
+        shapes = [info.shape for info in infos if info is not None]
+        of_experts = module.rpartition(".")[0].endswith("experts") and all(len(shape) == 3 for shape in shapes)
+        if len(shapes) < len(kinds) or not (of_experts or all(len(shape) == 2 for shape in shapes)):
             raise ModelError(f"{module} lacks one of {', '.join(kinds)}, or it is not a matrix", where=where)
-        if adapter.type == "LoRA" and found[0] and found[1] and found[0].shape[0] != found[1].shape[1]:
+        if adapter.type == "LoRA" and shapes[0][-2] != shapes[1][-1]:
             raise ModelError(f"lora_A and lora_B of {module} have different ranks", where=where)
+        if of_experts and len({shape[0] for shape in shapes} - {1}) > 1:
+            raise ModelError(f"the tensors of {module} are of different numbers of experts", where=where)

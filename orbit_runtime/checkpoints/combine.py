@@ -1,50 +1,106 @@
-"""Several adapters as one: LoRA by concatenation, OFT by multiplying rotations.
+"""Adapters as arithmetic, one or several: LoRA as a sum of products, OFT as a product of rotations.
 
-    LoRA   W + sum_i w_i s_i B_i A_i            one adapter of rank sum_i r_i: [B_1' B_2' …] [A_1; A_2; …]
+    LoRA   W + sum_i w_i s_i B_i A_i
     OFT    base_n = base_(n-1)(x R_n), so x R_n … R_2 R_1 W^T: one rotation R = R_n … R_2 R_1, block by block
 
-The first adapter named is next to the base. Rotations cannot be weighted: w_i is 1 for OFT.
+The first adapter named is next to the base. Rotations cannot be weighted: w_i is 1 for OFT. Everything stays as it is
+in the adapters' files, which are mapped into memory, until a layer, or one of its experts, is requested.
 
-Belongs here: the adapters' matrices and their combination. Does not belong here: the base's weights (`deltas`).
+Belongs here: the adapters' matrices and their combination. Does not belong here: the base's weights (`deltas`), files
+of a combination (`combined_files`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.files import pieces_of
-from orbit_runtime.adapters.oft import rotations, skew_symmetric
+from orbit_runtime.adapters.names import layer_of
+from orbit_runtime.adapters.oft import rotations
 from orbit_runtime.checkpoints.adapter_folder import (
-    CONFIG_FILE,
+    EXPERT_LAYOUTS,
     MODEL_FILE,
-    PREFIX,
     ROTATIONS_FILE,
     AdapterFolder,
+    ExpertLayout,
     module_of,
 )
-from orbit_runtime.digests import tree_digest
 from orbit_runtime.errors import ModelError, UnsupportedError, UsageError
-from orbit_runtime.storage import Manifest, Part
-from orbit_runtime.storage.bundles import MANIFEST, manifest_json
+
+EVERY = -1
+"""In place of an expert's number: what all experts of a layer share, and everything of a dense layer."""
+
+ByExpert = Mapping[int, Tensor]
+"""Expert, or `EVERY` → a tensor as stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRAPart:
-    """`scaling * B A`, fp32."""
+    """`scaling * B A` of one layer, for each of its experts if it has any."""
 
-    lora_A: Tensor
-    lora_B: Tensor
+    lora_A: ByExpert
+    """`[r, K]` each."""
+    lora_B: ByExpert
+    """`[N, r]` each."""
     scaling: float
 
-    def delta(self, start: int, stop: int) -> Tensor:
-        return (self.lora_B[start:stop] @ self.lora_A).mul_(self.scaling)
+    @property
+    def rank(self) -> int:
+        return int(next(iter(self.lora_A.values())).shape[0])
+
+    def experts(self) -> set[int]:
+        """The experts with a matrix of their own."""
+        return (self.lora_A.keys() | self.lora_B.keys()) - {EVERY}
+
+    def covers(self, expert: int) -> bool:
+        return pick(self.lora_A, expert) is not None and pick(self.lora_B, expert) is not None
+
+    def delta(self, start: int, stop: int, expert: int = EVERY) -> Tensor | None:
+        """fp32 rows `[start, stop)` of the product."""
+        A, B = pick(self.lora_A, expert), pick(self.lora_B, expert)
+        return None if A is None or B is None else (B[start:stop].float() @ A.float()).mul_(self.scaling)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """One adapter's rotation of a layer."""
+
+    held: ByExpert
+    build: Callable[[Tensor], Tensor]
+    """What is held → fp64 R `[K/b, b, b]`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """R of one layer, or of each of its experts."""
+
+    factors: tuple[Factor, ...]
+    """That of the first adapter first."""
+    size: int
+    """Of a block."""
+
+    def experts(self) -> set[int]:
+        """The experts with a rotation of their own."""
+        return {expert for factor in self.factors for expert in factor.held} - {EVERY}
+
+    def features(self) -> set[int]:
+        """The numbers of inputs that are turned; more than one if the adapters do not fit each other."""
+        return {self.size * len(held) for factor in self.factors for held in factor.held.values()}
+
+    def at(self, expert: int = EVERY) -> Tensor | None:
+        """fp32 R `[K/b, b, b]`; None if this expert is not adapted."""
+        product: Tensor | None = None
+        for factor in self.factors:
+            held = pick(factor.held, expert)
+            if held is not None:
+                # The newer adapter is applied to the input first.
+                product = factor.build(held) if product is None else torch.bmm(factor.build(held), product)
+        return None if product is None else product.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +109,38 @@ class Combined:
 
     type: str
     lora: Mapping[str, tuple[LoRAPart, ...]]
-    """Module → terms of the sum."""
-    rotation: Mapping[str, Tensor]
-    """Module → fp32 R `[K/b, b, b]`."""
+    """Layer → terms of the sum."""
+    rotation: Mapping[str, Rotation]
+    """Layer → R."""
+    experts: Mapping[str, int]
+    """Layers of routed experts → the number of experts, if a tensor of all of them says so, otherwise 0."""
+    layout: ExpertLayout
+    """How routed experts share it: the one with the most parameters of those of the adapters."""
 
-    def modules(self) -> frozenset[str]:
+    def layers(self) -> frozenset[str]:
         return frozenset(self.lora) | frozenset(self.rotation)
 
 
-@dataclass(frozen=True, slots=True)
-class CombinedFiles:
-    files: Mapping[str, bytes]
-    deviation: float
-    """Largest |written - exact| divided by the largest |exact|, over all products B A or rotations."""
-    modules: int
-    rank: int
-    """LoRA: the new rank; OFT: the block size."""
+def pick(held: ByExpert, expert: int) -> Tensor | None:
+    return held.get(expert, held.get(EVERY))
+
+
+def side_A(parts: Sequence[LoRAPart], expert: int) -> Tensor:
+    """fp32 A of all parts `[sum of ranks, K]`. A part without this expert contributes zeros."""
+    like = next(iter(parts[0].lora_A.values()))
+    held = ((part, pick(part.lora_A, expert)) for part in parts)
+    return torch.cat([torch.zeros(part.rank, like.shape[1]) if A is None else A.float() for part, A in held])
+
+
+def side_B(parts: Sequence[LoRAPart], expert: int, unit: float = 1.0) -> Tensor:
+    """fp32 B of all parts `[N, sum of ranks]`, each times its scaling in units of `unit`.
+
+    If a scaling is a power of two units, nothing is rounded.
+    """
+    like = next(iter(parts[0].lora_B.values()))
+    held = ((part, pick(part.lora_B, expert)) for part in parts)
+    blocks = [torch.zeros(len(like), part.rank) if B is None else B.float() * (part.scaling / unit) for part, B in held]
+    return torch.cat(blocks, dim=1)
 
 
 def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> Combined:
@@ -77,7 +149,33 @@ def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> Comb
     Raises:
         UsageError: the numbers of weights and adapters differ, or a rotation has a weight.
         UnsupportedError: LoRA with OFT, or rotations with different blocks.
+        ModelError: a tensor is not finite, or the adapters are of different numbers of experts or of other shapes.
     """
+    _check(adapters, weights)
+    experts: dict[str, int] = {}
+    lora: dict[str, list[LoRAPart]] = {}
+    factors: dict[str, list[Factor]] = {}
+    for adapter, weight in zip(adapters, weights, strict=True):
+        for layer, count in _expert_layers(adapter).items():
+            known = experts.setdefault(layer, count) or count
+            if count not in (0, known):
+                raise _misfit(layer, f"is for {count} experts, another for {known}", adapter.place)
+            experts[layer] = known
+        if adapter.type == "LoRA":
+            for layer, part in _lora_parts(adapter, weight).items():
+                lora.setdefault(layer, []).append(part)
+        else:
+            for layer, factor in _factors(adapter).items():
+                factors.setdefault(layer, []).append(factor)
+    layout = max((adapter.expert_layout for adapter in adapters), key=EXPERT_LAYOUTS.index)
+    parts = {layer: tuple(terms) for layer, terms in lora.items()}
+    turned = {layer: Rotation(tuple(each), adapters[0].rank) for layer, each in factors.items()}
+    combined = Combined(adapters[0].type, parts, turned, experts, layout)
+    _check_shapes(combined, ", ".join(adapter.place for adapter in adapters))
+    return combined
+
+
+def _check(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> None:
     if len(weights) != len(adapters):
         raise UsageError(
             f"{len(weights)} weights for {len(adapters)} adapters", where="--weight", fix="give one for each, in order"
@@ -90,61 +188,39 @@ def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> Comb
             fix="merge one into the base first, then the other into the result",
         )
     if kinds == {"LoRA"}:
-        lora: dict[str, list[LoRAPart]] = {}
-        for adapter, weight in zip(adapters, weights, strict=True):
-            for module, part in _lora_parts(adapter, weight).items():
-                lora.setdefault(module, []).append(part)
-        return Combined("LoRA", {module: tuple(parts) for module, parts in lora.items()}, {})
+        return
     if any(weight != 1 for weight in weights):
         raise UsageError("a rotation has no weight", where="--weight", fix="leave --weight out for OFT")
     sizes = {adapter.rank for adapter in adapters}
     if len(sizes) > 1:
         raise UnsupportedError(f"rotations in blocks of {' and '.join(map(str, sorted(sizes)))} cannot be combined")
-    product: dict[str, Tensor] = {}
-    for adapter in adapters:
-        for module, rotation in _rotations(adapter).items():
-            # The newer adapter is applied to the input first.
-            product[module] = torch.bmm(rotation, product[module]) if module in product else rotation
-    return Combined("OFT", {}, {module: R.float() for module, R in product.items()})
 
 
-def write_combined(adapters: Sequence[AdapterFolder], weights: Sequence[float], base: str | None) -> CombinedFiles:
-    """The combination in PEFT's format, with `manifest.json`.
-
-    Raises:
-        UnsupportedError: a product of rotations has no Cayley form (it rotates something by 180 degrees).
-    """
-    combined = combine(adapters, weights)
-    config = {**adapters[0].config, "target_modules": sorted(_targets(adapters)), "inference_mode": True}
-    if combined.type == "LoRA":
-        tensors, rank, alpha, deviation = _concatenated(combined)
-        config |= {"r": rank, "lora_alpha": alpha, "use_rslora": False, "init_lora_weights": True}
-        files = {MODEL_FILE: tensorfile.dump(tensors, torch.bfloat16)}
-    else:
-        parameters, turned, deviation = _cayley(combined, adapters[0].rank)
-        config |= {"use_cayley_neumann": False, "coft": False}
-        rank = adapters[0].rank
-        files = {
-            MODEL_FILE: tensorfile.dump(parameters, torch.float32),
-            ROTATIONS_FILE: tensorfile.dump(turned, torch.bfloat16),
-        }
-    files[CONFIG_FILE] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    pieces = pieces_of(files)
-    facts: dict[str, Any] = {
-        "digest": tree_digest(pieces),
-        "combined": [
-            {"adapter": each.place, "digest": each.facts.get("digest"), "weight": weight}
-            for each, weight in zip(adapters, weights, strict=True)
-        ],
-        "base": {"weights": base} if base else None,
-    }
-    parts = {name: Part(name, pieces[name]) for name in files}
-    files[MANIFEST] = manifest_json(Manifest("adapter", 0, parts, facts, 0.0))
-    return CombinedFiles(files, deviation, len(combined.modules()), rank)
+def _check_shapes(combined: Combined, places: str) -> None:
+    """Checks that what the adapters and experts of a layer change is one shape."""
+    for layer, parts in combined.lora.items():
+        of_A = {tuple(A.shape[1:]) for part in parts for A in part.lora_A.values()}
+        of_B = {len(B) for part in parts for B in part.lora_B.values()}
+        if len(of_A) > 1 or len(of_B) > 1:
+            raise _misfit(layer, "has another shape than another one", places)
+    for layer, rotation in combined.rotation.items():
+        if len(rotation.features()) > 1:
+            raise _misfit(layer, "turns another number of inputs than another one", places)
 
 
-def _targets(adapters: Sequence[AdapterFolder]) -> set[str]:
-    return {module.rpartition(".")[2] for adapter in adapters for module in adapter.modules()}
+def _misfit(layer: str, what: str, where: str) -> ModelError:
+    return ModelError(f"an adapter of {layer} {what}", where=where, fix="combine adapters of one base")
+
+
+def _expert_layers(adapter: AdapterFolder) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, info in adapter.header.tensors.items():
+        is_stacked = len(info.shape) == 3
+        layer, expert = layer_of(module_of(name)[0], is_stacked=is_stacked)
+        if is_stacked or expert is not None:
+            count = info.shape[0] if is_stacked and info.shape[0] > 1 else 0
+            found[layer] = max(count, found.get(layer, 0))
+    return found
 
 
 def _tensors(adapter: AdapterFolder, name: str) -> dict[str, Tensor]:
@@ -159,75 +235,48 @@ def _tensors(adapter: AdapterFolder, name: str) -> dict[str, Tensor]:
     return tensors
 
 
+def _by_layer(tensors: Mapping[str, Tensor], dims: int) -> dict[tuple[str, str], dict[int, Tensor]]:
+    """(layer, kind) → its tensors by expert, sharing the memory. Args: dims: of a tensor that is not stacked."""
+    found: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for key, tensor in tensors.items():
+        module, kind = module_of(key)
+        is_stacked = tensor.ndim > dims
+        layer, expert = layer_of(module, is_stacked=is_stacked)
+        held = found.setdefault((layer, kind), {})
+        if is_stacked and len(tensor) > 1:
+            held |= enumerate(tensor.unbind(0))
+        else:
+            held[EVERY if expert is None else expert] = tensor[0] if is_stacked else tensor
+    return found
+
+
 def _lora_parts(adapter: AdapterFolder, weight: float) -> dict[str, LoRAPart]:
-    tensors = {module_of(key): tensor.float() for key, tensor in _tensors(adapter, MODEL_FILE).items()}
-    scaling = weight * adapter.scaling
-    return {
-        module: LoRAPart(tensors[module, "lora_A"], tensors[module, "lora_B"], scaling) for module in adapter.modules()
-    }
+    held, scaling = _by_layer(_tensors(adapter, MODEL_FILE), 2), weight * adapter.scaling
+    layers = dict.fromkeys(layer for layer, _ in held)
+    return {layer: LoRAPart(held[layer, "lora_A"], held[layer, "lora_B"], scaling) for layer in layers}
 
 
-def _rotations(adapter: AdapterFolder) -> dict[str, Tensor]:
-    """fp64 R of every module: from the published BF16 values, with which the engine sampled, else from PEFT's fp32."""
+def _factors(adapter: AdapterFolder) -> dict[str, Factor]:
+    """From the published BF16 rotations, with which the engine sampled, otherwise from PEFT's fp32 parameters."""
     if ROTATIONS_FILE in adapter.files:
-        turned = {key.removesuffix(".oft_R"): R.double() for key, R in _tensors(adapter, ROTATIONS_FILE).items()}
-        if turned.keys() != set(adapter.modules()):
+        turned = _tensors(adapter, ROTATIONS_FILE)
+        if {module_of(key)[0] for key in turned} != set(adapter.modules()):
             raise ModelError("it does not hold the adapter's modules", where=f"{adapter.place}/{ROTATIONS_FILE}")
-        return turned
+        for key, R in turned.items():
+            if R.ndim < 3 or tuple(R.shape[-2:]) != (adapter.rank, adapter.rank):
+                where = f"{adapter.place}/{ROTATIONS_FILE}"
+                raise ModelError(f"{key} does not hold blocks of {adapter.rank}", where=where)
+        return {layer: Factor(held, Tensor.double) for (layer, _), held in _by_layer(turned, 3).items()}
     config, size = adapter.config, adapter.rank
-    form = "CayleyNeumann" if config.get("use_cayley_neumann") else "Cayley"
-    terms = int(config.get("num_cayley_neumann_terms", 5))
     if config.get("coft"):
         raise UnsupportedError("constrained OFT (coft) without its rotations is not merged", where=adapter.place)
-    built = {}
-    for key, parameters in _tensors(adapter, MODEL_FILE).items():
-        if parameters.shape[1] != size * (size - 1) // 2:
+    tensors = _tensors(adapter, MODEL_FILE)
+    for key, parameters in tensors.items():
+        if parameters.shape[-1] != size * (size - 1) // 2:
             raise ModelError(f"{key} does not hold blocks of {size}", where=f"{adapter.place}/{MODEL_FILE}")
-        built[module_of(key)[0]] = rotations(parameters, size, form, terms).double()
-    return built
+    build = partial(_build, size=size, form=adapter.parametrization, terms=adapter.neumann_terms)
+    return {layer: Factor(held, build) for (layer, _), held in _by_layer(tensors, 2).items()}
 
 
-def _concatenated(combined: Combined) -> tuple[dict[str, Tensor], int, float, float]:
-    """Tensors, rank, alpha and deviation. Modules with fewer terms are padded with zeros to one rank for all."""
-    first = next(iter(combined.lora.values()))[0].scaling or 1.0
-    rank = max(sum(part.lora_A.shape[0] for part in parts) for parts in combined.lora.values())
-    tensors: dict[str, Tensor] = {}
-    largest = wrong = 0.0
-    for module, parts in combined.lora.items():
-        A = torch.cat([part.lora_A for part in parts])
-        # If scalings differ by a power of two, nothing is rounded.
-        B = torch.cat([part.lora_B * (part.scaling / first) for part in parts], dim=1)
-        missing = rank - A.shape[0]
-        A, B = torch.nn.functional.pad(A, (0, 0, 0, missing)), torch.nn.functional.pad(B, (0, missing))
-        tensors |= {f"{PREFIX}{module}.lora_A.weight": A, f"{PREFIX}{module}.lora_B.weight": B}
-        exact = sum((part.delta(0, len(B)).double() for part in parts), torch.zeros(()))
-        written = (B.bfloat16().double() @ A.bfloat16().double()) * first
-        largest = max(largest, float(exact.abs().max()))
-        wrong = max(wrong, float((written - exact).abs().max()))
-    return tensors, rank, first * rank, wrong / largest if largest else 0.0
-
-
-def _cayley(combined: Combined, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """Solves R = (I - Q)(I + Q)^-1 for Q. A rotation rounded to BF16 has a nearly skew Q: the skew part is taken, and
-    the change that this causes is the deviation."""
-    rows, columns = torch.triu_indices(size, size, 1)
-    identity = torch.eye(size, dtype=torch.float64)
-    parameters, turned, deviation = {}, {}, 0.0
-    for module, R in combined.rotation.items():
-        wide = R.double()
-        sum_ = identity + wide
-        if float(torch.linalg.cond(sum_).max()) > 1e6:
-            raise UnsupportedError(
-                "the product of the rotations turns a direction by nearly 180 degrees: it has no Cayley form",
-                where=module,
-                fix="merge the adapters into the base, one after the other",
-            )
-        Q = torch.linalg.solve(sum_, identity - wide)
-        skew = (Q - Q.mT) / 2
-        kept = skew[:, rows, columns].float().contiguous()
-        again = rotations(kept, size, "Cayley", 5)
-        assert torch.equal(skew_symmetric(kept, size), -skew_symmetric(kept, size).mT)
-        deviation = max(deviation, float((again.double() - wide).abs().max()))
-        parameters[f"{PREFIX}{module}.oft_R.weight"] = kept
-        turned[f"{module}.oft_R"] = again
-    return parameters, turned, deviation
+def _build(parameters: Tensor, size: int, form: str, terms: int) -> Tensor:
+    return rotations(parameters, size, form, terms).double()

@@ -11,14 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.checkpoints.destination import Destination, file_digest, opened
-from orbit_runtime.checkpoints.rewrite import Change, Item, Rewrite, split_shards
+from orbit_runtime.checkpoints.rewrite import Item, Rewrite, split_shards
+from orbit_runtime.checkpoints.stacks import Stack, find_stacks
 from orbit_runtime.checkpoints.target import Target, build_config, check_groups, choose_modules, quantization_block
 from orbit_runtime.checkpoints.tensor_files import ShardWriter, TensorSource
 from orbit_runtime.errors import UnsupportedError, UsageError
@@ -92,26 +93,34 @@ def convert(source: Path, folder: Path, target: Target, *, show: Show, shard_byt
     return write(rewrite, config, folder, {"kind": "convert"}, show=show, shard_bytes=shard_bytes)
 
 
-def prepare(source: Path, target: Target, change: Change | None = None) -> tuple[Rewrite, Mapping[str, Any]]:
+def prepare(source: Path, target: Target) -> tuple[Rewrite, Mapping[str, Any]]:
     """Reads the source's headers, and decides what to do with each module."""
     headers = folder_headers(source)
     config_file = f"{source}/config.json"
     quant = parse_quantization(headers.config, where=config_file, tensors=headers.infos())
     linears = read_linears(headers.tensors, quant, config=config_file)
     check_head(headers.config, linears, config_file)
-    fused = [linear for linear in linears.values() if linear.layout == "MXFP4GptOss"]
-    if fused:
-        raise UnsupportedError(
-            "experts stored in one tensor cannot be converted", where=fused[0].module, fix="use the model as it is"
-        )
     tensors = TensorSource(source)
+    stacks = find_stacks(headers.config, tensors, linears)
+    if target.layout != "BF16":
+        check_writable(stack for stack in stacks.values() if stack.layout != "BF16")
     packed = {name for linear in linears.values() for name in linear.tensors}
     dense = {name: info for name, (_, info) in tensors.tensors.items() if name not in packed}
     # In a changed packed model, packed modules are packed again; all others stay as they are.
     packs_again = bool(linears) and target.layout != "BF16"
     chosen = list(linears) if packs_again else choose_modules(headers.config, dense, target)
     check_groups({module: _columns(module, linears, dense) for module in chosen}, target)
-    return Rewrite(tensors, linears, target, frozenset(chosen), change), headers.config
+    return Rewrite(tensors, linears, target, frozenset(chosen), stacks), headers.config
+
+
+def check_writable(stacks: Iterable[Stack]) -> None:
+    """Raises `UnsupportedError` for the first one: stacks are written in BF16 only."""
+    for stack in stacks:
+        raise UnsupportedError(
+            "all experts of the layer are in one tensor, which Orbit writes in BF16 only",
+            where=stack.module,
+            fix="write BF16 (--precision BF16), or use the model as it is",
+        )
 
 
 def write(

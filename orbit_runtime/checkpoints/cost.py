@@ -9,17 +9,19 @@ Belongs here: loading both models in turn, and the numbers. Does not belong here
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.inject import AdaptedLayer
 from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot
-from orbit_runtime.checkpoints.combine import Combined
+from orbit_runtime.checkpoints.combine import EVERY, Combined, Rotation, side_A, side_B
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.parity.statistics import Difference, build_difference
 from orbit_runtime.policy import Policy, load_policy
@@ -58,7 +60,7 @@ def measure(base: Path, merged: Path, combined: Combined, prompts: Sequence[str]
     tokenizer = ChatTokenizer(merged)
     ids = tokenizer.encode_many([[{"role": "user", "content": prompt}] for prompt in prompts])
     # An adapter is part of every policy; that of the merged model stays off.
-    off = AdapterConfig(type="LoRA", targets=tuple(sorted(combined.modules())), rank=1, alpha=1.0)
+    off = _off(combined)
     policy = _load(merged, off, device)
     engine = TorchEngine(policy, tokenizer, max_running_requests=len(ids))
     sampling = Sampling(max_new_tokens=NEW_TOKENS)
@@ -73,7 +75,7 @@ def measure(base: Path, merged: Path, combined: Combined, prompts: Sequence[str]
     gc.collect()
     policy = _load(base, off, device)
     for name, layer in policy.injected.layers.items():
-        layer.slots[SLOT] = _slot(combined, name, layer.device)
+        layer.slots[SLOT] = _slot(combined, name, layer)
     of_adapter = _logprobs(policy, branches, SLOT)
     return Cost(build_difference(of_adapter, of_merged), len(branches), sum(len(b.continuation_T) for b in branches))
 
@@ -83,13 +85,43 @@ def _load(folder: Path, adapter: AdapterConfig, device: str) -> Policy:
     return load_policy(folder, adapter, device=device, compute_dtype=compute_dtype)
 
 
-def _slot(combined: Combined, module: str, device: torch.device) -> Slot:
-    if module in combined.rotation:
-        return OFTSlot(combined.rotation[module].to(device))
-    parts = combined.lora[module]
-    A = torch.cat([part.lora_A for part in parts]).to(device)
-    B = torch.cat([part.lora_B * part.scaling for part in parts], dim=1).to(device)
+def _off(combined: Combined) -> AdapterConfig:
+    """The smallest adapter of the type and layers: layers of experts apply slots of their own type only."""
+    targets = tuple(sorted(combined.layers()))
+    if combined.type == "LoRA":
+        return AdapterConfig("LoRA", targets, rank=1, alpha=1.0, experts="Shared")
+    size = next(iter(combined.rotation.values())).size
+    return AdapterConfig("OFT", targets, block_size=size, experts="Shared")
+
+
+def _slot(combined: Combined, name: str, layer: AdaptedLayer) -> Slot:
+    """On the layer's device, in its compute dtype; `[E or 1, …]` for a layer of experts."""
+    dtype = layer.selection.compute_dtype
+
+    def stacked(held: set[int], value: Callable[[int], Tensor]) -> Tensor:
+        if name not in combined.experts:
+            return value(EVERY).to(layer.device, dtype)
+        experts = range(layer.part.num_experts) if held - {EVERY} else (EVERY,)
+        return torch.stack([value(expert).to(layer.device, dtype) for expert in experts])
+
+    if name in combined.rotation:
+        rotation = combined.rotation[name]
+        return OFTSlot(stacked(rotation.experts(), lambda expert: _rotation(rotation, expert)))
+    parts = combined.lora[name]
+    of_A = {expert for part in parts for expert in part.lora_A}
+    of_B = {expert for part in parts for expert in part.lora_B}
+    A = stacked(of_A, lambda expert: side_A(parts, expert))
+    B = stacked(of_B, lambda expert: side_B(parts, expert))
     return LoRASlot(A, B, 1.0)
+
+
+def _rotation(rotation: Rotation, expert: int) -> Tensor:
+    """R, or the identity for an expert that no adapter covers."""
+    R = rotation.at(expert)
+    if R is None:
+        (features,) = rotation.features()
+        return torch.eye(rotation.size).expand(features // rotation.size, -1, -1)
+    return R
 
 
 def _logprobs(policy: Policy, branches: Sequence[Branch], slot: str | None) -> list[float]:

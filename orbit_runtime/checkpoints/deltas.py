@@ -3,69 +3,148 @@
     LoRA   y = x W^T + s (x A^T) B^T      =>   W' = W + s B A
     OFT    y = (x R) W^T                  =>   W' = W R^T, block by block
 
-Belongs here: applying a combination to runs of rows, and checking that it fits the base.
+Each routed expert has a weight of its own, so a change that experts share is applied to each of them.
+
+Belongs here: finding the base's weight of each layer and expert, and applying a combination to runs of its rows.
 Does not belong here: reading or writing the base (`rewrite`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count, takewhile
 
 from torch import Tensor
 
 from orbit_runtime.adapters.oft import rotate
-from orbit_runtime.checkpoints.combine import Combined
+from orbit_runtime.checkpoints.combine import EVERY, Combined
 from orbit_runtime.errors import ModelError
+
+Rename = Callable[[str], str]
+"""The model's own name of a module → the checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True)
+class Spot:
+    """Where an adapter changes one of the base's weights. Example: `Spot("model.layers.1.mlp.experts.up_proj", 3)`."""
+
+    layer: str
+    expert: int = EVERY
+
+
+@dataclass(slots=True)
 class AdapterChange:
     """A `Change` for `rewrite`."""
 
     combined: Combined
+    spots: Mapping[str, Spot]
+    """The base's module → what changes it."""
+    _modules: frozenset[str] = field(init=False)
+    _newest: tuple[Spot, Tensor] | None = field(init=False, default=None)
+    """The rotation of the rows before."""
+
+    def __post_init__(self) -> None:
+        self._modules = frozenset(self.spots)
 
     def modules(self) -> frozenset[str]:
-        return self.combined.modules()
+        return self._modules
 
     def apply(self, module: str, rows: Tensor, start: int) -> Tensor:
         """fp32 rows of W → fp32 rows of W'."""
-        if module in self.combined.rotation:
+        spot = self.spots[module]
+        if spot.layer in self.combined.rotation:
             # A row w of W becomes w R^T: the same product as for an input, with R transposed.
-            return rotate(rows, self.combined.rotation[module].mT.contiguous())
-        for part in self.combined.lora[module]:
-            rows = rows + part.delta(start, start + len(rows))
+            return rotate(rows, self._rotation(spot).mT.contiguous())
+        for part in self.combined.lora[spot.layer]:
+            delta = part.delta(start, start + len(rows), spot.expert)
+            rows = rows if delta is None else rows + delta
         return rows
 
+    def _rotation(self, spot: Spot) -> Tensor:
+        rotation = self.combined.rotation[spot.layer]
+        is_own = any(spot.expert in factor.held for factor in rotation.factors)
+        key = spot if is_own else Spot(spot.layer)
+        if self._newest is None or self._newest[0] != key:
+            R = rotation.at(spot.expert)
+            assert R is not None, "a spot is changed by some adapter"
+            self._newest = (key, R)
+        return self._newest[1]
 
-def check_fits(combined: Combined, shapes: Mapping[str, tuple[int, int]], base: str) -> None:
-    """Raises `ModelError` naming the first adapted module that the base lacks or has in another shape."""
-    for module in sorted(combined.modules()):
-        if module not in shapes:
-            raise ModelError(
-                f"the adapter changes {module}, which is not a linear layer of the base",
-                where=base,
-                fix="name the base that the adapter was trained on",
-            )
-        rows, columns = shapes[module]
-        if module in combined.rotation:
-            blocks, size, _ = combined.rotation[module].shape
-            wanted = f"rotates {blocks * size} inputs" if blocks * size != columns else ""
-        else:
-            wanted = next(
-                (
-                    f"is [{part.lora_B.shape[0]}, {part.lora_A.shape[1]}]"
-                    for part in combined.lora[module]
-                    if (part.lora_B.shape[0], part.lora_A.shape[1]) != (rows, columns)
-                ),
-                "",
-            )
-            rank = max(part.lora_A.shape[0] for part in combined.lora[module])
-            if not wanted and rank > min(rows, columns):
-                wanted = f"has rank {rank}"
-        if wanted:
-            raise ModelError(
-                f"the adapter of {module} {wanted}, the base's weight is [{rows}, {columns}]",
-                where=base,
-                fix="name the base that the adapter was trained on",
-            )
+
+def find_spots(combined: Combined, shapes: Mapping[str, tuple[int, int]], rename: Rename, base: str) -> dict[str, Spot]:
+    """The base's weights that the adapter changes, by module.
+
+    Args:
+        shapes: the base's weights. An expert in a tensor of all experts is called `<tensor>.<expert>`.
+
+    Raises:
+        ModelError: naming the first adapted layer that the base lacks, or has in another shape or number of experts.
+    """
+    spots: dict[str, Spot] = {}
+    for layer in sorted(combined.layers()):
+        found = list(_modules(layer, combined, shapes, rename))
+        if not found:
+            raise _other_base(f"the adapter changes {layer}, which is not a linear layer of the base", base)
+        own = _own_experts(combined, layer)
+        if max(own, default=0) >= len(found) or combined.experts.get(layer, 0) not in (0, len(found)):
+            number = combined.experts[layer] or max(own) + 1
+            raise _other_base(f"the adapter of {layer} is for {number} experts, the base has {len(found)}", base)
+        for module, expert in found:
+            if _changes(combined, layer, expert):
+                wrong = _misfit(combined, layer, shapes[module])
+                if wrong:
+                    rows, columns = shapes[module]
+                    raise _other_base(f"the adapter of {layer} {wrong}, the base's weight is [{rows}, {columns}]", base)
+                spots[module] = Spot(layer, expert)
+    return spots
+
+
+def _modules(
+    layer: str, combined: Combined, shapes: Mapping[str, tuple[int, int]], rename: Rename
+) -> Iterator[tuple[str, int]]:
+    """(the base's module, expert): one for a dense layer, one for each expert of a layer of experts."""
+    if layer not in combined.experts:
+        yield from ((name, EVERY) for name in (_known(layer, shapes, rename),) if name)
+        return
+    parent, _, leaf = layer.rpartition(".")
+    for form in (f"{parent}.{{}}.{leaf}", f"{layer}.{{}}"):
+        names = ((_known(form.format(expert), shapes, rename), expert) for expert in count())
+        yield from takewhile(lambda found: found[0] is not None, names)
+
+
+def _known(name: str, shapes: Mapping[str, tuple[int, int]], rename: Rename) -> str | None:
+    """The name itself counts first: an adapter of PEFT's own may have the checkpoint's names."""
+    return next((each for each in (name, rename(name)) if each in shapes), None)
+
+
+def _own_experts(combined: Combined, layer: str) -> set[int]:
+    if layer in combined.rotation:
+        return combined.rotation[layer].experts()
+    return {expert for part in combined.lora[layer] for expert in part.experts()}
+
+
+def _changes(combined: Combined, layer: str, expert: int) -> bool:
+    """PEFT can adapt some of the experts only."""
+    if layer in combined.rotation:
+        return any(expert in factor.held or EVERY in factor.held for factor in combined.rotation[layer].factors)
+    return any(part.covers(expert) for part in combined.lora[layer])
+
+
+def _misfit(combined: Combined, layer: str, shape: tuple[int, int]) -> str:
+    """What the adapter has instead of the base's shape; empty if it fits."""
+    rows, columns = shape
+    if layer in combined.rotation:
+        (features,) = combined.rotation[layer].features()
+        return f"rotates {features} inputs" if features != columns else ""
+    for part in combined.lora[layer]:
+        A, B = next(iter(part.lora_A.values())), next(iter(part.lora_B.values()))
+        if (B.shape[0], A.shape[1]) != shape:
+            return f"is [{B.shape[0]}, {A.shape[1]}]"
+        if part.rank > min(rows, columns):
+            return f"has rank {part.rank}"
+    return ""
+
+
+def _other_base(message: str, base: str) -> ModelError:
+    return ModelError(message, where=base, fix="name the base that the adapter was trained on")

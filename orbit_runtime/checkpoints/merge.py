@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
-from orbit_runtime.checkpoints.combine import Combined, CombinedFiles, combine, write_combined
-from orbit_runtime.checkpoints.convert import SHARD_BYTES, Result, Show, prepare, write
-from orbit_runtime.checkpoints.deltas import AdapterChange, check_fits
-from orbit_runtime.checkpoints.target import Target
-from orbit_runtime.errors import ModelError, OutputError, UnsupportedError
+from orbit_runtime.checkpoints.combine import Combined, combine
+from orbit_runtime.checkpoints.combined_files import CombinedFiles, write_combined
+from orbit_runtime.checkpoints.convert import SHARD_BYTES, Result, Show, check_writable, prepare, write
+from orbit_runtime.checkpoints.deltas import AdapterChange, find_spots
+from orbit_runtime.checkpoints.rewrite import Rewrite
+from orbit_runtime.checkpoints.target import WRITABLE, Target
+from orbit_runtime.errors import ModelError, UnsupportedError
 from orbit_runtime.model_info.checkpoint import folder_headers
 from orbit_runtime.model_info.content import weights_digest
 from orbit_runtime.model_info.layouts import read_linears
 from orbit_runtime.model_info.quantization import parse_quantization
+from orbit_runtime.policy.families import find_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,11 @@ class MergedBase:
     written: Result
     base_weights: str
     combined: Combined
+    modules: tuple[str, ...]
+    """The base's modules that were changed; of experts in one tensor `<module>.<expert>`."""
 
     def to_json(self) -> dict[str, Any]:
-        adapted = sorted(self.combined.modules())
-        return {**self.written.to_json(), "base_weights": self.base_weights, "adapted_modules": adapted}
+        return {**self.written.to_json(), "base_weights": self.base_weights, "adapted_modules": list(self.modules)}
 
 
 def merge_into_base(
@@ -60,26 +64,16 @@ def merge_into_base(
 
     Raises:
         ModelError: an adapter belongs to another base, or does not fit.
-        UnsupportedError: the target would quantise untouched modules a second time.
+        UnsupportedError: Orbit does not write the target, or it would quantise untouched modules a second time.
     """
     combined = combine(adapters, weights)
     digest = weights_digest(base.folder)
     check_base(adapters, digest, base.name, unchecked=unchecked)
-    rewrite, config = prepare(base.folder, target, AdapterChange(combined))
-    shapes = {name: (linear.rows, linear.columns) for name, linear in rewrite.linears.items()}
-    for name, (_, info) in rewrite.source.tensors.items():
-        if name.endswith(".weight") and len(info.shape) == 2:
-            shapes.setdefault(name.removesuffix(".weight"), (info.shape[0], info.shape[1]))
-    check_fits(combined, shapes, base.name)
-    if target.layout != "BF16":
-        for linear in rewrite.linears.values():
-            if linear.layout != target.layout and linear.module not in combined.modules():
-                raise UnsupportedError(
-                    f"{linear.module} is {linear.layout} and no adapter changes it: writing {target.layout} would "
-                    "quantise it a second time",
-                    where=base.name,
-                    fix="merge to BF16, or to the base's own format",
-                )
+    rewrite, config = prepare(base.folder, target)
+    rename = find_family(config.get("model_type")).checkpoint_name
+    change = AdapterChange(combined, find_spots(combined, _shapes(rewrite), rename, base.name))
+    rewrite.change = change
+    _check_target(rewrite, change, base.name)
     facts = {
         "kind": "merge",
         "base_weights": digest,
@@ -89,17 +83,53 @@ def merge_into_base(
         ],
     }
     result = write(rewrite, config, folder, facts, show=show, shard_bytes=SHARD_BYTES)
-    return MergedBase(result, digest, combined)
+    return MergedBase(result, digest, combined, tuple(sorted(change.modules())))
+
+
+def _shapes(rewrite: Rewrite) -> dict[str, tuple[int, int]]:
+    """The weights of the base by module, those of experts in one tensor by expert."""
+    shapes = {name: (linear.rows, linear.columns) for name, linear in rewrite.linears.items()}
+    for name, (_, info) in rewrite.source.tensors.items():
+        if name.endswith(".weight") and len(info.shape) == 2:
+            shapes.setdefault(name.removesuffix(".weight"), (info.shape[0], info.shape[1]))
+    for stack in rewrite.stacks.values():
+        shapes |= dict.fromkeys(stack.experts(), (stack.rows, stack.columns))
+    return shapes
+
+
+def _check_target(rewrite: Rewrite, change: AdapterChange, base: str) -> None:
+    target, changed = rewrite.target, change.modules()
+    if target.layout == "BF16":
+        return
+    check_writable(stack for stack in rewrite.stacks.values() if changed.intersection(stack.experts()))
+    for linear in rewrite.linears.values():
+        if linear.layout != target.layout and linear.module not in changed:
+            raise UnsupportedError(
+                f"{linear.module} is {linear.layout} and no adapter changes it: writing {target.layout} would "
+                "quantise it a second time",
+                where=base,
+                fix="merge to BF16, or to the base's own format",
+            )
 
 
 def base_target(base: Path, precision: str) -> Target | None:
-    """The base's own layout and group if it is already packed in `precision`; otherwise None."""
+    """The base's own layout and group if it is already packed in `precision`; otherwise None.
+
+    Raises:
+        UnsupportedError: it is a layout that only its authors write, such as DeepSeek-V4's.
+    """
     headers = folder_headers(base)
     quant = parse_quantization(headers.config, where=f"{base}/config.json", tensors=headers.infos())
     if quant.name != precision or precision == "BF16":
         return None
     linears = read_linears(headers.tensors, quant, config=f"{base}/config.json")
     main = next((linear for linear in linears.values() if linear.layout == (quant.layout or quant.name)), None)
+    if main is not None and main.layout not in WRITABLE:
+        raise UnsupportedError(
+            f"{main.module} is {main.layout}, which Orbit reads but does not write",
+            where=str(base),
+            fix="merge to BF16 (--precision BF16), or serve base and adapter side by side",
+        )
     return Target(main.layout, main.group) if main else None
 
 
@@ -135,17 +165,8 @@ def merge_adapters(adapters: Sequence[AdapterFolder], weights: Sequence[float], 
             where=", ".join(adapter.place for adapter in adapters),
             fix="combine adapters of one base",
         )
-    made = write_combined(adapters, weights, next(iter(bases), None))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise OutputError("the folder is not empty", where=str(folder), fix="name a new folder")
-        for name, data in made.files.items():
-            (folder / name).write_bytes(data)
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", where=str(folder)) from error
-    return made
+    return write_combined(adapters, weights, next(iter(bases), None), folder)
 
 
 def combined_json(made: CombinedFiles, folder: Path) -> dict[str, Any]:
-    return {"folder": str(folder), **{key: value for key, value in asdict(made).items() if key != "files"}}
+    return {"folder": str(folder), **asdict(made)}

@@ -1,7 +1,8 @@
 """Rewrites a checkpoint module by module, a run of rows at a time: the common core of convert and merge.
 
 At any time, only one run of rows is dense, besides the packed bytes of the current module, so peak memory is far below
-one layer. The contents of a file are known before its first value is computed, so its header is written first.
+one layer; of experts in one tensor, one expert is. The contents of a file are known before its first value is computed,
+so its header is written first.
 
 Belongs here: the order of reading, computing and writing; errors of the new format.
 Does not belong here: complete and partial files (`destination`), the choice of modules (`target`), adapters (`deltas`).
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.names import SHARED_INPUTS
+from orbit_runtime.checkpoints.stacks import Stack, read_expert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.checkpoints.tensor_files import CODES, Output, ShardWriter, TensorSource
 from orbit_runtime.errors import ModelError
@@ -93,21 +95,35 @@ class Rewrite:
     target: Target
     quantised: frozenset[str]
     """Modules to write in the target's layout."""
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    """Modules that hold all experts of a layer in one tensor. They are copied, or written in BF16."""
     change: Change | None = None
     _amax: dict[str, Tensor] = field(default_factory=dict)
 
     def items(self) -> list[Item]:
         """All items to be written, in the order of the source's bytes."""
         changed = self.change.modules() if self.change else frozenset()
+        computed = self.quantised | changed
         part_of = {tensor: linear.module for linear in self.linears.values() for tensor in linear.tensors}
+        stack_of = {
+            tensor: stack
+            for stack in self.stacks.values()
+            if stack.module in self.linears or changed.intersection(stack.experts())
+            for tensor in stack.tensors
+        }
         items: dict[str, Item] = {}
         sizes: dict[str, int] = {}
         for name in self.source.in_order():
             info = self.source.tensors[name][1]
             module = part_of.get(name) or name.removesuffix(".weight")
-            if name in part_of and module in self.quantised and self._stays(module):
+            if name in stack_of:
+                stack = stack_of[name]
+                sizes[stack.module] = sizes.get(stack.module, 0) + info.num_bytes
+                outputs = (Output(stack.module, "BF16", stack.shape),)
+                items[stack.module] = Item(stack.module, outputs, sizes[stack.module], "BF16")
+            elif name in part_of and module in self.quantised and self._stays(module):
                 items[name] = Item(name, (Output(name, info.dtype, info.shape),), info.num_bytes)
-            elif name in part_of or (name.endswith(".weight") and module in self.quantised | changed):
+            elif name in part_of or (name.endswith(".weight") and module in computed):
                 sizes[module] = sizes.get(module, 0) + info.num_bytes
                 items[module] = self._computed(module, sizes[module])
             else:
@@ -121,6 +137,8 @@ class Rewrite:
                 writer.write_bytes(item.name, offset, self.source.raw(item.name, offset, count))
             advance(item.source_bytes, item.name)
             return None
+        if item.name in self.stacks:
+            return self._write_stack(item, writer, advance)
         codec, deviation = FORMATS[item.layout], Deviation()
         shape = self._shape(item.name)
         extra = self._extra(item.name)
@@ -130,6 +148,30 @@ class Rewrite:
             deviation.add(written, wanted)
             advance(round(share * (start + len(wanted))) - round(share * start), item.name)
         return deviation
+
+    def _write_stack(self, item: Item, writer: ShardWriter, advance: Advance) -> Deviation:
+        """One expert at a time, turned to `[K, N]`."""
+        stack, deviation = self.stacks[item.name], Deviation()
+        changed = self.change.modules() if self.change is not None else frozenset()
+        share = item.source_bytes / stack.num_experts
+        for expert, name in enumerate(stack.experts()):
+            wanted = read_expert(self.source, stack, expert)
+            self._check_finite(wanted, f"expert {expert}", stack.tensors[0])
+            if self.change is not None and name in changed:
+                wanted = self.change.apply(name, wanted, 0)
+            written = wanted.bfloat16()
+            writer.write_rows(item.name, expert, written.t())
+            deviation.add(written.float(), wanted)
+            advance(round(share * (expert + 1)) - round(share * expert), item.name)
+        return deviation
+
+    def _check_finite(self, values: Tensor, what: str, tensor: str) -> None:
+        if not bool(values.isfinite().all()):
+            raise ModelError(
+                f"a value in {what} is not finite",
+                where=self.source.where(tensor),
+                fix="the model is damaged: download it again",
+            )
 
     def _stays(self, module: str) -> bool:
         """Whether a packed module keeps its bytes: if unchanged, and in NVFP4 only with all that share its scale."""
@@ -171,13 +213,8 @@ class Rewrite:
         read = self._reader(module)
         for start in range(0, rows, run):
             values = read(start, min(start + run, rows))
-            if not bool(values.isfinite().all()):
-                key = self.linears[module].tensors[0] if module in self.linears else f"{module}.weight"
-                raise ModelError(
-                    f"a value in rows {start} to {start + len(values) - 1} is not finite",
-                    where=self.source.where(key),
-                    fix="the model is damaged: download it again",
-                )
+            key = self.linears[module].tensors[0] if module in self.linears else f"{module}.weight"
+            self._check_finite(values, f"rows {start} to {start + len(values) - 1}", key)
             if self.change is not None and module in self.change.modules():
                 values = self.change.apply(module, values, start)
             yield start, values

@@ -70,6 +70,12 @@ class TensorSource:
         rows = self._bytes(name, start * width, (stop - start) * width)
         return rows.view(DTYPES[info.dtype]).view(stop - start, info.shape[1])
 
+    def read_part(self, name: str, index: int) -> Tensor:
+        """`tensor[index]` along the first axis."""
+        info = self.tensors[name][1]
+        size = info.num_bytes // info.shape[0]
+        return self._bytes(name, index * size, size).view(DTYPES[info.dtype]).view(info.shape[1:])
+
     def blocks(self, name: str) -> list[tuple[int, int]]:
         """Yields (offset, bytes) for each piece in which a tensor is copied."""
         size = self.tensors[name][1].num_bytes

@@ -104,7 +104,7 @@ def _merge_into_base(
         print_json({**merged.to_json(), "cost": cost.difference.to_json() if cost else None})
         return
     print(format_result(merged.written))
-    print(f"{len(merged.combined.modules())} modules changed by {len(read)} adapter{'s' if len(read) > 1 else ''}")
+    print(f"{len(merged.modules)} modules changed by {len(read)} adapter{'s' if len(read) > 1 else ''}")
     if cost is not None:
         print(format_cost(cost))
 

@@ -34,6 +34,7 @@ from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.policy import load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.quant.formats import FORMATS
+from tests.integration.tiny_families import make_family
 from tests.integration.tiny_models import load_reference, make_checkpoint, reference_logprobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -397,3 +398,15 @@ def test_peak_memory_stays_below_one_layer_in_bf16(tmp_path: Path, precision: st
     print(f"{precision}: peak {peak / 2**20:.1f} MiB above the start, a layer is {layer / 2**20:.1f} MiB")
     assert peak <= layer * 1.05
     assert layer > 30 * 2**20
+
+
+def test_experts_in_one_tensor_are_unpacked_and_not_packed_again(tmp_path: Path) -> None:
+    packed, plain = make_family(tmp_path, "gpt_oss", "MXFP4GptOss")
+    convert(packed, tmp_path / "bf16", target_of("BF16"), show=quiet)
+    made, wanted = tensors_of(tmp_path / "bf16"), tensors_of(plain)
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+    load_reference(tmp_path / "bf16")
+    with pytest.raises(UnsupportedError, match="in one tensor, which Orbit writes in BF16 only"):
+        convert(packed, tmp_path / "int4", target_of("INT4"), show=quiet)
+    assert not (tmp_path / "int4").exists()

@@ -16,6 +16,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.files import MODEL_FILE
 from orbit_runtime.adapters.inject import Injected, inject
 from orbit_runtime.adapters.layer import Dropout
+from orbit_runtime.adapters.names import expert_file_names, layer_of
 from orbit_runtime.adapters.oft import constrained, rotations, series_error, skew_symmetric
 from orbit_runtime.adapters.report import InjectReport
 from orbit_runtime.errors import ManifestError
@@ -302,3 +303,17 @@ def test_peft_computes_the_same_from_the_files_of_experts_each_with_its_own(tmp_
         logits = theirs_model(torch.tensor([ids])).logits[0].log_softmax(-1)
     theirs = logits[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("leaf", [*LEAVES, "gate_up_proj"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_file_s_name_leads_back_to_layer_and_expert(layout: str, leaf: str) -> None:
+    layer = f"model.layers.3.mlp.experts.{leaf}"
+    modules = [name.removesuffix(".lora_A") for name in expert_file_names(layer, "lora_A", layout, E)]
+    found = [layer_of(module, is_stacked=layout != "PerExpert") for module in modules]
+    assert found == ([(layer, index) for index in range(E)] if layout == "PerExpert" else [(layer, None)])
+
+
+def test_a_dense_layer_s_name_in_a_file_is_its_own() -> None:
+    for module in ("model.layers.3.mlp.shared_experts.up_proj", "model.layers.3.self_attn.q_proj", "experts.w1"):
+        assert layer_of(module, is_stacked=False) == (module, None)
