@@ -43,6 +43,11 @@ def _hold_arrays(record: object, **codes: str) -> None:
             object.__setattr__(record, name, array(code, value))
 
 
+def count_trained(mask_T: array[int]) -> int:
+    """Number of ones in a loss mask."""
+    return mask_T.tobytes().count(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the data.
@@ -183,7 +188,7 @@ class Rollout:
     @property
     def trains(self) -> bool:
         """It was scored, and the policy chose a token of it."""
-        return self.reward is not None and 1 in self.loss_mask_T
+        return self.reward is not None and 1 in self.loss_mask_T.tobytes()
 
 
 @dataclass(frozen=True, slots=True)

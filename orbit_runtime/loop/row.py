@@ -19,7 +19,7 @@ from orbit_runtime.loop.staleness import Staleness
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row, part_field, source_field
 from orbit_runtime.parity.statistics import ParityLimits
-from orbit_runtime.types import Group, Rollout, UpdateResult
+from orbit_runtime.types import Group, Rollout, UpdateResult, count_trained
 
 
 def step_row(
@@ -38,7 +38,7 @@ def step_row(
     rollouts = [rollout for group in collected.groups_P for rollout in group.rollouts_G]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     outcomes = Counter(rollout.outcome for rollout in rollouts)
-    lengths = [sum(rollout.loss_mask_T) for rollout in rollouts]
+    lengths = [count_trained(rollout.loss_mask_T) for rollout in rollouts]
     tokens = sum(lengths)
     counts = count_groups(collected.groups_P)
     trained = {name: value for name, value in result.metrics.items() if name in FIELDS}

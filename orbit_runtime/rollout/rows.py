@@ -25,6 +25,7 @@ from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Request
 
 Segment = tuple[str | None, int, int]
 UNCUT: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+_NONE = array(TOKENS)
 UNTOLD = np.iinfo(np.int64).max
 """More tokens than a row can have: nothing of the row is reported."""
 
@@ -196,13 +197,8 @@ class Rows:
             return None
         told, generated = self.told_C[rows], self.generated_C[rows]
         counts = generated - told
-        if len(rows) == counts.sum():
-            # One token each, as after most steps, which should not wait for more arithmetic than this.
-            index, places = rows, told
-        else:
-            index = np.repeat(rows, counts)
-            # Each row's first new position, then one more for every further token.
-            places = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts - told, counts)
+        # One token each, as after most steps, which should not wait for more arithmetic than this.
+        index, places = (rows, told) if len(rows) == counts.sum() else _cells(rows, told, counts)
         self.told_C[rows] = generated
         alternatives = (
             {
@@ -241,23 +237,29 @@ class Rows:
 
     def finish(self, done: Sequence[tuple[int, FinishReason]]) -> list[Finished]:
         """The results of these rows."""
+        rows = np.array([row for row, _ in done], np.int64)
+        counts = self.generated_C[rows]
+        cells = _cells(rows, np.zeros_like(counts), counts)
+        tokens = array(TOKENS, self.tokens_CT[cells].tobytes())
+        logprobs = array(FLOATS, self.logprobs_CT[cells].tobytes())
+        ends = np.cumsum(counts).tolist()
         return [
             Finished(
                 self.work[row].request,
                 reason,
-                array(TOKENS, self.tokens_CT[row, : self.generated_C[row]].tobytes()),
-                array(FLOATS, self.logprobs_CT[row, : self.generated_C[row]].tobytes()),
-                self._versions(row),
+                tokens[end - count : end],
+                logprobs[end - count : end],
+                self._versions(row, count),
                 self.routed[row],
                 self.alternatives[row],
             )
-            for row, reason in done
+            for (row, reason), count, end in zip(done, counts.tolist(), ends, strict=True)
         ]
 
-    def _versions(self, row: int) -> array[int]:
+    def _versions(self, row: int, count: int) -> array[int]:
         so_far = self.work[row].request.so_far
-        before = so_far.versions_T if so_far else array(TOKENS)
-        return before + array(TOKENS, (self.version[row],)) * (int(self.generated_C[row]) - len(before))
+        before = so_far.versions_T if so_far else _NONE
+        return before + array(TOKENS, (self.version[row],)) * (count - len(before))
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """Drops rows; returns (sources, targets) of the live rows that moved into the gaps."""
@@ -297,6 +299,12 @@ class Rows:
             adapters = [item.request.adapter for item in self.work]
             self._segments = merge_segments(adapters, count, [row + 1 for row in count])
         return self._segments
+
+
+def _cells(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row and position of `counts` tokens of each row from its position in `starts` on."""
+    index = np.repeat(rows, counts)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts - starts, counts)
 
 
 def _alternatives_so_far(request: Request) -> Alternatives | None:

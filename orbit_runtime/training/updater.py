@@ -34,7 +34,7 @@ from orbit_runtime.training.passes import Passes, TrainingPass
 from orbit_runtime.training.schedule import learning_rate
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.teacher import Teacher
-from orbit_runtime.types import FLOATS, Sample, StateWriter, UpdateResult
+from orbit_runtime.types import FLOATS, Sample, StateWriter, UpdateResult, count_trained
 
 
 class Updater:
@@ -109,7 +109,7 @@ class Updater:
                 norms += self._hold_gradient() if is_held else self._apply_gradient()
                 if self.critic is not None:
                     value_losses += self._update_critic(self.critic, micro)
-        tokens = sum(sum(sample.loss_mask_T) for sample in samples_D)
+        tokens = sum(count_trained(sample.loss_mask_T) for sample in samples_D)
         metrics = self._metrics(self._total(totals), norms, updates)
         if self.critic is not None:
             metrics |= {"value_loss": value_losses / updates} | explained_variance(samples_D)
@@ -267,7 +267,7 @@ class Updater:
     def _micro_batches(self, samples_D: Sequence[Sample], indexes: Sequence[int]) -> list[MicroBatch]:
         """The micro-batches of a mini-batch that this replica computes."""
         settings = self._settings
-        lengths = [sum(samples_D[index].loss_mask_T) for index in indexes]
+        lengths = [count_trained(samples_D[index].loss_mask_T) for index in indexes]
         weights = token_weights(lengths, settings.reduction, settings.constant_length)
         weight_of = dict(zip(indexes, weights, strict=True))
         parts = pack_micro_batches(samples_D, settings.micro_batch_tokens, indexes)
@@ -369,7 +369,7 @@ class Updater:
         for number, counts in deal(len(parts), self._passes.replica):
             part = parts[number]
             micro = self._micro_batch(samples_D, part, dict.fromkeys(part, 0.0), number=number, counts=counts)
-            lengths = [sum(samples_D[index].loss_mask_T) for index in part]
+            lengths = [count_trained(samples_D[index].loss_mask_T) for index in part]
             pieces = read(micro).cpu().split(lengths)
             for index, piece in zip(part if counts else (), pieces, strict=counts):
                 column_T = np.zeros(len(samples_D[index].token_ids_T), np.float32)
