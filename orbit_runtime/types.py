@@ -43,11 +43,6 @@ def _hold_arrays(record: object, **codes: str) -> None:
             object.__setattr__(record, name, array(code, value))
 
 
-def count_trained(mask_T: array[int]) -> int:
-    """Number of ones in a loss mask."""
-    return mask_T.tobytes().count(1)
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the data.

@@ -115,6 +115,11 @@ def spread(value: float | Sequence[float], mask_T: array[int]) -> array[float]:
     return array(FLOATS, column_T.tobytes())
 
 
+def count_trained(mask_T: array[int]) -> int:
+    """Number of tokens that train."""
+    return mask_T.tobytes().count(1)
+
+
 def trained(column_T: array[float], mask_T: array[int]) -> array[float]:
     """The column's values for the tokens that train."""
     assert len(column_T) == len(mask_T)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from orbit_runtime.environments.trajectory import Trajectory
-from orbit_runtime.types import Outcome, Prompt, Rollout, TokenSource, count_trained
+from orbit_runtime.types import Outcome, Prompt, Rollout, TokenSource
 from orbit_runtime.workers.reward_protocol import RewardResult
 
 FAILED: tuple[Outcome, ...] = ("timeout", "crash")
@@ -67,7 +67,7 @@ class Played:
 
 def sampled_tokens(rollout: Rollout) -> int:
     """Tokens that were sampled for it: those that train in it, and, with its episode's first, the unchosen ones."""
-    return count_trained(rollout.loss_mask_T) + round(rollout.counts.get(UNCHOSEN, 0))
+    return rollout.loss_mask_T.tobytes().count(1) + round(rollout.counts.get(UNCHOSEN, 0))
 
 
 class Environment(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from orbit_runtime.types import FLAGS, FLOATS, TOKENS, Completion, FinishReason, RoutedExperts, Turn, count_trained
+from orbit_runtime.types import FLAGS, FLOATS, TOKENS, Completion, FinishReason, RoutedExperts, Turn
 
 _NO_TOKENS, _NO_FLAGS, _NO_FLOATS = array(TOKENS), array(FLAGS), array(FLOATS)
 _NO_LOGPROB, _NO_VERSION = array(FLOATS, [0.0]), array(TOKENS, [-1])
@@ -64,4 +64,4 @@ class Trajectory:
     @property
     def sampled(self) -> int:
         """Tokens that the policy chose."""
-        return count_trained(self.loss_mask_T)
+        return self.loss_mask_T.tobytes().count(1)

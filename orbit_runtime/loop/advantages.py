@@ -12,11 +12,19 @@ from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup, is_infor
 from orbit_runtime.algorithms.kl_reward import kl_penalties
 from orbit_runtime.algorithms.shaping import overlong_penalty
 from orbit_runtime.algorithms.table import Algorithm
-from orbit_runtime.data.samples import build_samples, split_cohorts, spread, trained, with_column, with_end
+from orbit_runtime.data.samples import (
+    build_samples,
+    count_trained,
+    split_cohorts,
+    spread,
+    trained,
+    with_column,
+    with_end,
+)
 from orbit_runtime.spec.algorithm import KL
 from orbit_runtime.spec.objectives import Objective
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import ColumnName, Group, Rollout, Sample, Trainer, count_trained
+from orbit_runtime.types import ColumnName, Group, Rollout, Sample, Trainer
 
 
 def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P: Sequence[Group]) -> list[Sample]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from orbit_runtime.data.samples import count_trained
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.episodes import UNCHOSEN
 from orbit_runtime.errors import GateError
@@ -19,7 +20,7 @@ from orbit_runtime.loop.staleness import Staleness
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row, part_field, source_field
 from orbit_runtime.parity.statistics import ParityLimits
-from orbit_runtime.types import Group, Rollout, UpdateResult, count_trained
+from orbit_runtime.types import Group, Rollout, UpdateResult
 
 
 def step_row(

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from orbit_runtime.data.routing import unpack_experts
+from orbit_runtime.data.samples import count_trained
 from orbit_runtime.policy.distance import Told
 from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
 from orbit_runtime.policy.seen import Seen, build_seen
-from orbit_runtime.types import ColumnName, Sample, Sampling, count_trained
+from orbit_runtime.types import ColumnName, Sample, Sampling
 
 Pack = Callable[[Sequence[Branch]], PackedBatch]
 

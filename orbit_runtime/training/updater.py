@@ -24,6 +24,7 @@ from orbit_runtime.algorithms.objective import own_loss_of
 from orbit_runtime.algorithms.own import LOSS
 from orbit_runtime.algorithms.reduction import token_weights
 from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
+from orbit_runtime.data.samples import count_trained
 from orbit_runtime.errors import DivergedError
 from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.seeds import stream_key
@@ -34,7 +35,7 @@ from orbit_runtime.training.passes import Passes, TrainingPass
 from orbit_runtime.training.schedule import learning_rate
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.teacher import Teacher
-from orbit_runtime.types import FLOATS, Sample, StateWriter, UpdateResult, count_trained
+from orbit_runtime.types import FLOATS, Sample, StateWriter, UpdateResult
 
 
 class Updater:
