@@ -20,7 +20,7 @@ from orbit_runtime.rollout.requests import end_all
 from orbit_runtime.types import TOKENS, Completion, Engine, Request, Sampling
 from orbit_runtime.workers.signs import sign
 
-_NONE = array(TOKENS)
+_NO_VERSIONS = array(TOKENS)
 
 
 class Sampled(Protocol):
@@ -266,7 +266,7 @@ def _checked(completion: Completion, question: _Question) -> Completion:
     """Raises GateError if new tokens carry another version than asked for, or if the earlier ones changed."""
     assert question.policy is not None
     asked = question.policy.version
-    before = question.so_far.versions_T if question.so_far else _NONE
+    before = question.so_far.versions_T if question.so_far else _NO_VERSIONS
     told = completion.versions_T
     # Compared as arrays: a Python object for each token of a long answer would cost more than all the rest here.
     if told != before + array(TOKENS, (asked,)) * (len(told) - len(before)):

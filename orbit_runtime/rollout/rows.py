@@ -25,7 +25,7 @@ from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Request
 
 Segment = tuple[str | None, int, int]
 UNCUT: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-_NONE = array(TOKENS)
+_NO_VERSIONS = array(TOKENS)
 UNTOLD = np.iinfo(np.int64).max
 """More tokens than a row can have: nothing of the row is reported."""
 
@@ -258,7 +258,7 @@ class Rows:
 
     def _versions(self, row: int, count: int) -> array[int]:
         so_far = self.work[row].request.so_far
-        before = so_far.versions_T if so_far else _NONE
+        before = so_far.versions_T if so_far else _NO_VERSIONS
         return before + array(TOKENS, (self.version[row],)) * (count - len(before))
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
