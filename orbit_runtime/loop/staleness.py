@@ -51,13 +51,16 @@ def check_staleness(staleness: Staleness, limit: int) -> None:
 def with_stale(samples_D: Sequence[Sample], groups_P: Sequence[Group], version: int) -> list[Sample]:
     """The samples, with the column `stale` if any token of the step is stale."""
     trained_PG = [[rollout for rollout in group.rollouts_G if rollout.trains] for group in groups_P]
-    if all(np.isin(_versions(rollouts_G), (version, -1)).all() for rollouts_G in trained_PG):
+    if all(((versions == version) | (versions < 0)).all() for versions in map(_versions, trained_PG)):
         return list(samples_D)
     columns = []
-    for rollout in (each for rollouts_G in trained_PG for each in rollouts_G):
-        versions_T = _versions([rollout])
-        stale_T = (versions_T >= 0) & (versions_T < version)
-        columns.append(array(FLOATS, stale_T.astype(np.float32).tobytes()))
+    for rollouts_G in trained_PG:
+        versions = _versions(rollouts_G)
+        stale = array(FLOATS, ((versions >= 0) & (versions < version)).astype(np.float32).tobytes())
+        end = 0
+        for rollout in rollouts_G:
+            start, end = end, end + len(rollout.versions_T)
+            columns.append(stale[start:end])
     return with_column(samples_D, "stale", columns)
 
 

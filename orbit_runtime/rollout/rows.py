@@ -197,8 +197,13 @@ class Rows:
             return None
         told, generated = self.told_C[rows], self.generated_C[rows]
         counts = generated - told
-        # One token each, as after most steps, which should not wait for more arithmetic than this.
-        index, places = (rows, told) if len(rows) == counts.sum() else _cells(rows, told, counts)
+        if len(rows) == counts.sum():
+            # One token each, as after most steps, which should not wait for more arithmetic than this.
+            index, places = rows, told
+        else:
+            index = np.repeat(rows, counts)
+            # Each row's first new position, then one more for every further token.
+            places = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts - told, counts)
         self.told_C[rows] = generated
         alternatives = (
             {
@@ -237,12 +242,15 @@ class Rows:
 
     def finish(self, done: Sequence[tuple[int, FinishReason]]) -> list[Finished]:
         """The results of these rows."""
-        rows = np.array([row for row, _ in done], np.int64)
-        counts = self.generated_C[rows]
-        cells = _cells(rows, np.zeros_like(counts), counts)
-        tokens = array(TOKENS, self.tokens_CT[cells].tobytes())
-        logprobs = array(FLOATS, self.logprobs_CT[cells].tobytes())
-        ends = np.cumsum(counts).tolist()
+        if not done:
+            return []
+        counts = self.generated_C[[row for row, _ in done]]
+        lengths, ends = counts.tolist(), counts.cumsum().tolist()
+        of_tokens, of_logprobs = (
+            np.concatenate([column_CT[row, :count] for (row, _), count in zip(done, lengths, strict=True)])
+            for column_CT in (self.tokens_CT, self.logprobs_CT)
+        )
+        tokens, logprobs = array(TOKENS, of_tokens.tobytes()), array(FLOATS, of_logprobs.tobytes())
         return [
             Finished(
                 self.work[row].request,
@@ -253,7 +261,7 @@ class Rows:
                 self.routed[row],
                 self.alternatives[row],
             )
-            for (row, reason), count, end in zip(done, counts.tolist(), ends, strict=True)
+            for (row, reason), count, end in zip(done, lengths, ends, strict=True)
         ]
 
     def _versions(self, row: int, count: int) -> array[int]:
@@ -299,12 +307,6 @@ class Rows:
             adapters = [item.request.adapter for item in self.work]
             self._segments = merge_segments(adapters, count, [row + 1 for row in count])
         return self._segments
-
-
-def _cells(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and position of `counts` tokens of each row from its position in `starts` on."""
-    index = np.repeat(rows, counts)
-    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts - starts, counts)
 
 
 def _alternatives_so_far(request: Request) -> Alternatives | None:
