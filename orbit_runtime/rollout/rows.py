@@ -25,7 +25,6 @@ from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Request
 
 Segment = tuple[str | None, int, int]
 UNCUT: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-_NO_VERSIONS = array(TOKENS)
 UNTOLD = np.iinfo(np.int64).max
 """More tokens than a row can have: nothing of the row is reported."""
 
@@ -242,32 +241,23 @@ class Rows:
 
     def finish(self, done: Sequence[tuple[int, FinishReason]]) -> list[Finished]:
         """The results of these rows."""
-        if not done:
-            return []
-        counts = self.generated_C[[row for row, _ in done]]
-        lengths, ends = counts.tolist(), counts.cumsum().tolist()
-        of_tokens, of_logprobs = (
-            np.concatenate([column_CT[row, :count] for (row, _), count in zip(done, lengths, strict=True)])
-            for column_CT in (self.tokens_CT, self.logprobs_CT)
-        )
-        tokens, logprobs = array(TOKENS, of_tokens.tobytes()), array(FLOATS, of_logprobs.tobytes())
         return [
             Finished(
                 self.work[row].request,
                 reason,
-                tokens[end - count : end],
-                logprobs[end - count : end],
-                self._versions(row, count),
+                array(TOKENS, self.tokens_CT[row, : self.generated_C[row]].tobytes()),
+                array(FLOATS, self.logprobs_CT[row, : self.generated_C[row]].tobytes()),
+                self._versions(row),
                 self.routed[row],
                 self.alternatives[row],
             )
-            for (row, reason), count, end in zip(done, lengths, ends, strict=True)
+            for row, reason in done
         ]
 
-    def _versions(self, row: int, count: int) -> array[int]:
+    def _versions(self, row: int) -> array[int]:
         so_far = self.work[row].request.so_far
-        before = so_far.versions_T if so_far else _NO_VERSIONS
-        return before + array(TOKENS, (self.version[row],)) * (count - len(before))
+        before = so_far.versions_T if so_far else array(TOKENS)
+        return before + array(TOKENS, (self.version[row],)) * (int(self.generated_C[row]) - len(before))
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """Drops rows; returns (sources, targets) of the live rows that moved into the gaps."""
