@@ -183,7 +183,7 @@ class Rollout:
     @property
     def trains(self) -> bool:
         """It was scored, and the policy chose a token of it."""
-        return self.reward is not None and 1 in self.loss_mask_T
+        return self.reward is not None and 1 in self.loss_mask_T.tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
@@ -114,6 +115,12 @@ def spread(value: float | Sequence[float], mask_T: array[int]) -> array[float]:
     return array(FLOATS, column_T.tobytes())
 
 
+def count_trained(mask_T: array[int]) -> int:
+    """Number of tokens that train."""
+    return mask_T.tobytes().count(1)
+
+
 def trained(column_T: array[float], mask_T: array[int]) -> array[float]:
     """The column's values for the tokens that train."""
-    return array(FLOATS, [number for number, flag in zip(column_T, mask_T, strict=True) if flag])
+    assert len(column_T) == len(mask_T)
+    return array(FLOATS, compress(column_T, mask_T))

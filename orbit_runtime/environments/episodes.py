@@ -67,7 +67,7 @@ class Played:
 
 def sampled_tokens(rollout: Rollout) -> int:
     """Tokens that were sampled for it: those that train in it, and, with its episode's first, the unchosen ones."""
-    return sum(rollout.loss_mask_T) + round(rollout.counts.get(UNCHOSEN, 0))
+    return rollout.loss_mask_T.tobytes().count(1) + round(rollout.counts.get(UNCHOSEN, 0))
 
 
 class Environment(Protocol):

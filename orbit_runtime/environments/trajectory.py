@@ -12,6 +12,10 @@ from collections.abc import Sequence
 
 from orbit_runtime.types import FLAGS, FLOATS, TOKENS, Completion, FinishReason, RoutedExperts, Turn
 
+_NO_TOKENS, _NO_FLAGS, _NO_FLOATS = array(TOKENS), array(FLAGS), array(FLOATS)
+_NO_LOGPROB, _NO_VERSION = array(FLOATS, [0.0]), array(TOKENS, [-1])
+"""Copied and repeated: in a run, audit hooks of imported packages make each new `array` several times as slow."""
+
 
 class Trajectory:
     """Grows by completions, which train, and by other tokens, which do not. Nothing in it is ever encoded again.
@@ -23,25 +27,25 @@ class Trajectory:
         self.turns: list[Turn] = []
         self.finish_reason: FinishReason = "stop"
         self.routed_experts: RoutedExperts | None = None
-        self.token_ids_T: array[int] = array(TOKENS)
-        self.loss_mask_T: array[int] = array(FLAGS)
-        self.logprobs_T: array[float] = array(FLOATS)
-        self.versions_T: array[int] = array(TOKENS)
+        self.token_ids_T: array[int] = _NO_TOKENS[:]
+        self.loss_mask_T: array[int] = _NO_FLAGS[:]
+        self.logprobs_T: array[float] = _NO_FLOATS[:]
+        self.versions_T: array[int] = _NO_TOKENS[:]
 
     def add_given(self, role: str, text: str, ids_T: Sequence[int]) -> None:
         """Adds tokens of the prompt, the environment or the template."""
         start, count = len(self.token_ids_T), len(ids_T)
         self.token_ids_T.extend(ids_T)
-        self.loss_mask_T.extend(bytes(count))
-        self.logprobs_T.extend(array(FLOATS, bytes(4 * count)))
-        self.versions_T.extend(array(TOKENS, (-1,)) * count)
+        self.loss_mask_T.frombytes(bytes(count))
+        self.logprobs_T.extend(_NO_LOGPROB * count)
+        self.versions_T.extend(_NO_VERSION * count)
         self.turns.append(Turn(role, start, start + count, text))
 
     def add_answer(self, completion: Completion) -> None:
         """Adds the policy's completion of everything before it."""
         start, count = len(self.token_ids_T), len(completion.token_ids_T)
         self.token_ids_T.extend(completion.token_ids_T)
-        self.loss_mask_T.extend(b"\1" * count)
+        self.loss_mask_T.frombytes(b"\1" * count)
         self.logprobs_T.extend(completion.logprobs_T)
         self.versions_T.extend(completion.versions_T)
         self.turns.append(Turn("assistant", start, start + count, completion.text))
@@ -60,4 +64,4 @@ class Trajectory:
     @property
     def sampled(self) -> int:
         """Tokens that the policy chose."""
-        return sum(self.loss_mask_T)
+        return self.loss_mask_T.tobytes().count(1)

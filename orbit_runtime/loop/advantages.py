@@ -12,7 +12,15 @@ from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup, is_infor
 from orbit_runtime.algorithms.kl_reward import kl_penalties
 from orbit_runtime.algorithms.shaping import overlong_penalty
 from orbit_runtime.algorithms.table import Algorithm
-from orbit_runtime.data.samples import build_samples, split_cohorts, spread, trained, with_column, with_end
+from orbit_runtime.data.samples import (
+    build_samples,
+    count_trained,
+    split_cohorts,
+    spread,
+    trained,
+    with_column,
+    with_end,
+)
 from orbit_runtime.spec.algorithm import KL
 from orbit_runtime.spec.objectives import Objective
 from orbit_runtime.spec.run import RunSpec
@@ -43,7 +51,7 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     scored_P = [
         ScoredGroup(
             [shaped_reward(spec, objective, each) for each in group.rollouts_G],
-            [sum(each.loss_mask_T) for each in group.rollouts_G],
+            [count_trained(each.loss_mask_T) for each in group.rollouts_G],
             penalties_GT,
             values_GT,
         )
@@ -90,7 +98,7 @@ def mean_advantages(
     ]
     means = {}
     for (prompt, rollout), sample in zip(rollouts_D, samples_D, strict=True):
-        advantages = list(trained(sample.columns["advantage"], sample.loss_mask_T))
+        advantages = trained(sample.columns["advantage"], sample.loss_mask_T)
         key = (prompt.prompt_id, prompt.visit, rollout.sample_index)
         means[key] = sum(advantages) / len(advantages)
     return means
@@ -136,7 +144,7 @@ def shaped_reward(spec: RunSpec, objective: Objective, rollout: Rollout) -> floa
     if rollout.reward is None or objective.overlong_penalty == 0:
         return rollout.reward
     return rollout.reward - overlong_penalty(
-        sum(rollout.loss_mask_T),
+        count_trained(rollout.loss_mask_T),
         longest=spec.rollout.sampling.max_new_tokens,
         buffer_share=spec.algorithm.overlong.buffer_share,
         penalty=objective.overlong_penalty,

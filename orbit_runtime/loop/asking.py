@@ -20,6 +20,8 @@ from orbit_runtime.rollout.requests import end_all
 from orbit_runtime.types import TOKENS, Completion, Engine, Request, Sampling
 from orbit_runtime.workers.signs import sign
 
+_NO_VERSIONS = array(TOKENS)
+
 
 class Sampled(Protocol):
     """The policy that samples: a published one, or the one that an evaluation measures."""
@@ -264,9 +266,10 @@ def _checked(completion: Completion, question: _Question) -> Completion:
     """Raises GateError if new tokens carry another version than asked for, or if the earlier ones changed."""
     assert question.policy is not None
     asked = question.policy.version
-    before = question.so_far.versions_T if question.so_far else array(TOKENS)
+    before = question.so_far.versions_T if question.so_far else _NO_VERSIONS
     told = completion.versions_T
-    if told[: len(before)] != before or set(told[len(before) :]) - {asked}:
+    # Compared as arrays: a Python object for each token of a long answer would cost more than all the rest here.
+    if told != before + array(TOKENS, (asked,)) * (len(told) - len(before)):
         raise GateError(f"tokens carry versions {sorted(set(told))}, not {asked}", where="collect")
     if completion.finish_reason == "abort" and len(told) >= question.sampling.max_new_tokens:
         # Aborted in the very step in which it would have ended by itself.

@@ -76,14 +76,12 @@ class Collector:
     # --- the thread that owns the run ---
 
     def begin(self, step: int, prompts_P: Sequence[Prompt], wanted: int | None = None) -> None:
-        """Starts the step's episodes and returns at once.
+        """Starts the step's episodes and returns at once. What keeps them from starting is raised by `take`.
 
         Args:
             wanted: number of groups that suffice: once so many have ended, all other episodes are cancelled. None: all.
         """
-        episodes = self._environment.build_episodes(prompts_P, step)
-        self._loop.run(self._begin(step, episodes, wanted))
-        self._steps[step] = _Step(prompts_P, self._loop.start(self._play_all(step, episodes)))
+        self._steps[step] = _Step(prompts_P, self._loop.start(self._play_all(step, prompts_P, wanted)))
 
     def begin_again(self, step: int, prompts_P: Sequence[Prompt], wanted: int | None = None) -> None:
         """Adds prompts to the step that was taken last, while no later step is in progress."""
@@ -176,11 +174,11 @@ class Collector:
     async def _reopen(self, step: int) -> None:
         self._buffer.reopen(step)
 
-    async def _begin(self, step: int, episodes: Sequence[Episode], wanted: int | None) -> None:
-        self._buffer.begin(step, episodes, wanted)
-
-    async def _play_all(self, step: int, episodes: Sequence[Episode]) -> None:
+    async def _play_all(self, step: int, prompts_P: Sequence[Prompt], wanted: int | None) -> None:
         """Returns when each episode has ended or was cancelled, so that nothing of the step is in flight."""
+        # Here and not in `begin`: where steps overlap, the thread that trains does not wait for prompts to be encoded.
+        episodes = self._environment.build_episodes(prompts_P, step)
+        self._buffer.begin(step, episodes, wanted)
         playing: dict[int, asyncio.Task[None]] = {}
         for number, episode in enumerate(episodes):
             if self._buffer.is_open(step, number):

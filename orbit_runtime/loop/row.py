@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from orbit_runtime.data.samples import count_trained
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.episodes import UNCHOSEN
 from orbit_runtime.errors import GateError
@@ -38,7 +39,7 @@ def step_row(
     rollouts = [rollout for group in collected.groups_P for rollout in group.rollouts_G]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     outcomes = Counter(rollout.outcome for rollout in rollouts)
-    lengths = [sum(rollout.loss_mask_T) for rollout in rollouts]
+    lengths = [count_trained(rollout.loss_mask_T) for rollout in rollouts]
     tokens = sum(lengths)
     counts = count_groups(collected.groups_P)
     trained = {name: value for name, value in result.metrics.items() if name in FIELDS}

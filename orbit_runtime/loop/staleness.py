@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from orbit_runtime.data.samples import with_column
 from orbit_runtime.errors import GateError
-from orbit_runtime.types import FLOATS, Group, Sample
+from orbit_runtime.types import FLOATS, Group, Rollout, Sample
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ def measure_staleness(groups_P: Sequence[Group], version: int) -> Staleness:
     """Args: version: version of the policy that is trained."""
     found: Counter[int] = Counter()
     for group in groups_P:
-        for rollout in group.rollouts_G:
-            found.update({each: rollout.versions_T.count(each) for each in set(rollout.versions_T) if each >= 0})
+        counts = np.bincount(_versions(group.rollouts_G) + 1)[1:]
+        found.update({each: int(counts[each]) for each in np.flatnonzero(counts).tolist()})
     total = found.total()
     if not total:
         return Staleness(0.0, 0)
@@ -48,10 +50,20 @@ def check_staleness(staleness: Staleness, limit: int) -> None:
 
 def with_stale(samples_D: Sequence[Sample], groups_P: Sequence[Group], version: int) -> list[Sample]:
     """The samples, with the column `stale` if any token of the step is stale."""
-    rollouts = [rollout for group in groups_P for rollout in group.rollouts_G if rollout.trains]
-    if all(each in (version, -1) for rollout in rollouts for each in set(rollout.versions_T)):
+    trained_PG = [[rollout for rollout in group.rollouts_G if rollout.trains] for group in groups_P]
+    if all(((versions == version) | (versions < 0)).all() for versions in map(_versions, trained_PG)):
         return list(samples_D)
-    columns = [
-        array(FLOATS, [1.0 if 0 <= each < version else 0.0 for each in rollout.versions_T]) for rollout in rollouts
-    ]
+    columns = []
+    for rollouts_G in trained_PG:
+        versions = _versions(rollouts_G)
+        stale = array(FLOATS, ((versions >= 0) & (versions < version)).astype(np.float32).tobytes())
+        end = 0
+        for rollout in rollouts_G:
+            start, end = end, end + len(rollout.versions_T)
+            columns.append(stale[start:end])
     return with_column(samples_D, "stale", columns)
+
+
+def _versions(rollouts: Iterable[Rollout]) -> np.ndarray:
+    """int32: the versions of all their tokens, one rollout after the other."""
+    return np.frombuffer(b"".join(rollout.versions_T for rollout in rollouts), np.int32)

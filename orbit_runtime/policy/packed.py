@@ -13,6 +13,7 @@ with routed experts, `C` experts that a token goes to.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from orbit_runtime.policy.attention import Kernel, Look, Visible, attend_rows
 from orbit_runtime.policy.chunked import attend_chunked
 from orbit_runtime.policy.division import Turn, own_tokens
 from orbit_runtime.policy.routing import OWN_CHOICE
+from orbit_runtime.types import TOKENS
 
 BUCKET_RATIO = 1.5
 """Rows of one attention call differ in length at most by this factor, so padding wastes at most a third of it."""
@@ -123,12 +125,13 @@ def build_packed(branches: Sequence[Branch], device: torch.device, context: Turn
     Args:
         context: this process's index among those that divide the tokens, and their number.
     """
-    tokens: list[int] = []
-    positions: list[int] = []
-    targets: list[int] = []
-    sources: list[int] = []
+    tokens, targets = array(TOKENS), array(TOKENS)
     rows: list[Row] = []
     placed: dict[int, Row] = {}
+    # Of each branch: the last token of its prefix, its own first token, and its targets.
+    lasts: list[int] = []
+    firsts: list[int] = []
+    counts: list[int] = []
     longest = 0
     for branch in branches:
         prefix_row = placed.get(branch.prefix_id)
@@ -137,39 +140,39 @@ def build_packed(branches: Sequence[Branch], device: torch.device, context: Turn
             placed[branch.prefix_id] = prefix_row
             rows.append(prefix_row)
             tokens.extend(branch.prefix_T)
-            positions.extend(range(prefix_row.length))
         first, inputs = len(tokens), len(branch.continuation_T) - 1
         tokens.extend(branch.continuation_T[:-1])
-        positions.extend(range(prefix_row.length, prefix_row.length + inputs))
         if inputs:
             rows.append(Row(first, inputs, prefix_row.first, prefix_row.length, 0, first))
         targets.extend(branch.continuation_T)
-        sources.append(prefix_row.first + prefix_row.length - 1)
-        sources.extend(range(first, first + inputs))
+        lasts.append(prefix_row.first + prefix_row.length - 1)
+        firsts.append(first)
+        counts.append(inputs + 1)
         longest = max(longest, prefix_row.length + inputs)
 
-    def tensor(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device)
 
     places = None
+    laid_out = rows
     if context[1] > 1:
         missing = -len(tokens) % (2 * context[1])
         if missing:
             rows.append(Row(len(tokens), missing, len(tokens), 0, 0, len(tokens)))
             tokens.extend([tokens[0]] * missing)
-            positions.extend(range(missing))
         runs = own_tokens(len(tokens), context)
-        places = [place for run in runs for place in run]
+        places = np.concatenate([np.asarray(run, np.int64) for run in runs])
         rows = _cut_rows(rows, runs)
-    held, held_positions = (values if places is None else [values[i] for i in places] for values in (tokens, positions))
+    all_tokens, all_positions = np.frombuffer(tokens, np.int32), _positions(laid_out)
+    held = all_tokens if places is None else all_tokens[places]
     groups = _buckets(rows)
     buckets = tuple(_build_bucket(group, device) for group in groups)
     unsort = _unsort(groups, len(held))
     return PackedBatch(
         tensor(held),
-        tensor(held_positions),
-        tensor(targets),
-        tensor(sources),
+        tensor(all_positions if places is None else all_positions[places]),
+        tensor(np.frombuffer(targets, np.int32)),
+        tensor(_sources(lasts, firsts, counts)),
         tuple(rows),
         buckets,
         tensor(unsort),
@@ -177,6 +180,20 @@ def build_packed(branches: Sequence[Branch], device: torch.device, context: Turn
         None if places is None else tensor(places),
         len(tokens),
     )
+
+
+def _positions(rows: Sequence[Row]) -> np.ndarray:
+    """The position of each token in its sequence. `rows` lie one after the other, and each begins its own tokens."""
+    lengths = [row.length for row in rows]
+    return np.arange(sum(lengths)) + np.repeat([row.prefix_length - row.first for row in rows], lengths)
+
+
+def _sources(lasts: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """Each target's source: of a branch's first one, the prefix's last token; of the others, the token before."""
+    starts = np.cumsum(counts) - counts
+    sources = np.arange(sum(counts)) + np.repeat(firsts - starts - 1, counts)
+    sources[starts] = lasts
+    return sources
 
 
 def _cut_rows(rows: Sequence[Row], runs: Sequence[range]) -> list[Row]:
@@ -228,14 +245,13 @@ def lay_out_experts(
     return whole if batch.places_T is None else whole[batch.places_T]
 
 
-def _unsort(groups: list[list[Row]], num_tokens: int) -> list[int]:
-    where = [0] * num_tokens
-    start = 0
-    for group in groups:
-        width = max(row.length for row in group)
-        for row in group:
-            where[row.first : row.first + row.length] = range(start, start + row.length)
-            start += width
+def _unsort(groups: list[list[Row]], num_tokens: int) -> np.ndarray:
+    lengths = np.array([row.length for group in groups for row in group])
+    widths = np.repeat([max(row.length for row in group) for group in groups], [len(group) for group in groups])
+    offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    where = np.zeros(num_tokens, np.int64)
+    firsts = np.repeat([row.first for group in groups for row in group], lengths)
+    where[firsts + offsets] = np.repeat(np.cumsum(widths) - widths, lengths) + offsets
     return where
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from orbit_runtime.data.routing import unpack_experts
+from orbit_runtime.data.samples import count_trained
 from orbit_runtime.policy.distance import Told
 from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
 from orbit_runtime.policy.seen import Seen, build_seen
@@ -57,7 +58,7 @@ class MicroBatch:
             parts = []
             for sample in self.samples:
                 assert sample.teacher_top is not None, "a teacher is asked about all rollouts of a run"
-                rows = sum(sample.loss_mask_T)
+                rows = count_trained(sample.loss_mask_T)
                 parts.append(np.frombuffer(sample.teacher_top[column], dtype).reshape(rows, -1))
             found.append(torch.from_numpy(np.concatenate(parts)).to(self.weights_R.device))
         return Told(*found)

@@ -24,6 +24,7 @@ from orbit_runtime.algorithms.objective import own_loss_of
 from orbit_runtime.algorithms.own import LOSS
 from orbit_runtime.algorithms.reduction import token_weights
 from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
+from orbit_runtime.data.samples import count_trained
 from orbit_runtime.errors import DivergedError
 from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.seeds import stream_key
@@ -109,7 +110,7 @@ class Updater:
                 norms += self._hold_gradient() if is_held else self._apply_gradient()
                 if self.critic is not None:
                     value_losses += self._update_critic(self.critic, micro)
-        tokens = sum(sum(sample.loss_mask_T) for sample in samples_D)
+        tokens = sum(count_trained(sample.loss_mask_T) for sample in samples_D)
         metrics = self._metrics(self._total(totals), norms, updates)
         if self.critic is not None:
             metrics |= {"value_loss": value_losses / updates} | explained_variance(samples_D)
@@ -267,7 +268,7 @@ class Updater:
     def _micro_batches(self, samples_D: Sequence[Sample], indexes: Sequence[int]) -> list[MicroBatch]:
         """The micro-batches of a mini-batch that this replica computes."""
         settings = self._settings
-        lengths = [sum(samples_D[index].loss_mask_T) for index in indexes]
+        lengths = [count_trained(samples_D[index].loss_mask_T) for index in indexes]
         weights = token_weights(lengths, settings.reduction, settings.constant_length)
         weight_of = dict(zip(indexes, weights, strict=True))
         parts = pack_micro_batches(samples_D, settings.micro_batch_tokens, indexes)
@@ -369,7 +370,7 @@ class Updater:
         for number, counts in deal(len(parts), self._passes.replica):
             part = parts[number]
             micro = self._micro_batch(samples_D, part, dict.fromkeys(part, 0.0), number=number, counts=counts)
-            lengths = [sum(samples_D[index].loss_mask_T) for index in part]
+            lengths = [count_trained(samples_D[index].loss_mask_T) for index in part]
             pieces = read(micro).cpu().split(lengths)
             for index, piece in zip(part if counts else (), pieces, strict=counts):
                 column_T = np.zeros(len(samples_D[index].token_ids_T), np.float32)

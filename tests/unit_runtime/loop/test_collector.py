@@ -13,7 +13,7 @@ import pytest
 from fakes.token_engine import TokenEngine, token
 
 from orbit_runtime.environments.single_turn import SingleTurn
-from orbit_runtime.errors import EngineDiedError, GateError
+from orbit_runtime.errors import DataError, EngineDiedError, GateError
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.publish import Publication
@@ -100,6 +100,16 @@ def test_a_step_comes_back_whole_in_the_prompts_order(build: Build, overlaps: bo
     ]  # fmt: skip
     assert [each.reward for each in found] == [float(len(each.turns[-1].text)) for each in found]
     assert all(set(each.versions_T) == {-1, 0} for each in found)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_what_keeps_a_step_from_starting_is_raised_where_it_is_taken(build: Build, overlaps: bool) -> None:
+    kept = Kept(1, 0, ("another prompt", 0, 0), None)
+    collector = build(TokenEngine(short), restored=[kept], overlaps=overlaps)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1))
+    with pytest.raises(DataError, match="keeps a rollout of"):
+        collector.take(1, StopFlag())
 
 
 def test_without_overlap_the_waiting_thread_plays_and_nothing_goes_on_meanwhile(build: Build) -> None:
