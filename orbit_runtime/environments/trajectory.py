@@ -12,8 +12,11 @@ from collections.abc import Sequence
 
 from orbit_runtime.types import FLAGS, FLOATS, TOKENS, Completion, FinishReason, RoutedExperts, Turn
 
-_NO_TOKENS, _NO_FLAGS, _NO_FLOATS = array(TOKENS), array(FLAGS), array(FLOATS)
-_NO_LOGPROB, _NO_VERSION = array(FLOATS, [0.0]), array(TOKENS, [-1])
+_NO_TOKENS: array[int] = array(TOKENS)
+_NO_FLAGS: array[int] = array(FLAGS)
+_NO_FLOATS: array[float] = array(FLOATS)
+_NO_LOGPROB: array[float] = array(FLOATS, [0.0])
+_NO_VERSION: array[int] = array(TOKENS, [-1])
 """Copied and repeated: in a run, audit hooks of imported packages make each new `array` several times as slow."""
 
 

@@ -56,7 +56,7 @@ def with_stale(samples_D: Sequence[Sample], groups_P: Sequence[Group], version: 
     columns = []
     for rollouts_G in trained_PG:
         versions = _versions(rollouts_G)
-        stale = array(FLOATS, ((versions >= 0) & (versions < version)).astype(np.float32).tobytes())
+        stale: array[float] = array(FLOATS, ((versions >= 0) & (versions < version)).astype(np.float32).tobytes())
         end = 0
         for rollout in rollouts_G:
             start, end = end, end + len(rollout.versions_T)
