@@ -120,6 +120,17 @@ class Combined:
     def layers(self) -> frozenset[str]:
         return frozenset(self.lora) | frozenset(self.rotation)
 
+    def own_experts(self, layer: str) -> set[int]:
+        """The experts of a layer that have something of their own."""
+        parts = (self.rotation[layer],) if layer in self.rotation else self.lora[layer]
+        return {expert for part in parts for expert in part.experts()}
+
+    def changes(self, layer: str, expert: int) -> bool:
+        """Whether this expert is adapted: PEFT can adapt some of them only."""
+        if layer in self.rotation:
+            return any(pick(factor.held, expert) is not None for factor in self.rotation[layer].factors)
+        return any(part.covers(expert) for part in self.lora[layer])
+
 
 def pick(held: ByExpert, expert: int) -> Tensor | None:
     return held.get(expert, held.get(EVERY))

@@ -27,7 +27,7 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.names import expert_file_names, is_outer
 from orbit_runtime.adapters.oft import rotations
 from orbit_runtime.checkpoints.adapter_folder import CONFIG_FILE, MODEL_FILE, PREFIX, ROTATIONS_FILE, AdapterFolder
-from orbit_runtime.checkpoints.combine import EVERY, Combined, LoRAPart, combine, pick, side_A, side_B
+from orbit_runtime.checkpoints.combine import EVERY, Combined, LoRAPart, combine, side_A, side_B
 from orbit_runtime.digests import PieceHasher, Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import OutputError, UnsupportedError
 from orbit_runtime.storage import Manifest, Part
@@ -167,7 +167,7 @@ def _entries(combined: Combined, kind: str) -> list[Entry]:
             names = expert_file_names(layer, kind, combined.layout, number)
             modules = (name.removesuffix(f".{kind}") for name in names)
             found += [Entry(name, layer, (each,), False) for name, each in zip(modules, every, strict=True)
-                      if _is_adapted(combined, layer, each)]  # fmt: skip
+                      if combined.changes(layer, each)]  # fmt: skip
             continue
         (name,) = expert_file_names(layer, kind, combined.layout, number)
         is_shared = combined.layout == "Shared" or is_outer(layer, kind)
@@ -181,14 +181,7 @@ def _num_experts(combined: Combined, layer: str) -> int:
 
 
 def _named_experts(combined: Combined, layer: str) -> int:
-    parts = [rotation] if (rotation := combined.rotation.get(layer)) else combined.lora[layer]
-    return max((expert + 1 for part in parts for expert in part.experts()), default=combined.experts[layer])
-
-
-def _is_adapted(combined: Combined, layer: str, expert: int) -> bool:
-    if layer in combined.rotation:
-        return any(pick(factor.held, expert) is not None for factor in combined.rotation[layer].factors)
-    return any(part.covers(expert) for part in combined.lora[layer])
+    return max((expert + 1 for expert in combined.own_experts(layer)), default=combined.experts[layer])
 
 
 def _shape(entry: Entry, matrix: Sequence[int]) -> tuple[int, ...]:
@@ -229,8 +222,8 @@ def _rounding(combined: Combined, first: float) -> float:
     largest = wrong = 0.0
     if all(_is_exact(part, first) for parts in combined.lora.values() for part in parts):
         return 0.0
-    for parts in combined.lora.values():
-        for expert in {expert for part in parts for expert in part.experts()} or {EVERY}:
+    for layer, parts in combined.lora.items():
+        for expert in combined.own_experts(layer) or {EVERY}:
             A, B = side_A(parts, expert), side_B(parts, expert, first)
             written_A, written_B = A.bfloat16().float(), B.bfloat16().float()
             difference = (written_B - B) @ written_A + B @ (written_A - A)

@@ -86,12 +86,12 @@ def find_spots(combined: Combined, shapes: Mapping[str, tuple[int, int]], rename
         found = list(_modules(layer, combined, shapes, rename))
         if not found:
             raise _other_base(f"the adapter changes {layer}, which is not a linear layer of the base", base)
-        own = _own_experts(combined, layer)
+        own = combined.own_experts(layer)
         if max(own, default=0) >= len(found) or combined.experts.get(layer, 0) not in (0, len(found)):
             number = combined.experts[layer] or max(own) + 1
             raise _other_base(f"the adapter of {layer} is for {number} experts, the base has {len(found)}", base)
         for module, expert in found:
-            if _changes(combined, layer, expert):
+            if combined.changes(layer, expert):
                 wrong = _misfit(combined, layer, shapes[module])
                 if wrong:
                     rows, columns = shapes[module]
@@ -116,19 +116,6 @@ def _modules(
 def _known(name: str, shapes: Mapping[str, tuple[int, int]], rename: Rename) -> str | None:
     """The name itself counts first: an adapter of PEFT's own may have the checkpoint's names."""
     return next((each for each in (name, rename(name)) if each in shapes), None)
-
-
-def _own_experts(combined: Combined, layer: str) -> set[int]:
-    if layer in combined.rotation:
-        return combined.rotation[layer].experts()
-    return {expert for part in combined.lora[layer] for expert in part.experts()}
-
-
-def _changes(combined: Combined, layer: str, expert: int) -> bool:
-    """PEFT can adapt some of the experts only."""
-    if layer in combined.rotation:
-        return any(expert in factor.held or EVERY in factor.held for factor in combined.rotation[layer].factors)
-    return any(part.covers(expert) for part in combined.lora[layer])
 
 
 def _misfit(combined: Combined, layer: str, shape: tuple[int, int]) -> str:

@@ -183,8 +183,8 @@ class ChatTokenizer:
 
     def _check_tools(self, tools: Tools) -> None:
         """Kimi-K2.6's own code describes tools in TypeScript; without that text its template writes them as JSON."""
-        takes_text = TOOLS_AS_TEXT in str(self._tokenizer.chat_template)
-        if tools and takes_text and TOOLS_AS_TEXT not in self._template_arguments:
+        is_given = TOOLS_AS_TEXT in self._template_arguments
+        if tools and not is_given and TOOLS_AS_TEXT in str(self._tokenizer.chat_template):
             raise ManifestError(
                 "the model's own code writes tools as a text, which its chat template takes as "
                 f"{TOOLS_AS_TEXT}; that code is never run",

@@ -186,7 +186,11 @@ class Regions:
 
     def enter_experts(self, hidden_1TN: Tensor) -> Tensor:
         own = self.enter(hidden_1TN)
-        return own if len(self._counts) == 1 else _Exchange.apply(own[0], self._counts, self.groups.tokens)[None]  # type: ignore[no-any-return]
+        if len(self._counts) == 1:
+            return own
+        # Nothing but the exchange reads what was gathered, and it keeps nothing of it.
+        self._open = None
+        return _Exchange.apply(own[0], self._counts, self.groups.tokens)[None]  # type: ignore[no-any-return]
 
     def leave_experts(self, partial_1TN: Tensor) -> Tensor:
         if len(self._counts) > 1:
