@@ -3,8 +3,8 @@
     python -m tools.same_bits runs  --count 100 --steps 12      one manifest again and again: every step's adapter
     python -m tools.same_bits kills --count 10                  three manifests killed so often: against one left alone
 
-Two threads a run, beside processes that take the cores away. Writes `runs/same_bits/<what>.json` and exits with 1 where
-a bit differs.
+Two threads a run, beside processes that take the cores away and, with `--at-once`, beside other runs. Writes
+`runs/same_bits/<what>.json` and exits with 1 where a bit differs.
 
 Belongs here: the repetitions and their table. Does not belong here: manifests, load, comparison (`tests.integration`).
 """
@@ -18,7 +18,11 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from orbit_runtime.storage import open_store
@@ -36,31 +40,33 @@ STEPS_PER_KILL = 2
 """Steps of a run that is killed n times, for each kill: enough that it is never done before it can be killed."""
 
 
-def repeat(launcher: RunLauncher, folder: Path, *, count: int, steps: int) -> list[dict[str, Any]]:
-    """One row per run: its first step, counted from 1, whose adapter differs from the first run's, or None."""
+def repeat(launchers: list[RunLauncher], folder: Path, *, count: int, steps: int) -> list[dict[str, Any]]:
+    """One row per run: its first step, counted from 1, whose adapter differs from run 0's, or None."""
     manifest = demanding_manifest("LoRA with dropout", steps=steps)
+
+    def once(launcher: RunLauncher, number: int) -> tuple[float, list[str]]:
+        started, out = time.monotonic(), str(folder / f"run-{number}")
+        assert launcher.run(manifest, out) == 0, f"run {number} failed"
+        return time.monotonic() - started, adapter_digests(open_store(out))
+
     rows: list[dict[str, Any]] = []
     first: list[str] = []
-    for number in range(count):
-        started = time.monotonic()
-        out = str(folder / f"run-{number}")
-        assert launcher.run(manifest, out) == 0, f"run {number} failed"
-        digests = adapter_digests(open_store(out))
+    for number, (seconds, digests) in enumerate(_at_once(launchers, once, range(count))):
         first = first or digests
         differing = next(
             (at for at, pair in enumerate(zip(first, digests, strict=True), 1) if pair[0] != pair[1]), None
         )
-        rows.append({"run": number, "seconds": time.monotonic() - started, "differs_at_step": differing})
-        print(f"run {number}: {rows[-1]['seconds']:.0f} s, differs at step {differing}", flush=True)
+        rows.append({"run": number, "seconds": seconds, "differs_at_step": differing})
+        print(f"run {number}: {seconds:.0f} s, differs at step {differing}", flush=True)
     return rows
 
 
-def kill(launcher: RunLauncher, folder: Path, *, count: int) -> list[dict[str, Any]]:
+def kill(launchers: list[RunLauncher], folder: Path, *, count: int) -> list[dict[str, Any]]:
     """One row per manifest: what differs between the run that was killed `count` times and its twin, or None."""
-    rows: list[dict[str, Any]] = []
     steps = STEPS_PER_KILL * count + 4
-    for number, name in enumerate(DEMANDING):
-        started = time.monotonic()
+
+    def one(launcher: RunLauncher, name: str) -> dict[str, Any]:
+        started, number = time.monotonic(), list(DEMANDING).index(name)
         manifest = demanding_manifest(name, steps=steps)
         alone, killed = (str(folder / f"{number}-{which}") for which in ("alone", "killed"))
         assert launcher.run(manifest, alone) == 0, f"{name} failed"
@@ -71,9 +77,28 @@ def kill(launcher: RunLauncher, folder: Path, *, count: int) -> list[dict[str, A
             check_same_run(open_store(killed), open_store(alone), kills=count, steps=steps)
         except AssertionError as error:
             differs = str(error).splitlines()[0] if str(error) else "rows, report or rollouts"
-        rows.append({"manifest": name, "steps": steps, "seconds": time.monotonic() - started, "differs": differs})
-        print(f"{name}: {count} kills, {steps} steps, {rows[-1]['seconds']:.0f} s, differs: {differs}", flush=True)
-    return rows
+        row = {"manifest": name, "steps": steps, "seconds": time.monotonic() - started, "differs": differs}
+        print(f"{name}: {count} kills, {steps} steps, {row['seconds']:.0f} s, differs: {differs}", flush=True)
+        return row
+
+    return list(_at_once(launchers, one, DEMANDING))
+
+
+def _at_once[T, R](launchers: list[RunLauncher], job: Callable[[RunLauncher, T], R], over: Iterable[T]) -> Iterator[R]:
+    """`job` for each, in order, as many at once as there are launchers: each is the others' load."""
+    free: SimpleQueue[RunLauncher] = SimpleQueue()
+    for launcher in launchers:
+        free.put(launcher)
+
+    def borrow(of: T) -> R:
+        launcher = free.get()
+        try:
+            return job(launcher, of)
+        finally:
+            free.put(launcher)
+
+    with ThreadPoolExecutor(len(launchers)) as threads:
+        yield from threads.map(borrow, over)
 
 
 def main() -> int:
@@ -82,22 +107,22 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="runs, or kills of each manifest (100 and 10)")
     parser.add_argument("--steps", type=int, default=12, help="of each of the runs")
     parser.add_argument("--processes-per-core", type=int, default=2, help="the load")
+    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other")
     parser.add_argument("--out", type=Path, default=Path("runs/same_bits"))
     given = parser.parse_args()
     count = given.count or (100 if given.what == "runs" else 10)
-    launcher = RunLauncher(ENVIRONMENT)
-    try:
-        with busy_machine(given.processes_per_core) as load, tempfile.TemporaryDirectory() as folder:
-            if given.what == "runs":
-                rows = repeat(launcher, Path(folder), count=count, steps=given.steps)
-            else:
-                rows = kill(launcher, Path(folder), count=count)
-    finally:
-        launcher.close()
+    with ExitStack() as ending:
+        launchers = [ending.enter_context(closing(RunLauncher(ENVIRONMENT))) for _ in range(given.at_once)]
+        load = ending.enter_context(busy_machine(given.processes_per_core))
+        folder = Path(ending.enter_context(tempfile.TemporaryDirectory()))
+        if given.what == "runs":
+            rows = repeat(launchers, folder, count=count, steps=given.steps)
+        else:
+            rows = kill(launchers, folder, count=count)
     differing = sum(row.get("differs_at_step", row.get("differs")) is not None for row in rows)
     facts = {
         "what": given.what, "count": count, "rows": rows, "differing": differing, "load_processes": load,
-        "threads": THREADS, "cpus": os.cpu_count(), "machine": platform.machine(),
+        "at_once": given.at_once, "threads": THREADS, "cpus": os.cpu_count(), "machine": platform.machine(),
         "load_average": os.getloadavg()[0],
     }  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)

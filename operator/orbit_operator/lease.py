@@ -59,7 +59,8 @@ class Lease:
     def check(self) -> None:
         """Raises LeaseLostError if this operator must not write."""
         if not self.is_held:
-            raise LeaseLostError(f"Lease {self._namespace}/{self._name} is not held")
+            name = f"{self._namespace}/{self._name}"
+            raise LeaseLostError(f"Lease {name} could not be renewed in time: another operator may hold it")
 
     async def acquire(self, stopping: asyncio.Event) -> bool:
         """Waits until the Lease is ours; returns False if stopped first."""

@@ -274,7 +274,7 @@ async def _operate(operator: Operator, stopping: asyncio.Event) -> int:
         for task in done:
             error = task.exception()
             if isinstance(error, LeaseLostError):
-                _log.error("%s: another operator acts now", error)
+                _log.error("%s; this operator stops acting", error)
                 code = EXIT_LEASE_LOST
             elif error is not None:
                 _log.error("the operator cannot continue: %s: %s", type(error).__name__, error)

@@ -93,6 +93,8 @@ def _live(question: Mapping[str, Any]) -> int:
     from kubernetes.aio.config import kube_config
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != question["parent"]:
+        return 1  # The launcher ended before the kernel was told.
     with open(question["log"], "ab") as log, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
@@ -121,7 +123,7 @@ def main() -> None:
     gc.freeze()
     ended: dict[int, int] = {}
     for line in sys.stdin:
-        question = json.loads(line)
+        question = json.loads(line) | {"parent": os.getpid()}
         if "log" in question:
             pid = os.fork()
             if pid == 0:

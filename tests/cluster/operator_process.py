@@ -16,6 +16,8 @@ FAST = {
     "ORBIT_OPERATOR_HEALTH_PORT": "0",
     "ORBIT_OPERATOR_METRICS_PORT": "0",
     "ORBIT_OPERATOR_POLL_SECONDS": "60",
+    # A busy machine's API server has answered nothing for 20 s; of losing the Lease a test of its own tells.
+    "ORBIT_OPERATOR_LEASE_SECONDS": "120",
 }
 
 

@@ -24,8 +24,8 @@ from orbit_runtime.spec.crd import build_crd, build_schema
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev"
-PATIENT = {"ORBIT_OPERATOR_LEASE_SECONDS": "60", "ORBIT_OPERATOR_RESYNC_SECONDS": "300"}
-"""A Lease that outlives what the test does, and no second look at runs: what is found out comes from watching."""
+PATIENT = {"ORBIT_OPERATOR_RESYNC_SECONDS": "300"}
+"""No second look at runs: what is found out comes from watching."""
 
 
 @pytest.fixture(scope="module")

@@ -332,7 +332,7 @@ def test_of_two_operators_one_acts_and_the_other_takes_over(server: Server, tmp_
                 team.wait_phase("adder", "Succeeded")
                 first.process.send_signal(signal.SIGCONT)
                 assert first.process.wait(30) == 75
-                assert "another operator acts now" in first.text
+                assert "this operator stops acting" in first.text
                 assert second.process.poll() is None
                 assert team.jobs() == ["adder-a1"]
         finally:

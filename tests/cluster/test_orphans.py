@@ -43,7 +43,7 @@ def test_a_control_plane_and_an_operator_whose_tests_are_killed_end_with_them(tm
         assert len(pids) == 4, "operator, etcd, API server, controllers"
         assert not any(map(has_ended, pids))
         holder.kill()
-        wait_for(lambda: all(map(has_ended, pids)), "all have ended", 20)
+        wait_for(lambda: all(map(has_ended, pids)), "all have ended", 60)
     finally:
         holder.kill()
         holder.wait()

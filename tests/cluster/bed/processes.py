@@ -48,6 +48,7 @@ class Processes:
                 env={**os.environ, **environment},
             )  # fmt: skip
         self.running[name] = process
+        _wait_until_bound(process)
         if self.record is not None:
             with self.record.open("a", encoding="utf-8") as record:
                 record.write(json.dumps({"name": name, "pid": process.pid, "started": started_at(process.pid)}) + "\n")
@@ -96,6 +97,14 @@ class Processes:
             self.check_alive()
             assert time.monotonic() < until, f"not within {seconds:.0f} s: {what}; see {self.logs}"
             time.sleep(0.1)
+
+
+def _wait_until_bound(process: subprocess.Popen[bytes]) -> None:
+    """Returns when `setpriv` has told the kernel and become the next program: a parent that ends sooner leaves it."""
+    until = time.monotonic() + 20
+    while process.poll() is None and Path(f"/proc/{process.pid}/comm").read_text() == "setpriv\n":
+        assert time.monotonic() < until, f"{process.args} does not start"
+        time.sleep(0.005)
 
 
 def inside(netns: str | None) -> list[str]:
