@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class TensorInfo:
     start: int
     """Offset of the first byte, counted from the end of the header."""
     end: int
+    stored_as: str = ""
+    """Its name in the file, where `known_name` differs from it."""
 
     @property
     def num_bytes(self) -> int:
@@ -107,8 +109,26 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
                 where=str(folder),
                 fix="name a Hugging Face model folder with safetensors weights",
             )
-        return {name: (single, info) for name, info in read_header(single).tensors.items()}
-    return _read_shards(folder, index)
+        return with_known_names({name: (single, info) for name, info in read_header(single).tensors.items()})
+    return with_known_names(_read_shards(folder, index))
+
+
+def known_name(name: str) -> str:
+    """The name that the model's publisher gives a tensor or a pattern of modules.
+
+    NVIDIA's exports of Kimi-K2.5 and K2.6 leave out a part: `language_model.layers.0` for
+    `language_model.model.layers.0`, in files and in `exclude_modules` alike (SGLang's `kimi_k25.py` maps it too).
+    """
+    shortened = "language_model.layers."
+    return f"language_model.model.layers.{name[len(shortened) :]}" if name.startswith(shortened) else name
+
+
+def with_known_names[F](tensors: Mapping[str, tuple[F, TensorInfo]]) -> dict[str, tuple[F, TensorInfo]]:
+    """Tensor → (file, info) under the publisher's names; `stored_as` keeps that of the file."""
+    return {
+        (known := known_name(name)): (file, info if known == name else replace(info, stored_as=name))
+        for name, (file, info) in tensors.items()
+    }
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, tuple[Path, TensorInfo]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.model_info.headers import TensorInfo
+from orbit_runtime.model_info.headers import TensorInfo, known_name
 
 Precision = Literal["BF16", "INT4", "FP8", "NVFP4", "MXFP4"]
 PRECISIONS: dict[str, Precision] = {
@@ -204,7 +204,7 @@ def _fp8(block: Mapping[str, Any], expert_dtype: Any, tensors: Mapping[str, Tens
 
 def _modelopt(block: Mapping[str, Any], where: str) -> QuantFormat:
     algorithms = {"FP8": "FP8", "NVFP4": "NVFP4ModelOpt", "W4A16_NVFP4": "NVFP4ModelOpt"}
-    ignore = tuple(f"re:{fnmatch.translate(pattern)}" for pattern in block.get("ignore") or ())
+    ignore = tuple(f"re:{fnmatch.translate(known_name(pattern))}" for pattern in block.get("ignore") or ())
     algorithm = block.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
         layers = block.get("quantized_layers")
@@ -215,7 +215,7 @@ def _modelopt(block: Mapping[str, Any], where: str) -> QuantFormat:
             algorithm = layer.get("quant_algo") if isinstance(layer, Mapping) else layer
             if algorithm not in algorithms or layer.get("group_size", 16) != 16:
                 raise _unknown(f"quant_algo of {name} is {algorithm!r}", where)
-            names.setdefault(algorithms[algorithm], []).append(name)
+            names.setdefault(algorithms[algorithm], []).append(known_name(name))
         # The layout of the experts, if there are any; otherwise that of most modules.
         main = max(names, key=lambda layout: (any(".experts." in name for name in names[layout]), len(names[layout])))
         others = tuple((layout, tuple(listed)) for layout, listed in names.items() if layout != main)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.checkpoint import LEGACY_QUANTISATION, Headers, headers_facts, parse_object
-from orbit_runtime.model_info.headers import MAX_HEADER_BYTES, TensorInfo, parse_header
+from orbit_runtime.model_info.headers import MAX_HEADER_BYTES, TensorInfo, parse_header, with_known_names
 from orbit_runtime.model_info.quantization import from_legacy_modelopt
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.storage import NotFound
@@ -54,7 +54,7 @@ def store_headers(store: ModelFiles, *, first_read: int = FIRST_READ) -> Headers
     if not config.get("quantization_config") and store.exists(LEGACY_QUANTISATION):
         legacy = parse_object(store.get(LEGACY_QUANTISATION), f"{store.uri}/{LEGACY_QUANTISATION}")
         config = {**config, "quantization_config": from_legacy_modelopt(legacy)}
-    return Headers(store.uri, config, tensors)
+    return Headers(store.uri, config, with_known_names(tensors))
 
 
 def store_facts(store: ModelFiles, *, first_read: int = FIRST_READ) -> ModelFacts:

@@ -46,11 +46,11 @@ class CheckpointReader:
             raise ModelError(
                 f"the checkpoint holds no tensor {name}", where=str(self.folder), fix="download the model again"
             )
-        path, _ = self.tensors[name]
+        path, info = self.tensors[name]
         if self._open is None or self._open[0] != path:
             self._open = (path, safe_open(str(path), framework="pt", device="cpu"))
         self._unused.discard(name)
-        return self._open[1].get_tensor(name).to(self._device)
+        return self._open[1].get_tensor(info.stored_as or name).to(self._device)
 
     def check_all_used(self, left_out: Sequence[str] = ()) -> None:
         """`left_out`: regular expressions for names outside the language model, matched from the start."""

@@ -235,7 +235,7 @@ def _compare_weights(policy: Policy, folder: Path) -> tuple[int, int]:
             packed += 1
             continue
         with safe_open(str(found[0]), framework="pt", device="cpu") as file:
-            stored: Tensor = file.get_tensor(name_in_files(name))
+            stored: Tensor = file.get_tensor(found[1].stored_as or name_in_files(name))
         held = read()
         if not torch.isfinite(stored).all():
             raise GateError(f"{name} holds values that are not finite", where=str(found[0]), fix=COPY)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,17 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "
 """Under these names in transformers and SGLang; the published file has `vt_` before them."""
 
 
-def make_kimi(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
-    """`(published, plain)`: the checkpoint, and its language model in BF16 as transformers' DeepSeek-V3 loads it."""
+def make_kimi(
+    folder: Path, *, seed: int = 0, layout: str = "INT4", unpacked: Sequence[str] = UNPACKED
+) -> tuple[Path, Path]:
+    """`(published, plain)`: the checkpoint, and its language model in BF16 as transformers' DeepSeek-V3 loads it.
+
+    Args:
+        layout: of the routed experts; nothing else is packed.
+        unpacked: `ignore` of the quantisation.
+    """
     sizes = {"vocab_size": RANKS + RESERVED + 8, "intermediate_size": 128, "moe_intermediate_size": 64}
-    packed, plain = make_family(folder, "kimi_k25", "INT4", seed=seed, sizes=sizes)
+    packed, plain = make_family(folder, "kimi_k25", layout, seed=seed, sizes=sizes)
     config = json.loads((packed / "config.json").read_text())
     text = config["text_config"] | {
         "architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 1, "topk_method": "noaux_tc",
@@ -68,7 +75,7 @@ def make_kimi(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
     }  # fmt: skip
     del text["rope_parameters"]
-    text["quantization_config"]["ignore"] = list(UNPACKED)
+    text["quantization_config"]["ignore"] = list(unpacked)
     whole = {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "auto_map": {
