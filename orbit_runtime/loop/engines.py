@@ -25,6 +25,7 @@ from orbit_runtime.types import Engine
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
+    from orbit_runtime.planner.engine_kernels import EngineKernels
     from orbit_runtime.planner.serving_memory import ServerMemory
     from orbit_runtime.policy import Policy
     from orbit_runtime.policy.facts import PolicyFacts
@@ -142,6 +143,7 @@ def plan_servers(
         expert_formats=facts.expert_formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
+        kernels=_plan_kernels(resolved, facts, folder),
         extra=tuple(argument_flags(spec.rollout.engine_arguments)),
         engine_version=spec.rollout.engine_version,
         attention=attention,
@@ -211,6 +213,18 @@ class Serving:
     """Of each server, one after the other; on a CPU its processes."""
     memory: ServerMemory | None
     """None: on a CPU."""
+
+
+def _plan_kernels(resolved: Resolved, facts: PolicyFacts, folder: Path) -> EngineKernels | None:
+    if resolved.device == "cpu":
+        return None
+    from orbit_runtime.model_info.checkpoint import folder_facts
+    from orbit_runtime.planner.engine_kernels import choose_kernels
+    from orbit_runtime.rollout.sglang_experts import LORA_LAYOUTS, served_experts
+
+    adapts_experts = served_experts(facts.adapter, facts.layers) in LORA_LAYOUTS
+    activations = resolved.run.spec.model.activation_precision
+    return choose_kernels(folder_facts(folder), activations, adapts_experts=adapts_experts)
 
 
 def _plan_serving(resolved: Resolved, folder: Path) -> Serving:

@@ -19,7 +19,7 @@ from typing import Any
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import describe
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
-from orbit_runtime.model_info.quantization import from_legacy_modelopt
+from orbit_runtime.model_info.quantization import from_legacy_modelopt, quantisation_method
 from orbit_runtime.model_info.stored import ENDINGS, STORED
 from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
 
@@ -130,6 +130,7 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name
         weights=tuple(stored),
         checkpoint_bytes=sum(info.num_bytes for info in tensors.values()),
         unknown=tuple(sorted(unknown)),
+        quantised_by=quantisation_method(config),
     )
 
 

@@ -69,9 +69,7 @@ def parse_quantization(
 
     `tensors` are the headers, if available: they decide what a config leaves open (DeepSeek-V4's experts).
     """
-    text = config.get("text_config")
-    inner = text.get("quantization_config") if isinstance(text, Mapping) else None
-    block = config.get("quantization_config") or inner
+    block = _block_of(config)
     if not block:
         return QuantFormat("BF16")
     where = f"{where}: quantization_config"
@@ -93,6 +91,19 @@ def parse_quantization(
     if method == "awq":
         return _awq(block, where)
     raise _unknown(f"quant_method is {method!r}", where)
+
+
+def quantisation_method(config: Mapping[str, Any]) -> str:
+    """`quant_method`, such as `compressed-tensors`; empty if nothing is packed."""
+    block = _block_of(config)
+    return str(block.get("quant_method") or "") if isinstance(block, Mapping) else ""
+
+
+def _block_of(config: Mapping[str, Any]) -> Any:
+    """The model's, or its language model's."""
+    text = config.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, Mapping) else None
+    return config.get("quantization_config") or inner
 
 
 def from_legacy_modelopt(file: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,6 +129,8 @@ class ModelFacts:
     """All files together, including parts that are never loaded."""
     unknown: tuple[str, ...] = field(default=())
     """Tensors of the checkpoint that the family does not know."""
+    quantised_by: str = ""
+    """`quant_method` of the checkpoint's configuration; empty in a card, and where nothing is packed."""
 
     def num_bytes(self, *roles: Role) -> int:
         return sum(s.num_bytes for s in self.weights if not roles or s.weight.role in roles)

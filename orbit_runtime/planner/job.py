@@ -63,6 +63,8 @@ class Job:
     trainer: str
     engine: str
     precision: str
+    activations: str
+    """`model.activationPrecision`."""
     adapter: Literal["LoRA", "OFT", "Full"]
     """`Full`: every weight of the model trains."""
     rank: int
@@ -116,6 +118,10 @@ class Job:
         return self.devices.are_apart
 
     @property
+    def adapts_experts_by_lora(self) -> bool:
+        return self.adapter == "LoRA" and self.experts != "None"
+
+    @property
     def speculates_with_mtp(self) -> bool:
         """Whether the engine loads the checkpoint's MTP layer, which drafts the next tokens."""
         return self.engine_arguments.get("speculative-algorithm") in ("NEXTN", "EAGLE")
@@ -150,6 +156,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         trainer=trainer,
         engine=_decide(spec.rollout.engine, "SGLang" if several or training.trainer == "Megatron" else "Torch"),
         precision=spec.model.precision,
+        activations=spec.model.activation_precision,
         adapter=adapter.type,
         rank=adapter.lora.rank if adapter.lora else adapter.oft.block_size if adapter.oft else 0,
         targets=tuple(adapter.targets or ()),

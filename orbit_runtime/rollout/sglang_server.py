@@ -18,6 +18,7 @@ from typing import Literal
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.names import SGLANG_TARGETS, SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.planner.engine_kernels import EngineKernels
 from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_experts import expert_arguments
@@ -74,6 +75,8 @@ class ServerSettings:
     """Capacity of its KV cache; None: what free memory allows, or on a CPU enough for every running sequence."""
     memory_fraction: float | None = None
     """Share of the GPU memory free at its start, for base, adapter slots and KV cache. None: SGLang's own choice."""
+    kernels: EngineKernels | None = None
+    """The base's kernels; None on a CPU, where nothing is packed."""
     extra: tuple[str, ...] = ()
     """Arguments from the manifest, as `spec.engine_arguments.argument_flags` writes them."""
     engine_version: Literal["Pinned", "Any"] = "Pinned"
@@ -163,7 +166,7 @@ class SGLangServer:
         self.taps.mkdir(parents=True, exist_ok=True)
         self._probe_seconds = MIN_PROBE_SECONDS
         arguments = server_arguments(self._settings, self._port, self._host)
-        own = _environment(self._settings, self.taps)
+        own = server_variables(self._settings, self.taps)
         agent = os.environ.get(AGENT_VARIABLE)
         if agent:
             self._process = RemoteProcess(agent, "SGLang", arguments, environment=own, log=self._log, token=self._token)
@@ -229,6 +232,7 @@ def server_arguments(settings: ServerSettings, port: int, host: str = LOOPBACK) 
     if settings.tensor_parallel > 1:
         arguments += ["--tp-size", str(settings.tensor_parallel)]
     arguments += settings.extra
+    arguments += settings.kernels.arguments if settings.kernels else ()
     arguments += expert_arguments(settings.experts, settings.device, settings.expert_formats)
     if settings.reports_experts:
         arguments += ["--enable-return-routed-experts"]
@@ -312,7 +316,7 @@ def sleeping_parts(sleep: str) -> tuple[Sleeping, ...]:
     return parts.get(sleep, ())
 
 
-def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
+def server_variables(settings: ServerSettings, taps: Path) -> dict[str, str]:
     """Variables for the plug-in and SGLang, in addition to the environment it is started in."""
     own = {
         "ORBIT_SGLANG": "1",
@@ -322,6 +326,7 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
         VERSION_VARIABLE: settings.engine_version,
         "SGLANG_PLUGINS": "orbit",
     }
+    own |= settings.kernels.variables if settings.kernels else {}
     if settings.device == "cpu" and settings.tensor_parallel > 1:
         # Otherwise SGLang wants a NUMA node for each process. Without its own CPU kernels it binds none in any case.
         every_core = f"0-{(os.cpu_count() or 1) - 1}"

@@ -31,7 +31,8 @@ class Model(Block):
     it selects the variant, and `Auto` means `INT4`."""
     activation_precision: Annotated[ActivationPrecision, IDENTITY] = "WeightOnly"
     """`WeightOnly` does not round activations. `FP8` (W8A8) and `NVFP4` (W4A4) round the inputs of linear layers whose
-    weights are in that format, like an engine that multiplies in it; the gradient passes straight through."""
+    weights are in that format, like an engine that multiplies in it; the gradient passes straight through. On a GPU,
+    SGLang is asked for kernels that do the same."""
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
     """Maximum length of prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
 

@@ -36,7 +36,8 @@ HOST = "127.0.0.1"
 VARIABLES = frozenset(
     {
         "ORBIT_SGLANG", "ORBIT_SGLANG_EXPERTS", "ORBIT_SGLANG_OFT_BLOCK_SIZE", "ORBIT_SGLANG_TAPS",
-        "ORBIT_SGLANG_VERSION", "OMP_WAIT_POLICY", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_PLUGINS",
+        "ORBIT_SGLANG_VERSION", "OMP_WAIT_POLICY", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_FORCE_FP8_MARLIN",
+        "SGLANG_PLUGINS",
     }
 )  # fmt: skip
 """Environment variables that a run may set for a server."""
@@ -44,12 +45,13 @@ OWN_FLAGS = frozenset(
     {
         "--attention-backend", "--base-gpu-id", "--context-length", "--device", "--disable-overlap-schedule",
         "--disable-shared-experts-fusion", "--dtype", "--enable-deterministic-inference", "--enable-lora",
-        "--enable-memory-saver", "--enable-metrics", "--enable-weights-cpu-backup", "--experts-shared-outer-loras",
-        "--host", "--incremental-streaming-output", "--lora-backend",
-        "--lora-target-modules", "--no-experts-shared-outer-loras", "--max-loaded-loras",
+        "--enable-memory-saver", "--enable-metrics", "--enable-return-routed-experts", "--enable-weights-cpu-backup",
+        "--experts-shared-outer-loras", "--flashinfer-mxfp4-moe-precision", "--fp4-gemm-backend", "--host",
+        "--incremental-streaming-output", "--lora-backend", "--lora-target-modules", "--max-loaded-loras",
+        "--no-experts-shared-outer-loras",
         "--max-lora-rank", "--max-loras-per-batch", "--max-running-requests", "--max-total-tokens",
         "--mem-fraction-static", "--model-path", "--moe-runner-backend", "--port", "--random-seed",
-        "--sampling-backend", "--sleep-on-idle", "--tp-size",
+        "--sampling-backend", "--sleep-on-idle", "--tokenizer-path", "--tp-size",
     }
 )  # fmt: skip
 """Flags that `rollout.sglang_server` writes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.adapters.names import SGLANG_TARGETS
+from orbit_runtime.planner.engine_kernels import FP8_VARIABLE, MXFP4_FLAG, NVFP4_FLAG
 from orbit_runtime.planner.support import PINNED
 from orbit_runtime.rollout.sglang_experts import MOE_RUNNERS
 from orbit_runtime.rollout.sglang_server import deterministic_attention
@@ -201,3 +202,18 @@ def assignments(part: ast.AST) -> dict[str, ast.expr]:
 def test_the_kernels_that_read_requests_segments_know_experts(package: Path) -> None:
     """Another back end than the one that is asked for could leave adapters of experts out."""
     assert "_add_moe_lora_info" in (package / "srt/lora/backend/triton_backend.py").read_text()
+
+
+def test_kernels_that_round_nothing_are_asked_for_by_names_that_sglang_has(package: Path) -> None:
+    fields = (package / "srt/arg_groups/fields/exec_.py").read_text()
+    assert f'cli_name="{NVFP4_FLAG}"' in fields
+    assert f'{MXFP4_FLAG.removeprefix("--").replace("-", "_")}: A[\n        Literal["default", "bf16"' in fields
+    choices = package / "srt/arg_groups/choices.py"
+    for name in ("FP4_GEMM_RUNNER_BACKEND_CHOICES", "MOE_RUNNER_BACKEND_CHOICES"):
+        (listed,) = assigned(choices, name)
+        assert "marlin" in listed
+    asking = {
+        name for name in ("fp8.py", "modelopt_quant.py", "compressed_tensors/compressed_tensors.py")
+        if FP8_VARIABLE in (package / QUANTIZATION / name).read_text()
+    }  # fmt: skip
+    assert asking == {"fp8.py", "modelopt_quant.py"}, "who wrote the FP8 decides"

@@ -17,10 +17,11 @@ from fakes.ports import free_port
 
 from orbit_runtime import __version__
 from orbit_runtime.errors import EngineDiedError, OutputError, UnsupportedError, UsageError
-from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments
+from orbit_runtime.planner.engine_kernels import FP8_VARIABLE, MXFP4_FLAG, EngineKernels
+from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments, server_variables
 from orbit_runtime.spec.engine_arguments import ALLOWED
 from orbit_runtime.workers.remote_process import GONE, RemoteProcess
-from orbit_runtime.workers.server_agent import FLAGS, OWN_FLAGS, gpu_memory, run_agent
+from orbit_runtime.workers.server_agent import FLAGS, OWN_FLAGS, VARIABLES, gpu_memory, run_agent
 
 TOKEN = "the-token-of-this-run"
 PLAYED = Path(__file__).parents[2] / "fakes" / "played_agent.py"
@@ -225,18 +226,21 @@ def test_an_agent_is_told_where_the_token_stands(tmp_path: Path, monkeypatch: py
 
 def test_all_that_a_run_says_to_a_server_is_what_an_agent_takes() -> None:
     said: set[str] = set()
+    kernels = EngineKernels(("--fp4-gemm-backend", "marlin", MXFP4_FLAG, "bf16"), {FP8_VARIABLE: "1"}, ())
     for device, sleep, deterministic in itertools.product(("cpu", "cuda"), ("None", "Cache", "All"), (False, True)):
         for experts, formats in (("None", ()), ("SharedOuter", ("BF16",)), ("PerExpert", ("BF16",)), ("Shared", ())):
             settings = ServerSettings(
                 model=Path("/m"), device=device, dtype="bfloat16", targets=("q_proj", "down_proj"),
                 max_running_requests=8, max_sequence_length=64, seed=0, gpu=4, tensor_parallel=2, experts=experts,
                 expert_formats=formats, sleep=sleep, deterministic=deterministic, attention="triton",
+                kernels=kernels, tokenizer=Path("/t"), reports_experts=True,
             )  # fmt: skip
             said |= {each for each in server_arguments(settings, 1) if each.startswith("-")}
+            assert server_variables(settings, Path("/taps")).keys() <= VARIABLES
     assert said == OWN_FLAGS, "no flag that nobody says"
     assert {f"--{name}" for name in ALLOWED} >= FLAGS - OWN_FLAGS
     paths = ("path", "file", "dir", "folder", "log", "hook", "loader", "url", "addr")
-    assert not [flag for flag in FLAGS - {"--model-path"} if any(word in flag for word in paths)]
+    assert not [flag for flag in FLAGS - {"--model-path", "--tokenizer-path"} if any(word in flag for word in paths)]
 
 
 def _answers(http: httpx.Client) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.rollout.sglang_server import ServerSettings, _environment
+from orbit_runtime.rollout.sglang_server import ServerSettings, server_variables
 from orbit_runtime.workers.sglang_launch import launch_environment
 from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
 
@@ -25,13 +25,13 @@ def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_asleep(environment)
     assert environment == {VARIABLE: "ACTIVE"}
     monkeypatch.setenv(VARIABLE, "ACTIVE")
-    assert launch_environment(_environment(SETTINGS, Path("taps")))[VARIABLE] == "ACTIVE"
+    assert launch_environment(server_variables(SETTINGS, Path("taps")))[VARIABLE] == "ACTIVE"
 
 
 def test_a_server_on_a_cpu_waits_asleep_and_one_on_a_gpu_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert _environment(SETTINGS, Path("taps"))[VARIABLE] == "PASSIVE"
-    assert VARIABLE not in _environment(replace(SETTINGS, device="cuda"), Path("taps"))
+    assert server_variables(SETTINGS, Path("taps"))[VARIABLE] == "PASSIVE"
+    assert VARIABLE not in server_variables(replace(SETTINGS, device="cuda"), Path("taps"))
 
 
 def test_torch_is_not_there_yet_when_orbit_run_decides_how_threads_wait() -> None:

@@ -1,0 +1,77 @@
+"""Which kernels of SGLang 0.5.23 multiply by a packed base on a GPU, and which of them round activations first.
+
+Belongs here: formats → the flags and variables that ask for kernels which round nothing, and what is rounded all the
+same. Does not belong here: kernels of LoRA on routed experts (`rollout.sglang_experts`), the trainer's own rounding
+(`quant.activations`).
+
+SGLang chooses for speed: FP8 weights are multiplied as W8A8, NVFP4 as W4A4, gpt-oss's MXFP4 as W4A8. A trainer with
+`model.activationPrecision: WeightOnly` computes another policy than such an engine samples from. Sources: `--help` and
+`layers/quantization/{fp8,modelopt_quant,mxfp4}.py`, `compressed_tensors.py` of SGLang 0.5.23. Not run on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from orbit_runtime.model_info.weights import ModelFacts, Role
+
+DENSE: tuple[Role, ...] = ("attention", "dense_mlp", "shared_expert")
+EXPERTS: tuple[Role, ...] = ("routed_expert",)
+LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v4")
+"""Families whose attention reads the weights of `kv_b_proj` or `o_a_proj` itself, so that they must not be repacked."""
+FP8_VARIABLE = "SGLANG_FORCE_FP8_MARLIN"
+NVFP4_FLAG, MXFP4_FLAG, EXPERTS_FLAG = "--fp4-gemm-backend", "--flashinfer-mxfp4-moe-precision", "--moe-runner-backend"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKernels:
+    """What a server on a GPU is asked for."""
+
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str]
+    rounded: tuple[str, ...]
+    """Layers whose inputs SGLang rounds and the trainer does not. Example: `("routed experts in FP8",)`"""
+
+
+def choose_kernels(model: ModelFacts, activations: str, *, adapts_experts: bool) -> EngineKernels:
+    """
+    Args:
+        activations: `model.activationPrecision`.
+        adapts_experts: whether LoRA adapts routed experts, whose kernels are then chosen for it.
+    """
+    arguments: list[str] = []
+    variables: dict[str, str] = {}
+    rounded: list[str] = []
+    dense, experts = _formats(model, DENSE), _formats(model, EXPERTS)
+    if activations != "NVFP4":
+        if "NVFP4" in dense:
+            arguments += [NVFP4_FLAG, "marlin"]
+        if "NVFP4" in experts and not adapts_experts:
+            arguments += [EXPERTS_FLAG, "marlin"]
+    if activations != "FP8":
+        if "FP8" in dense and _has_weight_only_fp8(model):
+            variables[FP8_VARIABLE] = "1"
+        elif "FP8" in dense:
+            rounded.append("linear layers in FP8")
+        if "FP8" in experts:
+            rounded.append("routed experts in FP8")
+    if "MXFP4" in experts:
+        if model.architecture.family == "gpt_oss":
+            arguments += [MXFP4_FLAG, "bf16"]
+        elif not adapts_experts:
+            rounded.append("routed experts in MXFP4")
+    return EngineKernels(tuple(arguments), variables, tuple(rounded))
+
+
+def _formats(model: ModelFacts, roles: Collection[Role]) -> set[str]:
+    return {each.format for each in model.weights if each.weight.is_linear and each.weight.role in roles}
+
+
+def _has_weight_only_fp8(model: ModelFacts) -> bool:
+    """By the classes that ask for the variable: block-wise FP8 as DeepSeek introduced it, and ModelOpt's."""
+    if model.architecture.family in LATENT:
+        return False
+    if model.quantised_by:
+        return model.quantised_by in ("fp8", "modelopt")
+    return any(each.format == "FP8" and each.block for each in model.weights if each.weight.role in DENSE)

@@ -1,0 +1,66 @@
+"""Kernels of SGLang that do not round activations, by what is published: asked for where there are some, else told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orbit_runtime.model_info.cards import card_facts
+from orbit_runtime.model_info.gpus import find_gpu
+from orbit_runtime.planner import Machine, plan
+from orbit_runtime.planner.engine_kernels import FP8_VARIABLE, choose_kernels
+from tests.unit_runtime.planner.test_planner import build
+
+NVFP4, NVFP4_EXPERTS = ("--fp4-gemm-backend", "marlin"), ("--moe-runner-backend", "marlin")
+MARLIN = {FP8_VARIABLE: "1"}
+NONE: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    ("repository", "adapts_experts", "arguments", "variables", "rounded"),
+    [
+        ("moonshotai/Kimi-K2.6", True, (), NONE, ()),
+        ("Qwen/Qwen3-4B", False, (), NONE, ()),
+        ("Qwen/Qwen3-4B-FP8", False, (), MARLIN, ()),
+        ("Qwen/Qwen3-30B-A3B-FP8", True, (), MARLIN, ("routed experts in FP8",)),
+        ("nvidia/Qwen3-235B-A22B-NVFP4", False, (*NVFP4, *NVFP4_EXPERTS), NONE, ()),
+        ("nvidia/Qwen3-235B-A22B-NVFP4", True, NVFP4, NONE, ()),
+        ("zai-org/GLM-4.5-FP8", False, (), NONE, ("linear layers in FP8", "routed experts in FP8")),
+        ("openai/gpt-oss-120b", False, ("--flashinfer-mxfp4-moe-precision", "bf16"), NONE, ()),
+        ("deepseek-ai/DeepSeek-V4-Pro", True, (), NONE, ("linear layers in FP8",)),
+        ("deepseek-ai/DeepSeek-V4-Pro", False, (), NONE, ("linear layers in FP8", "routed experts in MXFP4")),
+    ],
+)
+def test_weight_only_is_asked_for_where_sglang_has_it(
+    repository: str, adapts_experts: bool, arguments: object, variables: object, rounded: object
+) -> None:
+    found = choose_kernels(card_facts(repository), "WeightOnly", adapts_experts=adapts_experts)
+    assert (found.arguments, found.variables, found.rounded) == (arguments, variables, rounded)
+
+
+@pytest.mark.parametrize(
+    ("repository", "activations"), [("Qwen/Qwen3-4B-FP8", "FP8"), ("nvidia/Qwen3-235B-A22B-NVFP4", "NVFP4")]
+)
+def test_a_trainer_that_rounds_leaves_the_choice_to_sglang(repository: str, activations: str) -> None:
+    found = choose_kernels(card_facts(repository), activations, adapts_experts=False)
+    assert (found.arguments, found.variables, found.rounded) == ((), {}, ())
+
+
+@pytest.mark.parametrize(("method", "told"), [("fp8", False), ("modelopt", False), ("compressed-tensors", True)])
+def test_who_wrote_the_fp8_decides(method: str, told: bool) -> None:
+    model = replace(card_facts("Qwen/Qwen3-4B-FP8"), quantised_by=method)
+    found = choose_kernels(model, "WeightOnly", adapts_experts=False)
+    assert bool(found.rounded) == told
+    assert bool(found.variables) != told
+
+
+def test_the_plan_tells_what_is_rounded_on_a_gpu_and_nothing_on_a_cpu() -> None:
+    repository = "zai-org/GLM-4.5-FP8"
+    run, model = build(repository, rollout={"engine": "SGLang"}), card_facts(repository)
+    says = "SGLang rounds the inputs of linear layers in FP8 and routed experts in FP8"
+    told = [
+        any(note.startswith(says) for note in plan(run, model, machine).notes)
+        for machine in (Machine(find_gpu("B200"), 8, 4096 * 2**30), Machine(None))
+    ]
+    assert told == [True, False]
