@@ -24,6 +24,7 @@ from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.distance import Measure, Told, token_distances
 from orbit_runtime.policy.division import Division
+from orbit_runtime.policy.head import logits_of
 from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
@@ -89,8 +90,8 @@ class Policy:
         return out.last_hidden_state
 
     def head(self, hidden_RN: torch.Tensor) -> torch.Tensor:
-        """Logits `[R, V]` in the compute dtype."""
-        return self.model.get_output_embeddings()(hidden_RN)
+        """Logits `[R, V]`, as `head.logits_of`."""
+        return logits_of(self.model.get_output_embeddings(), hidden_RN)
 
     def pack(self, branches: Sequence[Branch]) -> PackedBatch:
         if self.division is None:

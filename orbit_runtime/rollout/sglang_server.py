@@ -227,6 +227,9 @@ def server_arguments(settings: ServerSettings, port: int, host: str = LOOPBACK) 
         "--max-loras-per-batch", str(settings.adapter_slots), "--max-loaded-loras", str(2 * settings.adapter_slots),
         "--lora-target-modules", *settings.targets,
     ]  # fmt: skip
+    if settings.dtype == "bfloat16":
+        # As the trainer computes them (`policy.head`).
+        arguments += ["--enable-fp32-lm-head"]
     if settings.tokenizer:
         arguments += ["--tokenizer-path", str(settings.tokenizer)]
     if settings.tensor_parallel > 1:

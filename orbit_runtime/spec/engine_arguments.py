@@ -126,6 +126,7 @@ OURS: Mapping[str, tuple[str, str]] = {
         ("adapters of experts reach only the kernels that Orbit chooses", "leave it out"),
     ),
     "sampling-backend": ("it follows from the manifest", "leave it out"),
+    "enable-fp32-lm-head": ("logits are fp32 wherever the run computes in BF16", "leave it out"),
     "enable-deterministic-inference": ("it has a field of its own", "use `rollout.deterministic`"),
     **dict.fromkeys(
         ("enable-memory-saver", "enable-weights-cpu-backup"), ("it has a field of its own", "use `rollout.sleep`")

@@ -44,7 +44,8 @@ VARIABLES = frozenset(
 OWN_FLAGS = frozenset(
     {
         "--attention-backend", "--base-gpu-id", "--context-length", "--device", "--disable-overlap-schedule",
-        "--disable-shared-experts-fusion", "--dtype", "--enable-deterministic-inference", "--enable-lora",
+        "--disable-shared-experts-fusion", "--dtype", "--enable-deterministic-inference", "--enable-fp32-lm-head",
+        "--enable-lora",
         "--enable-memory-saver", "--enable-metrics", "--enable-return-routed-experts", "--enable-weights-cpu-backup",
         "--experts-shared-outer-loras", "--flashinfer-mxfp4-moe-precision", "--fp4-gemm-backend", "--host",
         "--incremental-streaming-output", "--lora-backend", "--lora-target-modules", "--max-loaded-loras",

@@ -36,6 +36,19 @@ def test_logprobs_on_the_device_equal_those_on_the_cpu(precision: str, dtype: to
     assert gpu.base_digest() == cpu.base_digest()
 
 
+def test_logits_on_the_device_are_rounded_to_fp32_only() -> None:
+    policy = load_policy(builtin_folder("tiny-adder", "BF16"), LORA, device="cuda", compute_dtype=torch.bfloat16)
+    weight = policy.model.get_output_embeddings().packed.qdata
+    hidden = torch.randn(40, weight.shape[1], device="cuda").mul_(3).bfloat16().requires_grad_(True)
+    logits = policy.head(hidden)
+    exact = hidden.detach().double() @ weight.double().T
+    assert logits.dtype == torch.float32
+    assert float((logits.detach() - exact).abs().max()) < 1e-3
+    (grad,) = torch.autograd.grad(logits.square().sum(), hidden)
+    expected = 2 * exact @ weight.double()
+    torch.testing.assert_close(grad.double(), expected, rtol=2**-6, atol=float(expected.abs().max()) * 2**-6)
+
+
 @pytest.mark.parametrize("adapter", ["LoRA", "OFT"])
 def test_a_run_on_the_device_proves_every_publish(tmp_path: Path, adapter: str) -> None:
     manifest = small_manifest(steps=5, adapter=adapter)

@@ -1,0 +1,66 @@
+"""Logits of a BF16 policy are rounded to fp32 only: compared with double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.head import logits_of
+from orbit_runtime.policy.packed import Branch
+
+TOKENS = [3, 27, 26, 20, 27, 25, 38, 1, 4, 30, 31, 1]
+LORA = AdapterConfig("LoRA", ("q_proj", "o_proj"), rank=4)
+
+
+def hidden_of(rows: int, width: int) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).mul_(3).bfloat16()
+
+
+def test_logits_and_gradients_are_those_of_double_precision() -> None:
+    policy = load_policy(builtin_folder("tiny-adder", "BF16"), LORA, compute_dtype=torch.bfloat16)
+    weight = policy.model.get_output_embeddings().packed.qdata
+    hidden = hidden_of(40, weight.shape[1]).requires_grad_(True)
+    logits = policy.head(hidden)
+    exact = hidden.detach().double() @ weight.double().T
+    assert logits.dtype == torch.float32
+    assert float((logits.detach() - exact).abs().max()) < 1e-4 < float((exact - exact.bfloat16()).abs().max())
+    slope = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (grad,) = torch.autograd.grad(logits, hidden, slope)
+    expected = slope.double() @ weight.double()
+    assert grad.dtype == torch.bfloat16
+    torch.testing.assert_close(grad.double(), expected, rtol=2**-6, atol=float(expected.abs().max()) * 2**-7)
+
+
+def test_a_head_that_is_trained_gets_its_gradient() -> None:
+    head = nn.Linear(16, 32, bias=False, dtype=torch.bfloat16)
+    hidden = hidden_of(8, 16)
+    logits_of(head, hidden).square().sum().backward()
+    assert head.weight.grad is not None
+    exact = 2 * (hidden.double() @ head.weight.detach().double().T).T @ hidden.double()
+    torch.testing.assert_close(head.weight.grad.double(), exact, rtol=2**-6, atol=float(exact.abs().max()) * 2**-7)
+
+
+def test_a_policy_in_fp32_and_a_head_with_a_bias_are_left_to_the_layer() -> None:
+    biased = nn.Linear(16, 32, dtype=torch.bfloat16)
+    assert logits_of(biased, hidden_of(4, 16)).dtype == torch.bfloat16
+    policy = load_policy(builtin_folder("tiny-adder", "BF16"), LORA)
+    hidden = hidden_of(4, policy.model.get_output_embeddings().in_features).float()
+    assert torch.equal(policy.head(hidden), policy.model.get_output_embeddings()(hidden))
+
+
+def test_log_probs_of_bf16_come_nearer_to_those_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = builtin_folder("tiny-adder", "BF16")
+    exact, policy = load_policy(folder, LORA), load_policy(folder, LORA, compute_dtype=torch.bfloat16)
+    wanted, found = logprobs(exact), logprobs(policy)
+    monkeypatch.setattr("orbit_runtime.policy.model.logits_of", lambda head, hidden: head(hidden))
+    assert float((found - wanted).abs().mean()) < float((logprobs(policy) - wanted).abs().mean())
+
+
+def logprobs(policy: Policy) -> torch.Tensor:
+    with torch.no_grad():
+        values, _ = policy.logprobs(policy.pack([Branch(0, TOKENS[:3], TOKENS[3:])]))
+    return values
