@@ -223,8 +223,13 @@ def _plan_kernels(resolved: Resolved, facts: PolicyFacts, folder: Path) -> Engin
     from orbit_runtime.rollout.sglang_experts import LORA_LAYOUTS, served_experts
 
     adapts_experts = served_experts(facts.adapter, facts.layers) in LORA_LAYOUTS
-    activations = resolved.run.spec.model.activation_precision
-    return choose_kernels(folder_facts(folder), activations, adapts_experts=adapts_experts)
+    spec = resolved.run.spec
+    return choose_kernels(
+        folder_facts(folder),
+        spec.model.activation_precision,
+        adapts_experts=adapts_experts,
+        engine_arguments=spec.rollout.engine_arguments,
+    )
 
 
 def _plan_serving(resolved: Resolved, folder: Path) -> Serving:

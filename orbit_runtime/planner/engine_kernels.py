@@ -1,18 +1,21 @@
-"""Which kernels of SGLang 0.5.23 multiply by a packed base on a GPU, and which of them round activations first.
+"""Which kernels of SGLang 0.5.23 multiply by a packed base on a GPU: what they round, activations or the base itself.
 
 Belongs here: formats → the flags and variables that ask for kernels which round nothing, and what is rounded all the
 same. Does not belong here: kernels of LoRA on routed experts (`rollout.sglang_experts`), the trainer's own rounding
 (`quant.activations`).
 
 SGLang chooses for speed: FP8 weights are multiplied as W8A8, NVFP4 as W4A4, gpt-oss's MXFP4 as W4A8. A trainer with
-`model.activationPrecision: WeightOnly` computes another policy than such an engine samples from. Sources: `--help` and
-`layers/quantization/{fp8,modelopt_quant,mxfp4}.py`, `compressed_tensors.py` of SGLang 0.5.23. Not run on hardware.
+`model.activationPrecision: WeightOnly` computes another policy than such an engine samples from. On Blackwell, DeepGEMM
+takes only scales that are powers of two, and SGLang quantises block-wise FP8 weights anew for it: another base.
+Sources: `--help`, `layers/quantization/{fp8,fp8_utils,modelopt_quant,mxfp4}.py`, `compressed_tensors.py` and
+`model_loader/utils.py` of SGLang 0.5.23. Not run on hardware.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from orbit_runtime.model_info.weights import ModelFacts, Role
 
@@ -20,7 +23,9 @@ DENSE: tuple[Role, ...] = ("attention", "dense_mlp", "shared_expert")
 EXPERTS: tuple[Role, ...] = ("routed_expert",)
 LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v4")
 """Families whose attention reads the weights of `kv_b_proj` or `o_a_proj` itself, so that they must not be repacked."""
-FP8_VARIABLE = "SGLANG_FORCE_FP8_MARLIN"
+FP8_VARIABLE, DEEPGEMM_VARIABLE = "SGLANG_FORCE_FP8_MARLIN", "SGLANG_ENABLE_JIT_DEEPGEMM"
+EXCHANGE = "moe-a2a-backend"
+"""The engine argument that sends tokens to experts by programs which multiply with DeepGEMM alone."""
 NVFP4_FLAG, MXFP4_FLAG, EXPERTS_FLAG = "--fp4-gemm-backend", "--flashinfer-mxfp4-moe-precision", "--moe-runner-backend"
 
 
@@ -32,13 +37,18 @@ class EngineKernels:
     variables: Mapping[str, str]
     rounded: tuple[str, ...]
     """Layers whose inputs SGLang rounds and the trainer does not. Example: `("routed experts in FP8",)`"""
+    requantised: bool = False
+    """Whether, on Blackwell, SGLang quantises the base anew."""
 
 
-def choose_kernels(model: ModelFacts, activations: str, *, adapts_experts: bool) -> EngineKernels:
+def choose_kernels(
+    model: ModelFacts, activations: str, *, adapts_experts: bool, engine_arguments: Mapping[str, Any]
+) -> EngineKernels:
     """
     Args:
         activations: `model.activationPrecision`.
         adapts_experts: whether LoRA adapts routed experts, whose kernels are then chosen for it.
+        engine_arguments: `rollout.engineArguments`.
     """
     arguments: list[str] = []
     variables: dict[str, str] = {}
@@ -61,7 +71,14 @@ def choose_kernels(model: ModelFacts, activations: str, *, adapts_experts: bool)
             arguments += [MXFP4_FLAG, "bf16"]
         elif not adapts_experts:
             rounded.append("routed experts in MXFP4")
-    return EngineKernels(tuple(arguments), variables, tuple(rounded))
+    # DeepSeek-V4's scales are powers of two as they are, and its attention needs DeepGEMM.
+    is_blockwise = model.architecture.family != "deepseek_v4" and any(
+        each.format == "FP8" and each.block for each in model.weights if each.weight.role in (*DENSE, *EXPERTS)
+    )
+    exchanges = engine_arguments.get(EXCHANGE, "none") != "none"
+    if is_blockwise and not exchanges:
+        variables[DEEPGEMM_VARIABLE] = "0"
+    return EngineKernels(tuple(arguments), variables, tuple(rounded), is_blockwise and exchanges)
 
 
 def _formats(model: ModelFacts, roles: Collection[Role]) -> set[str]:

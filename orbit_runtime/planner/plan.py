@@ -5,6 +5,7 @@ Belongs here: the result and its assembly. Does not belong here: bytes of a part
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from orbit_runtime.planner.advice import advise
 from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.devices import Devices
 from orbit_runtime.planner.engine_arguments import FIELD, find_contradictions
-from orbit_runtime.planner.engine_kernels import choose_kernels
+from orbit_runtime.planner.engine_kernels import EXCHANGE, choose_kernels
 from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout, objection
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
@@ -275,15 +276,30 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
         notes.append(f"the MTP layer, {left_out / GIB:.1f} GiB of the files, is not loaded: nothing speculates with it")
     if job.engine_arguments and job.engine == "SGLang":
         notes.append("rollout.engineArguments are passed to SGLang as they are: not run on hardware")
-    kernels = choose_kernels(model, job.activations, adapts_experts=job.adapts_experts_by_lora)
-    if machine.gpu is not None and job.samples and job.engine == "SGLang" and kernels.rounded:
-        notes.append(
-            f"SGLang rounds the inputs of {' and '.join(kernels.rounded)} before it multiplies, the trainer does not: "
-            "parity measures the difference. Not run on hardware"
-        )
+    if machine.gpu is not None and job.samples and job.engine == "SGLang":
+        notes += _of_kernels(model, job)
     if model.unknown:
         notes.append(f"{len(model.unknown)} tensors are not of this family, counted as they are: {model.unknown[0]} …")
     return notes
+
+
+def _of_kernels(model: ModelFacts, job: Job) -> Iterator[str]:
+    kernels = choose_kernels(
+        model,
+        job.activations,
+        adapts_experts=job.adapts_experts_by_lora,
+        engine_arguments=job.engine_arguments,
+    )
+    if kernels.rounded:
+        yield (
+            f"SGLang rounds the inputs of {' and '.join(kernels.rounded)} before it multiplies, the trainer does not: "
+            "parity measures the difference. Not run on hardware"
+        )
+    if kernels.requantised:
+        yield (
+            f"with `{EXCHANGE}` SGLang quantises the base's FP8 anew on Blackwell, and samples from another base than "
+            "the one that is trained: leave it out to keep the file's. Not run on hardware"
+        )
 
 
 def _host_bytes(choice: Choice, machine: Machine) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.adapters.names import SGLANG_TARGETS
-from orbit_runtime.planner.engine_kernels import FP8_VARIABLE, MXFP4_FLAG, NVFP4_FLAG
+from orbit_runtime.planner.engine_kernels import DEEPGEMM_VARIABLE, FP8_VARIABLE, MXFP4_FLAG, NVFP4_FLAG
 from orbit_runtime.planner.support import PINNED
 from orbit_runtime.rollout.sglang_experts import MOE_RUNNERS
 from orbit_runtime.rollout.sglang_server import deterministic_attention
@@ -217,3 +217,14 @@ def test_kernels_that_round_nothing_are_asked_for_by_names_that_sglang_has(packa
         if FP8_VARIABLE in (package / QUANTIZATION / name).read_text()
     }  # fmt: skip
     assert asking == {"fp8.py", "modelopt_quant.py"}, "who wrote the FP8 decides"
+
+
+def test_block_wise_fp8_is_quantised_anew_for_deepgemm_alone(package: Path) -> None:
+    configured = (package / "srt/layers/deep_gemm_wrapper/configurer.py").read_text()
+    assert f"if not envs.{DEEPGEMM_VARIABLE}.get():\n        return False" in configured
+    tree = ast.parse((package / "srt/model_loader/utils.py").read_text())
+    (found,) = [
+        each for each in tree.body
+        if isinstance(each, ast.FunctionDef) and each.name == "should_deepgemm_weight_requant_ue8m0"
+    ]  # fmt: skip
+    assert "not (deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM and deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0" in ast.unparse(found)

@@ -9,12 +9,25 @@ import pytest
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.planner import Machine, plan
-from orbit_runtime.planner.engine_kernels import FP8_VARIABLE, choose_kernels
+from orbit_runtime.planner.engine_kernels import (
+    DEEPGEMM_VARIABLE,
+    EXCHANGE,
+    FP8_VARIABLE,
+    EngineKernels,
+    choose_kernels,
+)
 from tests.unit_runtime.planner.test_planner import build
 
 NVFP4, NVFP4_EXPERTS = ("--fp4-gemm-backend", "marlin"), ("--moe-runner-backend", "marlin")
-MARLIN = {FP8_VARIABLE: "1"}
+MARLIN = {FP8_VARIABLE: "1", DEEPGEMM_VARIABLE: "0"}
 NONE: dict[str, str] = {}
+
+
+def chosen(
+    repository: str, activations: str = "WeightOnly", *, adapts_experts: bool = False, **arguments: object
+) -> EngineKernels:
+    model = card_facts(repository)
+    return choose_kernels(model, activations, adapts_experts=adapts_experts, engine_arguments=arguments)
 
 
 @pytest.mark.parametrize(
@@ -35,24 +48,27 @@ NONE: dict[str, str] = {}
 def test_weight_only_is_asked_for_where_sglang_has_it(
     repository: str, adapts_experts: bool, arguments: object, variables: object, rounded: object
 ) -> None:
-    found = choose_kernels(card_facts(repository), "WeightOnly", adapts_experts=adapts_experts)
+    found = chosen(repository, adapts_experts=adapts_experts)
     assert (found.arguments, found.variables, found.rounded) == (arguments, variables, rounded)
 
 
 @pytest.mark.parametrize(
-    ("repository", "activations"), [("Qwen/Qwen3-4B-FP8", "FP8"), ("nvidia/Qwen3-235B-A22B-NVFP4", "NVFP4")]
+    ("repository", "activations", "variables"),
+    [("Qwen/Qwen3-4B-FP8", "FP8", {DEEPGEMM_VARIABLE: "0"}), ("nvidia/Qwen3-235B-A22B-NVFP4", "NVFP4", NONE)],
 )
-def test_a_trainer_that_rounds_leaves_the_choice_to_sglang(repository: str, activations: str) -> None:
-    found = choose_kernels(card_facts(repository), activations, adapts_experts=False)
-    assert (found.arguments, found.variables, found.rounded) == ((), {}, ())
+def test_a_trainer_that_rounds_leaves_activations_to_sglang(
+    repository: str, activations: str, variables: dict[str, str]
+) -> None:
+    found = chosen(repository, activations)
+    assert (found.arguments, found.variables, found.rounded) == ((), variables, ())
 
 
 @pytest.mark.parametrize(("method", "told"), [("fp8", False), ("modelopt", False), ("compressed-tensors", True)])
 def test_who_wrote_the_fp8_decides(method: str, told: bool) -> None:
     model = replace(card_facts("Qwen/Qwen3-4B-FP8"), quantised_by=method)
-    found = choose_kernels(model, "WeightOnly", adapts_experts=False)
+    found = choose_kernels(model, "WeightOnly", adapts_experts=False, engine_arguments={})
     assert bool(found.rounded) == told
-    assert bool(found.variables) != told
+    assert (FP8_VARIABLE in found.variables) != told
 
 
 def test_the_plan_tells_what_is_rounded_on_a_gpu_and_nothing_on_a_cpu() -> None:
@@ -64,3 +80,15 @@ def test_the_plan_tells_what_is_rounded_on_a_gpu_and_nothing_on_a_cpu() -> None:
         for machine in (Machine(find_gpu("B200"), 8, 4096 * 2**30), Machine(None))
     ]
     assert told == [True, False]
+
+
+def test_a_base_that_sglang_would_quantise_anew_is_told() -> None:
+    """DeepGEMM's programs for distributed experts take no other scales; where they are not asked for, it is off."""
+    repository, exchange = "Qwen/Qwen3-235B-A22B-FP8", {EXCHANGE: "deepep", "ep-size": 8}
+    found = chosen(repository, **exchange)
+    assert found.requantised
+    assert DEEPGEMM_VARIABLE not in found.variables
+    assert not chosen("deepseek-ai/DeepSeek-V4-Pro", **exchange).requantised
+    run = build(repository, rollout={"engine": "SGLang", "engineArguments": exchange})
+    notes = plan(run, card_facts(repository), Machine(find_gpu("B200"), 8, 4096 * 2**30)).notes
+    assert any("quantises the base's FP8 anew on Blackwell" in note for note in notes)
