@@ -176,6 +176,7 @@ def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path) -> str |
     Raises UnsupportedError (78) for what SGLang cannot do on this machine's device.
     """
     from orbit_runtime.model_info.checkpoint import folder_facts
+    from orbit_runtime.rollout.fused_scales import check_fused_scales
     from orbit_runtime.rollout.sglang_experts import check_experts, check_generation
     from orbit_runtime.rollout.sglang_server import check_deterministic, deterministic_attention
 
@@ -185,6 +186,7 @@ def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path) -> str |
         check_deterministic(resolved.device)
     if resolved.device == "cpu":
         return None
+    check_fused_scales(folder)
     import torch
 
     capability = torch.cuda.get_device_capability()
