@@ -176,6 +176,7 @@ def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path) -> str |
     Raises UnsupportedError (78) for what SGLang cannot do on this machine's device.
     """
     from orbit_runtime.model_info.checkpoint import folder_facts
+    from orbit_runtime.planner.engine_kernels import FP8_VARIABLE
     from orbit_runtime.rollout.fused_scales import check_fused_scales
     from orbit_runtime.rollout.sglang_experts import check_experts, check_generation
     from orbit_runtime.rollout.sglang_server import check_deterministic, deterministic_attention
@@ -186,7 +187,9 @@ def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path) -> str |
         check_deterministic(resolved.device)
     if resolved.device == "cpu":
         return None
-    check_fused_scales(folder)
+    kernels = _plan_kernels(resolved, facts, folder)
+    is_modelopt = folder_facts(folder).quantised_by == "modelopt"
+    check_fused_scales(folder, keeps_fp8=kernels is not None and FP8_VARIABLE in kernels.variables and not is_modelopt)
     import torch
 
     capability = torch.cuda.get_device_capability()

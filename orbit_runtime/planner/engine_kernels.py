@@ -24,6 +24,8 @@ EXPERTS: tuple[Role, ...] = ("routed_expert",)
 LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v4")
 """Families whose attention reads the weights of `kv_b_proj` or `o_a_proj` itself, so that they must not be repacked."""
 FP8_VARIABLE, DEEPGEMM_VARIABLE = "SGLANG_FORCE_FP8_MARLIN", "SGLANG_ENABLE_JIT_DEEPGEMM"
+PLUGIN_VARIABLE = "ORBIT_SGLANG_WEIGHT_ONLY"
+"""Of Orbit's plug-in (`sglang_plugin.weight_only`): the same for FP8 that compressed-tensors wrote."""
 EXCHANGE = "moe-a2a-backend"
 """The engine argument that sends tokens to experts by programs which multiply with DeepGEMM alone."""
 NVFP4_FLAG, MXFP4_FLAG, EXPERTS_FLAG = "--fp4-gemm-backend", "--flashinfer-mxfp4-moe-precision", "--moe-runner-backend"
@@ -61,7 +63,7 @@ def choose_kernels(
             arguments += [EXPERTS_FLAG, "marlin"]
     if activations != "FP8":
         if "FP8" in dense and _has_weight_only_fp8(model):
-            variables[FP8_VARIABLE] = "1"
+            variables |= {FP8_VARIABLE: "1", PLUGIN_VARIABLE: "1"}
         elif "FP8" in dense:
             rounded.append("linear layers in FP8")
         if "FP8" in experts:
@@ -86,9 +88,8 @@ def _formats(model: ModelFacts, roles: Collection[Role]) -> set[str]:
 
 
 def _has_weight_only_fp8(model: ModelFacts) -> bool:
-    """By the classes that ask for the variable: block-wise FP8 as DeepSeek introduced it, and ModelOpt's."""
+    """Not beside latent attention, and not in blocks that compressed-tensors wrote."""
     if model.architecture.family in LATENT:
         return False
-    if model.quantised_by:
-        return model.quantised_by in ("fp8", "modelopt")
-    return any(each.format == "FP8" and each.block for each in model.weights if each.weight.role in DENSE)
+    is_blockwise = any(each.format == "FP8" and each.block for each in model.weights if each.weight.role in DENSE)
+    return not (is_blockwise and model.quantised_by == "compressed-tensors")

@@ -5,24 +5,29 @@ with their weights.
 
 SGLang 0.5.23 takes the first or largest of the scales of `q_proj`, `k_proj` and `v_proj` (gate and up, and the experts'
 likewise). In NVFP4 the other weights then have other values (`modelopt_quant.py`: "Accuracy may be affected"), and FP8
-with a scale for a whole tensor is quantised anew (`requantize_with_max_scale`). Exports of ModelOpt and llm-compressor
-give such projections one scale.
+with a scale for a whole tensor is quantised anew (`requantize_with_max_scale`), except by the weight-only classes of
+compressed-tensors' and DeepSeek's FP8. Exports of ModelOpt and llm-compressor give such projections one scale.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from orbit_runtime.adapters.names import SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.headers import TensorInfo, read_folder, read_header
 
-ENDINGS = (".weight_scale_2", ".weight_global_scale", ".weight_scale")
+NVFP4_ENDINGS, FP8_ENDING = (".weight_scale_2", ".weight_global_scale"), ".weight_scale"
 
 
-def check_fused_scales(folder: Path) -> None:
-    """Raises UnsupportedError (78) if projections that SGLang fuses have different scales for a whole tensor."""
-    if unequal := find_unequal(folder):
+def check_fused_scales(folder: Path, *, keeps_fp8: bool) -> None:
+    """Raises UnsupportedError (78) if projections that SGLang fuses have different scales for a whole tensor.
+
+    Args:
+        keeps_fp8: whether the server gives each row of FP8 its tensor's scale.
+    """
+    if unequal := find_unequal(folder, NVFP4_ENDINGS if keeps_fp8 else (*NVFP4_ENDINGS, FP8_ENDING)):
         first = ", ".join(unequal[0])
         others = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
         raise UnsupportedError(
@@ -33,12 +38,16 @@ def check_fused_scales(folder: Path) -> None:
         )
 
 
-def find_unequal(folder: Path) -> list[tuple[str, ...]]:
-    """The modules of each such group, in the order of their names."""
+def find_unequal(folder: Path, endings: Sequence[str] = NVFP4_ENDINGS) -> list[tuple[str, ...]]:
+    """The modules of each such group, in the order of their names.
+
+    Args:
+        endings: of the tensors that are scales.
+    """
     scales: dict[str, bytes] = {}
     by_file: dict[Path, dict[str, TensorInfo]] = {}
     for name, (path, info) in read_folder(folder).items():
-        ending = next((each for each in ENDINGS if name.endswith(each)), None)
+        ending = next((each for each in endings if name.endswith(each)), None)
         if ending is not None and all(size == 1 for size in info.shape):
             by_file.setdefault(path, {})[name.removesuffix(ending)] = info
     for path, infos in by_file.items():

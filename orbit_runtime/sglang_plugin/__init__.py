@@ -18,6 +18,8 @@ OFT_VARIABLE = "ORBIT_SGLANG_OFT_BLOCK_SIZE"
 
 EXPERTS_VARIABLE = "ORBIT_SGLANG_EXPERTS"
 """The layout of routed experts' adapters, `None` if they have none; if unset, SGLang is not modified."""
+WEIGHT_ONLY_VARIABLE = "ORBIT_SGLANG_WEIGHT_ONLY"
+"""Set if activations must not be rounded where SGLang has no setting of its own for that."""
 
 
 def activate() -> None:

@@ -26,6 +26,7 @@ from orbit_runtime.sglang_plugin import (
     readback,
     sampling,
     taps,
+    weight_only,
 )
 
 KEY = "orbit"
@@ -59,6 +60,7 @@ def register(oft_block_size: int, expert_layout: str) -> None:
         *applied.hooks(),
         *sampling.hooks(),
         *kv_cache.hooks(),
+        *weight_only.hooks(),
         *deepseek_v4.hooks(),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
         *(experts.hooks(expert_layout) if expert_layout else ()),

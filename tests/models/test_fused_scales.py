@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
@@ -21,13 +22,27 @@ def test_different_scales_are_named_and_a_conversion_gives_one(layout: str, tmp_
     assert queries in map(set, unequal)
     assert any(".experts.3.gate_proj" in group[0] for group in unequal)
     with pytest.raises(UnsupportedError, match=r"and \d+ more as one matrix with one scale") as caught:
-        check_fused_scales(packed)
+        check_fused_scales(packed, keeps_fp8=False)
     assert caught.value.exit_code == 78
     convert(plain, tmp_path / "one", Target("NVFP4"), show=lambda *_: None)
-    check_fused_scales(tmp_path / "one")
+    check_fused_scales(tmp_path / "one", keeps_fp8=False)
 
 
 @pytest.mark.parametrize("layout", ["BF16", "INT4", "FP8", "FP8Block", "MXFP4"])
 def test_scales_of_rows_groups_and_blocks_are_nobody_elses(layout: str, tmp_path: Path) -> None:
     packed, _ = make_family(tmp_path, "qwen3", layout)
-    check_fused_scales(packed)
+    check_fused_scales(packed, keeps_fp8=False)
+
+
+@pytest.mark.parametrize("keeps_fp8", [True, False])
+def test_fp8_with_a_scale_for_a_whole_tensor_depends_on_the_servers_class(keeps_fp8: bool, tmp_path: Path) -> None:
+    packed, _ = make_family(tmp_path, "qwen3", "FP8")
+    tensors = load_file(packed / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        tensors[name] = tensors[name].max().reshape(1)
+    save_file(tensors, packed / "model.safetensors")
+    if keeps_fp8:
+        check_fused_scales(packed, keeps_fp8=True)
+        return
+    with pytest.raises(UnsupportedError, match="as one matrix with one scale"):
+        check_fused_scales(packed, keeps_fp8=False)

@@ -13,13 +13,16 @@ from orbit_runtime.planner.engine_kernels import (
     DEEPGEMM_VARIABLE,
     EXCHANGE,
     FP8_VARIABLE,
+    PLUGIN_VARIABLE,
     EngineKernels,
     choose_kernels,
 )
+from orbit_runtime.sglang_plugin import WEIGHT_ONLY_VARIABLE
 from tests.unit_runtime.planner.test_planner import build
 
 NVFP4, NVFP4_EXPERTS = ("--fp4-gemm-backend", "marlin"), ("--moe-runner-backend", "marlin")
-MARLIN = {FP8_VARIABLE: "1", DEEPGEMM_VARIABLE: "0"}
+WEIGHT_ONLY = {FP8_VARIABLE: "1", PLUGIN_VARIABLE: "1"}
+MARLIN = {**WEIGHT_ONLY, DEEPGEMM_VARIABLE: "0"}
 NONE: dict[str, str] = {}
 
 
@@ -39,7 +42,7 @@ def chosen(
         ("Qwen/Qwen3-30B-A3B-FP8", True, (), MARLIN, ("routed experts in FP8",)),
         ("nvidia/Qwen3-235B-A22B-NVFP4", False, (*NVFP4, *NVFP4_EXPERTS), NONE, ()),
         ("nvidia/Qwen3-235B-A22B-NVFP4", True, NVFP4, NONE, ()),
-        ("zai-org/GLM-4.5-FP8", False, (), NONE, ("linear layers in FP8", "routed experts in FP8")),
+        ("zai-org/GLM-4.5-FP8", False, (), WEIGHT_ONLY, ("routed experts in FP8",)),
         ("openai/gpt-oss-120b", False, ("--flashinfer-mxfp4-moe-precision", "bf16"), NONE, ()),
         ("deepseek-ai/DeepSeek-V4-Pro", True, (), NONE, ("linear layers in FP8",)),
         ("deepseek-ai/DeepSeek-V4-Pro", False, (), NONE, ("linear layers in FP8", "routed experts in MXFP4")),
@@ -63,8 +66,10 @@ def test_a_trainer_that_rounds_leaves_activations_to_sglang(
     assert (found.arguments, found.variables, found.rounded) == ((), variables, ())
 
 
-@pytest.mark.parametrize(("method", "told"), [("fp8", False), ("modelopt", False), ("compressed-tensors", True)])
-def test_who_wrote_the_fp8_decides(method: str, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("method", "told"), [("fp8", False), ("modelopt", False), ("compressed-tensors", True), ("", False)]
+)
+def test_who_wrote_blocks_of_fp8_decides(method: str, told: bool) -> None:
     model = replace(card_facts("Qwen/Qwen3-4B-FP8"), quantised_by=method)
     found = choose_kernels(model, "WeightOnly", adapts_experts=False, engine_arguments={})
     assert bool(found.rounded) == told
@@ -74,7 +79,7 @@ def test_who_wrote_the_fp8_decides(method: str, told: bool) -> None:
 def test_the_plan_tells_what_is_rounded_on_a_gpu_and_nothing_on_a_cpu() -> None:
     repository = "zai-org/GLM-4.5-FP8"
     run, model = build(repository, rollout={"engine": "SGLang"}), card_facts(repository)
-    says = "SGLang rounds the inputs of linear layers in FP8 and routed experts in FP8"
+    says = "SGLang rounds the inputs of routed experts in FP8 before"
     told = [
         any(note.startswith(says) for note in plan(run, model, machine).notes)
         for machine in (Machine(find_gpu("B200"), 8, 4096 * 2**30), Machine(None))
@@ -92,3 +97,7 @@ def test_a_base_that_sglang_would_quantise_anew_is_told() -> None:
     run = build(repository, rollout={"engine": "SGLang", "engineArguments": exchange})
     notes = plan(run, card_facts(repository), Machine(find_gpu("B200"), 8, 4096 * 2**30)).notes
     assert any("quantises the base's FP8 anew on Blackwell" in note for note in notes)
+
+
+def test_the_plug_in_knows_the_variable() -> None:
+    assert PLUGIN_VARIABLE == WEIGHT_ONLY_VARIABLE

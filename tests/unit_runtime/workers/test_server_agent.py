@@ -17,7 +17,14 @@ from fakes.ports import free_port
 
 from orbit_runtime import __version__
 from orbit_runtime.errors import EngineDiedError, OutputError, UnsupportedError, UsageError
-from orbit_runtime.planner.engine_kernels import DEEPGEMM_VARIABLE, FP8_VARIABLE, MXFP4_FLAG, EngineKernels
+from orbit_runtime.planner.engine_kernels import (
+    DEEPGEMM_VARIABLE,
+    FP8_VARIABLE,
+    MXFP4_FLAG,
+    NVFP4_FLAG,
+    PLUGIN_VARIABLE,
+    EngineKernels,
+)
 from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments, server_variables
 from orbit_runtime.spec.engine_arguments import ALLOWED
 from orbit_runtime.workers.remote_process import GONE, RemoteProcess
@@ -226,9 +233,8 @@ def test_an_agent_is_told_where_the_token_stands(tmp_path: Path, monkeypatch: py
 
 def test_all_that_a_run_says_to_a_server_is_what_an_agent_takes() -> None:
     said: set[str] = set()
-    kernels = EngineKernels(
-        ("--fp4-gemm-backend", "marlin", MXFP4_FLAG, "bf16"), {FP8_VARIABLE: "1", DEEPGEMM_VARIABLE: "0"}, ()
-    )
+    variables = {FP8_VARIABLE: "1", DEEPGEMM_VARIABLE: "0", PLUGIN_VARIABLE: "1"}
+    kernels = EngineKernels((NVFP4_FLAG, "marlin", MXFP4_FLAG, "bf16"), variables, ())
     for device, sleep, deterministic in itertools.product(("cpu", "cuda"), ("None", "Cache", "All"), (False, True)):
         for experts, formats in (("None", ()), ("SharedOuter", ("BF16",)), ("PerExpert", ("BF16",)), ("Shared", ())):
             settings = ServerSettings(

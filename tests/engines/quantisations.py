@@ -1,6 +1,7 @@
-"""The dtype that SGLang gives its cache of keys and values for some quantisations, with or without Orbit's plug-in.
+"""What SGLang makes of some quantisations, with or without Orbit's plug-in: the dtype of its cache of keys and values,
+and the class that multiplies by a linear layer in compressed-tensors' FP8.
 
-    PYTHONPATH=… <SGLang's python> tests/engines/kv_dtypes.py ASKED.json
+    PYTHONPATH=… <SGLang's python> tests/engines/quantisations.py ASKED.json
 
 SGLang's own classes and functions, in its environment, without a model. Belongs here: asking them. Does not belong
 here: any expectation.
@@ -40,6 +41,13 @@ def main(asked: dict[str, Any]) -> None:
             speculative_draft_attention_backend="",
         )  # fmt: skip
         told[name] = str(dtype)
+    for name, config in asked["linears"].items():
+        quantisation = get_quantization_config(config["quant_method"]).from_config(config)
+        # What the GPU can do is not asked here; everything else of the choice is SGLang's.
+        quantisation._check_scheme_supported = lambda *_, **__: True
+        parts = quantisation.target_scheme_map["Linear"]
+        scheme = quantisation._get_scheme_from_parts(parts["weights"], parts["input_activations"])
+        told[name] = type(scheme).__name__
     Path(asked["told"]).write_text(json.dumps(told))
 
 
