@@ -323,6 +323,16 @@ class Tokenizer(Protocol):
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def marker_ids(self) -> tuple[int, ...]:
+        """Special tokens that `decode` writes out, because calls of tools consist of them."""
+        ...
+
+    @property
+    def call_format(self) -> str:
+        """Name of the format in which the chat template writes calls of tools; empty if it is none that is known."""
+        ...
+
     def encode_many(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[list[int]]:
