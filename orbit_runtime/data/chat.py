@@ -145,7 +145,11 @@ class ChatTokenizer:
     def writes_calls(self) -> bool:
         """Whether the template renders a message's `tool_calls`; some render only its text."""
         if self._writes_calls is None:
-            call = {"type": "function", "id": "0", "function": {"name": CALL_PROBE, "arguments": {}}}
+            # Kimi's template writes the id, which holds the name.
+            call = {
+                "type": "function", "id": f"functions.{CALL_PROBE}:0",
+                "function": {"name": CALL_PROBE, "arguments": {}},
+            }  # fmt: skip
             messages: list[dict[str, Any]] = [
                 {"role": "user", "content": ""},
                 {"role": "assistant", "content": "", "tool_calls": [call]},

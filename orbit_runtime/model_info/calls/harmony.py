@@ -55,20 +55,23 @@ def parse(body: str, schemas: Schemas) -> Written:
 
 
 def message(text: str) -> Mapping[str, Any]:
-    """The text's channels as the template's fields: it writes reasoning and calls itself, and refuses their tokens.
+    """The text's channels as the template's fields: it writes the tokens of channels itself, and refuses them in texts.
 
-    The template takes one call of a message, and one of content and thinking beside it.
+    It takes one call of a message, and writes the content beside it as reasoning.
     """
     if MESSAGE not in text and CHANNEL not in text:
         return {"content": text}
     told = [*_messages(text)]
-    thinking = "\n".join(each.text for each in told if each.channel == "analysis" and not each.recipient)
-    said = "\n".join(each.text for each in told if each.channel != "analysis" and not each.recipient)
+    texts = {channel: [each.text for each in told if each.channel == channel] for channel in ("analysis", "final")}
+    if texts["final"]:
+        thinking = {"thinking": "\n".join(texts["analysis"])} if texts["analysis"] else {}
+        return {"content": "\n".join(texts["final"]), **thinking}
+    content = "\n".join(each.text for each in told if not each.recipient)
     called = [each.recipient.removeprefix("functions.") for each in told if each.recipient]
-    if called:
-        call = {"type": "function", "function": {"name": called[-1] or "unknown", "arguments": {}}}
-        return {"content": "\n".join(filter(None, (thinking, said))), "tool_calls": [call]}
-    return {"content": said, **({"thinking": thinking} if thinking else {})}
+    if not called:
+        return {"content": content}
+    function = {"name": called[-1] or "unknown", "arguments": {}}
+    return {"content": content, "tool_calls": [{"type": "function", "function": function}]}
 
 
 def _messages(text: str) -> Iterator[_Message]:

@@ -18,6 +18,9 @@ class Letters:
 
     eos_ids = (0,)
 
+    def __init__(self, call_format: str = "") -> None:
+        self.call_format = call_format
+
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(chr, token_ids))
 
