@@ -226,7 +226,7 @@ def test_calls_that_a_client_sends_back_are_what_the_policy_wrote(tmp_path: Path
     assert tokenizer.writes_calls
     written = tokenizer.render(body.conversation(writes_calls=True), [ADD])
     if family == "Kimi":
-        assert f"so {says[0][3:]}".replace(":1}", ": 1}").replace("functions.sub", "functions.add") in written
+        assert says[0].removeprefix("so ").replace("functions.sub", "functions.add") in written
         assert "## Return of functions.add:0\n2<|im_end|>" in written
         assert [call["id"] for call in answer["tool_calls"]] == ["functions.add:0", "functions.add:1"]
     else:
