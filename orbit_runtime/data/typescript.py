@@ -25,7 +25,7 @@ _UNION = {
     "string": "string", "number": "number", "integer": "number", "boolean": "boolean", "null": "null", "object": "{}",
     "array": "Array<any>",
 }  # fmt: skip
-_PYTHON = {"string": str, "number": (int, float), "integer": int, "boolean": bool}
+_PYTHON: dict[str, type | tuple[type, ...]] = {"string": str, "number": (int, float), "integer": int, "boolean": bool}
 
 
 class NotWritable(ValueError):

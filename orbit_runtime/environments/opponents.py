@@ -40,7 +40,12 @@ class ToolUse:
         self._calls += len(calls)
         self._errors += sum(result.is_error for result in results)
         messages: list[Mapping[str, Any]] = [
-            {"role": "tool", "name": call.name, "content": result.text, **({"tool_call_id": call.id} if call.id else {})}
+            {
+                "role": "tool",
+                "name": call.name,
+                "content": result.text,
+                **({"tool_call_id": call.id} if call.id else {}),
+            }
             for call, result in zip(calls, results, strict=True)
         ]
         return Answered(messages, done=not calls)

@@ -33,7 +33,8 @@ TOOLS: list[dict[str, Any]] = [
                 "properties": {
                     "query": {"type": "string"}, "most": {"type": "integer"}, "ratio": {"type": "number"},
                     "deep": {"type": "boolean"}, "tags": {"type": "array"}, "options": {"type": "object"},
-                    "kind": {"enum": ["web page", "image"]}, "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                    "kind": {"enum": ["web page", "image"]},
+                    "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
                 },
             },
         },

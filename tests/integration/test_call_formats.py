@@ -149,7 +149,8 @@ FAMILIES = {
     "Qwen3-Coder": (
         (PUBLISHED / "qwen3_5_think.jinja").read_text(), IM, ["<|im_end|>"],
         (f"hm\n</think>\n\n{coder_call('add', '1')}", coder_call("sub", "1"), "2<|im_end|>"),
-        (f"\n<|im_start|>user\n<tool_response>\n2{QWEN_END}", f"\n<|im_start|>user\n<tool_response>\n{UNKNOWN}{QWEN_END}"),
+        (f"\n<|im_start|>user\n<tool_response>\n2{QWEN_END}",
+         f"\n<|im_start|>user\n<tool_response>\n{UNKNOWN}{QWEN_END}"),
     ),
     "harmony": (
         (PUBLISHED / "gptoss.jinja").read_text(), HARMONY, ["<|return|>"],

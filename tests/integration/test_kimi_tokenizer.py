@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.tiktoken_model import is_tiktoken, load_tiktoken, save_converted
-from orbit_runtime.errors import ManifestError, ModelError
+from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.content import file_digests
 from tests.integration.tiny_kimi import IM_END, NAMED, RANKS, RESERVED, write_tokenizer
 

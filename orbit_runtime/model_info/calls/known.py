@@ -11,8 +11,7 @@ from orbit_runtime.model_info.calls import dsml, glm, harmony, hermes, kimi, qwe
 from orbit_runtime.model_info.calls.format import CallFormat
 
 FORMATS = {
-    each.name: each
-    for each in (kimi.FORMAT, harmony.FORMAT, dsml.FORMAT, qwen_coder.FORMAT, glm.FORMAT, hermes.FORMAT)
+    each.name: each for each in (kimi.FORMAT, harmony.FORMAT, dsml.FORMAT, qwen_coder.FORMAT, glm.FORMAT, hermes.FORMAT)
 }
 """Those whose signs say more come first."""
 

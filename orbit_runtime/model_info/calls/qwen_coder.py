@@ -19,7 +19,15 @@ import re
 from typing import Any
 
 from orbit_runtime.model_info.calls import hermes
-from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas, Written, read_value, schema_of, types_of
+from orbit_runtime.model_info.calls.format import (
+    CallFormat,
+    NotACall,
+    Schemas,
+    Written,
+    read_value,
+    schema_of,
+    types_of,
+)
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _HEAD = re.compile(r"\s*<function=([^>\n]*)>")
@@ -47,7 +55,9 @@ def parse(body: str, schemas: Schemas) -> Written:
         at = parameter.end()
     rest = body[at:].strip()
     if rest and not rest.startswith(_FUNCTION_END):
-        raise NotACall(f"a parameter is <parameter=NAME>, a line with its value, </parameter>, and this is {rest[:80]!r}")
+        raise NotACall(
+            f"a parameter is <parameter=NAME>, a line with its value, </parameter>, and this is {rest[:80]!r}"
+        )
     return Written(name, arguments)
 
 

@@ -25,7 +25,8 @@ def test_the_text_is_the_one_that_the_published_code_writes(case: dict[str, Any]
 def test_the_order_of_keys_and_tools_as_they_are_given_do_not_change() -> None:
     tools = [function(properties={"b": {"type": "string"}, "a": {"type": "integer"}})]
     before = json.dumps(tools)
-    assert write_tools(tools) == "# Tools\n\n## functions\nnamespace functions {\ntype f = (_: {\n  a?: number,\n  b?: string\n}) => any;\n}\n"
+    declared = "type f = (_: {\n  a?: number,\n  b?: string\n}) => any;"
+    assert write_tools(tools) == f"# Tools\n\n## functions\nnamespace functions {{\n{declared}\n}}\n"
     assert json.dumps(tools) == before
     assert list(sorted_keys(function(b=1, a=[{"d": 1, "c": 2}]))["function"]["parameters"]) == ["a", "b"]
     assert write_tools([]) == ""

@@ -23,13 +23,20 @@ TOOLS = {
     "add": {
         "type": "object",
         "properties": {
-            "a": {"type": "integer"}, "x": {"type": "number"}, "text": {"type": "string"}, "ok": {"type": "boolean"},
-            "list": {"type": "array"}, "map": {"type": "object"}, "none": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-            "either": {"type": ["string", "integer"]}, "kind": {"enum": ["a", "b"]}, "any": {"description": "of any type"},
+            "a": {"type": "integer"},
+            "x": {"type": "number"},
+            "text": {"type": "string"},
+            "ok": {"type": "boolean"},
+            "list": {"type": "array"},
+            "map": {"type": "object"},
+            "none": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "either": {"type": ["string", "integer"]},
+            "kind": {"enum": ["a", "b"]},
+            "any": {"description": "of any type"},
         },
     },
     "now": {},
-}  # fmt: skip
+}
 START, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 
 
@@ -60,7 +67,9 @@ def read(text: str, own: str = "") -> list[ToolCall]:
 
 
 def test_calls_of_kimi_are_read_with_their_ids() -> None:
-    text = f"I see. {kimi(kimi_call('functions.add:3', ' {"a": 1} '), kimi_call(' now:4 '), kimi_call('now:5', ''))} more"
+    text = (
+        f"I see. {kimi(kimi_call('functions.add:3', ' {"a": 1} '), kimi_call(' now:4 '), kimi_call('now:5', ''))} more"
+    )
     assert read(text) == [
         ToolCall("add", {"a": 1}, "", "functions.add:3"), ToolCall("now", {}, "", "now:4"),
         ToolCall("now", {}, "", "now:5"),
@@ -71,9 +80,16 @@ def test_calls_of_kimi_are_read_with_their_ids() -> None:
 
 
 VALUES: dict[str, tuple[str, Any]] = {
-    "a": ("-3", -3), "x": ("2", 2), "text": ("5", "5"), "ok": ("true", True), "list": ('[1, {"é": null}]', [1, {"é": None}]),
-    "map": ('{"a": "b\\n"}', {"a": "b\n"}), "none": ("null", None), "either": ("word", "word"), "kind": ("b", "b"),
-}  # fmt: skip
+    "a": ("-3", -3),
+    "x": ("2", 2),
+    "text": ("5", "5"),
+    "ok": ("true", True),
+    "list": ('[1, {"é": null}]', [1, {"é": None}]),
+    "map": ('{"a": "b\\n"}', {"a": "b\n"}),
+    "none": ("null", None),
+    "either": ("word", "word"),
+    "kind": ("b", "b"),
+}
 
 
 @pytest.mark.parametrize("write", [glm, coder])
@@ -105,7 +121,7 @@ def test_glm_may_leave_line_breaks_out_and_qwen_writes_truth_as_python_does() ->
 
 def test_a_call_of_gpt_oss_is_the_message_to_a_function() -> None:
     before = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary<|message|>so<|end|>"
-    text = f'{before}<|start|>assistant{harmony("functions.add", json.dumps({"a": 1}))}'
+    text = f"{before}<|start|>assistant{harmony('functions.add', json.dumps({'a': 1}))}"
     for each in (text, text.removesuffix("<|call|>")):
         assert read(each) == [ToolCall("add", {"a": 1})]
         assert text_before_calls(each) == before
@@ -191,9 +207,20 @@ def test_too_many_calls_are_answered_by_one_error(text: str) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["<arg_key>", "</arg_key><arg_value>", "<arg_key>a</arg_key>\n", "<parameter=a>", "</function><function=a>\n", " \n",
-     "<|tool_call_begin|>", "<|message|>", "<|channel|>commentary to=", "<|start|>", "<tool_call>"],
-)  # fmt: skip
+    [
+        "<arg_key>",
+        "</arg_key><arg_value>",
+        "<arg_key>a</arg_key>\n",
+        "<parameter=a>",
+        "</function><function=a>\n",
+        " \n",
+        "<|tool_call_begin|>",
+        "<|message|>",
+        "<|channel|>commentary to=",
+        "<|start|>",
+        "<tool_call>",
+    ],
+)
 def test_a_huge_call_takes_no_time(piece: str) -> None:
     for opening in ("<tool_call>add", "<tool_call><function=add>", START, "<|channel|>commentary to=functions.add"):
         started = time.perf_counter()
@@ -202,11 +229,46 @@ def test_a_huge_call_takes_no_time(piece: str) -> None:
 
 
 PIECES = (
-    "<tool_call>", "</tool_call>", "add", "now", "\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "a", "1",
-    "<function=", "</function>", "<parameter=", "</parameter>", ">", "{", '"a"', ":", "}", START, END, "<|tool_call_begin|>",
-    "functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|start|>", "assistant", "<|channel|>", "analysis",
-    "commentary", " to=", "<|constrain|>", "json", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "final",
-)  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "add",
+    "now",
+    "\n",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "a",
+    "1",
+    "<function=",
+    "</function>",
+    "<parameter=",
+    "</parameter>",
+    ">",
+    "{",
+    '"a"',
+    ":",
+    "}",
+    START,
+    END,
+    "<|tool_call_begin|>",
+    "functions.",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|start|>",
+    "assistant",
+    "<|channel|>",
+    "analysis",
+    "commentary",
+    " to=",
+    "<|constrain|>",
+    "json",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+    "final",
+)
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=40), st.sampled_from(["", *FORMATS]))
