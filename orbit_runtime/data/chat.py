@@ -127,8 +127,9 @@ class ChatTokenizer:
         for message in messages[answered + 1 :]:
             self._check_written(message, following)
         if calls and self._calls:
-            # The calls are in what was sampled.
-            end = next((each for each in self._calls.ends if closing.endswith(each)), "")
+            # The calls are in what was sampled, up to the token that ends them if a stop string cut it off.
+            is_ended = last_id in self._eos_ids
+            end = next((each for each in self._calls.ends if closing.endswith(each) and not is_ended), "")
             following = following[len(closing) - len(end) :]
         if last_id in self._eos_ids:
             following = following.removeprefix(self.decode_all([last_id]))

@@ -191,7 +191,7 @@ class ChatBody(SamplingBody):
     def tool_schemas(self) -> dict[str, Mapping[str, Any]]:
         """Name of each tool that may be called → schema of its parameters."""
         functions = [tool.get("function") for tool in self.offered]
-        named = {}
+        named: dict[str, Mapping[str, Any]] = {}
         for each in functions:
             name = each.get("name") if isinstance(each, dict) else None
             if not isinstance(each, dict) or not isinstance(name, str) or not name:

@@ -206,6 +206,9 @@ def test_a_call_that_a_stop_string_cut_off_gets_the_token_that_ends_it(tmp_path:
     ]  # fmt: skip
     after = tokenizer.decode_all(tokenizer.encode_continuation(messages, 1, None, tools=[ADD]))
     assert after.startswith("<|call|><|start|>functions.add to=assistant")
+    for end in tokenizer.eos_ids:
+        ended = tokenizer.decode_all(tokenizer.encode_continuation(messages, 1, end, tools=[ADD]))
+        assert ended == after.removeprefix("<|call|>"), "whichever token the policy ended it with"
 
 
 @pytest.mark.parametrize("family", ["Kimi", "harmony"])

@@ -20,7 +20,10 @@ from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas,
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-OPENINGS = (f"{START}assistant{CHANNEL}commentary to=", f"{CHANNEL}commentary to=", f"{START}assistant to=")
+OPENINGS = (
+    f"{START}assistant{CHANNEL}commentary to=", f"{START}assistant{CHANNEL}analysis to=", f"{START}assistant to=",
+    f"{CHANNEL}commentary to=", f"{CHANNEL}analysis to=",
+)  # fmt: skip
 _ENDS = re.compile("|".join(map(re.escape, (END, CALL, RETURN))))
 _RECIPIENT = re.compile(r"\bto=([^\s<]*)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")

@@ -126,6 +126,7 @@ def test_a_call_of_gpt_oss_is_the_message_to_a_function() -> None:
         assert read(each) == [ToolCall("add", {"a": 1})]
         assert text_before_calls(each) == before
     assert read("<|start|>assistant to=functions.now<|channel|>commentary json<|message|>") == [ToolCall("now", {})]
+    assert read(harmony("functions.now").replace("commentary", "analysis")) == [ToolCall("now", {})]
     assert read("<|channel|>final<|message|>to=functions.add<|return|>") == []
 
 
