@@ -242,7 +242,6 @@ class AdapterMemory(Protocol):
     @property
     def places(self) -> Mapping[str, tuple[int, int]]:
         """First byte and number of bytes of each file."""
-        ...
 
 
 class AdapterSink(AdapterMemory, Protocol):
@@ -260,11 +259,9 @@ class StateWriter(Protocol):
 
     def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
         """Adds a part of `size` bytes. Another thread may request its pieces, more than once, until `wait` returns."""
-        ...
 
     def wait(self) -> None:
         """Returns once nothing is read any more, whether writing succeeded or failed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,18 +320,24 @@ class Tokenizer(Protocol):
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def marker_ids(self) -> tuple[int, ...]:
+        """Special tokens that `decode` writes out, because calls of tools consist of them."""
+
+    @property
+    def call_format(self) -> str:
+        """Name of the format in which the chat template writes calls of tools; empty if it is none that is known."""
+
     def encode_many(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[list[int]]:
         """Ids of each conversation up to the start of the assistant's message. `tools`: schemas for the template."""
-        ...
 
     def encode_continuation(
         self, messages: Sequence[Mapping[str, Any]], answered: int, last_id: int | None, *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:  # fmt: skip
         """Ids from the end of the sampled message `answered`, which ended with `last_id`, to the start of the next."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -348,7 +351,6 @@ class Copy(Protocol):
     @property
     def reads_back(self) -> bool:
         """Whether it can report its slots' contents; if not, a proof rests on log-probs alone, and says so."""
-        ...
 
     def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None,
@@ -361,15 +363,12 @@ class Copy(Protocol):
                 holds them from an earlier call.
             standing: other adapters whose digests will be asked for: a server reports them with these readings.
         """
-        ...
 
     def adapter_digest(self, name: str) -> str | None:
         """Digest recomputed from the slot's present contents; None if it cannot be read back."""
-        ...
 
     def explain_slot(self, name: str, published: AdapterFiles) -> str:
         """Describes how the slot's contents differ from what was published; empty if they do not."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +399,6 @@ class Engine(Protocol):
             GateError: an adapter is not loaded, an id is already in flight, or `so_far` is a finished completion.
             DataError: a prompt is empty.
         """
-        ...
 
     def completions(self) -> AsyncGenerator[Completion]:
         """Yields each completion as it ends, in no guaranteed order, including requests submitted meanwhile.
@@ -411,40 +409,32 @@ class Engine(Protocol):
             GateError: a result does not fit its request.
             EngineDiedError: servers died too many times.
         """
-        ...
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         """Aborts these requests, or all: each is returned through `completions` with the tokens it has.
 
         A request that ended by itself meanwhile keeps its finish reason; an id that is not in flight is ignored.
         """
-        ...
 
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
         """Loads it on every copy."""
-        ...
 
     def unload_adapter(self, name: str) -> None:
         """Raises GateError if a request in flight still samples from it."""
-        ...
 
     def adapters(self) -> tuple[str, ...]: ...
 
     def copies(self) -> Sequence[Copy]:
         """At least one, always in the same order."""
-        ...
 
     def sleep(self) -> None:
         """Releases memory, as the engine was configured to. Until `wake`, no other method may be called."""
-        ...
 
     def wake(self) -> None:
         """Restores what it held; every adapter that can be read back was checked."""
-        ...
 
     def read_servers(self) -> Sequence[ServerReading]:
         """Its servers' own readings; empty for an engine without servers. May be called from any thread."""
-        ...
 
     def close(self) -> None: ...
 
@@ -458,7 +448,6 @@ class TokenSource(Protocol):
         If a policy is published meanwhile, it samples the rest: each token carries its own version. An episode replayed
         after a kill gets its earlier completions, as long as it asks for the same.
         """
-        ...
 
 
 class Trainer(Protocol):
@@ -468,33 +457,26 @@ class Trainer(Protocol):
 
     def publish(self, sink: AdapterSink) -> AdapterManifest:
         """Writes the current adapter to the sink, one file after the other."""
-        ...
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         """Scores the same tokens with the adapter and with the bare base."""
-        ...
 
     def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         """Log-probs of each sample's trained tokens under the current policy, 0.0 elsewhere."""
-        ...
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         """The column `reference` of each sample: log-probs under the base with its adapter off."""
-        ...
 
     def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         """The column `value` of each sample, by the current critic. Only if the algorithm has one."""
-        ...
 
     def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         """The column `teacher` of each sample, by the current teacher. Only if the algorithm has one."""
-        ...
 
     def save_state(self, writer: StateWriter) -> None:
         """Hands over checkpoint parts (safetensors) from which `load_state` continues bit for bit.
 
         They are read after this returns: anything that changes the trainer's state must wait for `writer` first.
         """
-        ...
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None: ...

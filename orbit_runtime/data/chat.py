@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.data.tiktoken_model import VOCABULARY, is_tiktoken, load_tiktoken
+from orbit_runtime.data.typescript import NotWritable, sorted_keys, write_tools
 from orbit_runtime.errors import ManifestError, ModelError
+from orbit_runtime.model_info.calls.known import format_of
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.model_info.settings import check_folder, load_settings
 from orbit_runtime.model_info.templates import is_own, own_template
@@ -46,7 +48,12 @@ class ChatTokenizer:
         self._takes_objects = is_own(self._tokenizer.chat_template)
         self._backend = _find_backend(self._tokenizer)
         self._decoder = _find_decoder(self._tokenizer)
-        self._eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
+        self._calls = format_of(str(self._tokenizer.chat_template))
+        special = _special_ids(self._tokenizer)
+        markers, ends = (self._calls.markers, self._calls.ends) if self._calls else ((), ())
+        self._markers = {special[marker]: marker for marker in markers if marker in special}
+        eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
+        self._eos_ids = tuple(_unique([*eos_ids, *(special[end] for end in ends if end in special)]))
         self._template_arguments = dict(template_arguments or {})
         self._texts: dict[int, str] = {}
         self._writes_calls: bool | None = None
@@ -61,8 +68,18 @@ class ChatTokenizer:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion: those of generation_config.json, config.json and the tokenizer, in this
-        order."""
+        order, and at last those with which a call of a tool ends it."""
         return self._eos_ids
+
+    @property
+    def marker_ids(self) -> tuple[int, ...]:
+        """Special tokens that `decode` writes out, because calls of tools consist of them."""
+        return tuple(self._markers)
+
+    @property
+    def call_format(self) -> str:
+        """Name of the format in which the chat template writes calls of tools; empty if it is none that is known."""
+        return self._calls.name if self._calls else ""
 
     @property
     def pad_id(self) -> int:
@@ -95,7 +112,9 @@ class ChatTokenizer:
             ModelError: the template ends a message differently if others follow, or omits it.
         """
         mark = _free_placeholder(messages)
-        before = [*messages[:answered], {"role": "assistant", "content": mark}]
+        # Where the template writes a call as a message of its own, only one with a call may have a result after it.
+        calls = {name: each for name, each in self._fields(messages[answered]).items() if name == "tool_calls"}
+        before = [*messages[:answered], {"role": "assistant", "content": mark, **calls}]
         closing = self._after(mark, self.render(before, tools, answer=False))
         following = self._after(mark, self.render([*before, *messages[answered + 1 :]], tools))
         if not following.startswith(closing):
@@ -107,15 +126,31 @@ class ChatTokenizer:
             )
         for message in messages[answered + 1 :]:
             self._check_written(message, following)
+        if calls and self._calls:
+            # The calls are in what was sampled, up to the token that ends them if a stop string cut it off.
+            is_ended = last_id in self._eos_ids
+            end = next((each for each in self._calls.ends if closing.endswith(each) and not is_ended), "")
+            following = following[len(closing) - len(end) :]
         if last_id in self._eos_ids:
             following = following.removeprefix(self.decode_all([last_id]))
         return self.encode_text(following)
+
+    def _fields(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with the text of a completion, in the fields that the template takes."""
+        content = message.get("content")
+        if self._calls is None or message.get("role") != "assistant" or not isinstance(content, str):
+            return message
+        return {**message, **self._calls.message(content), **_given_calls(message)}
 
     @property
     def writes_calls(self) -> bool:
         """Whether the template renders a message's `tool_calls`; some render only its text."""
         if self._writes_calls is None:
-            call = {"type": "function", "id": "0", "function": {"name": CALL_PROBE, "arguments": {}}}
+            # Kimi's template writes the id, which holds the name.
+            call = {
+                "type": "function", "id": f"functions.{CALL_PROBE}:0",
+                "function": {"name": CALL_PROBE, "arguments": {}},
+            }  # fmt: skip
             messages: list[dict[str, Any]] = [
                 {"role": "user", "content": ""},
                 {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -153,7 +188,18 @@ class ChatTokenizer:
         return self._texts[token_id]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens, with spaces unchanged."""
+        """Text with spaces unchanged, and without special tokens but those that calls of tools consist of."""
+        if self._markers.keys().isdisjoint(token_ids):
+            return self._decode(token_ids)
+        parts: list[str] = []
+        start = 0
+        for at, token in enumerate(token_ids):
+            if token in self._markers:
+                parts += [self._decode(token_ids[start:at]), self._markers[token]]
+                start = at + 1
+        return "".join([*parts, self._decode(token_ids[start:])])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         if self._decoder is not None:
             return str(self._decoder.decode(list(token_ids), skip_special_tokens=True))
         return str(
@@ -181,21 +227,27 @@ class ChatTokenizer:
         rules = json.loads(backend.to_str()) if backend is not None else {}
         return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation", "version")}
 
-    def _check_tools(self, tools: Tools) -> None:
-        """Kimi-K2.6's own code describes tools in TypeScript; without that text its template writes them as JSON."""
-        is_given = TOOLS_AS_TEXT in self._template_arguments
-        if tools and not is_given and TOOLS_AS_TEXT in str(self._tokenizer.chat_template):
-            raise ManifestError(
-                "the model's own code writes tools as a text, which its chat template takes as "
-                f"{TOOLS_AS_TEXT}; that code is never run",
-                where="spec.data.chat.templateArguments",
-                fix=f'write {TOOLS_AS_TEXT}: the text that it makes of your tools, or "" for JSON schemas',
-            )
+    def _declared(self, tools: Tools) -> dict[str, Any]:
+        """The template's arguments for these tools. Kimi-K2.5 and K2.6 describe them in TypeScript, which the
+        publisher's own code writes before it renders the template; what that code refuses, the template writes as
+        JSON."""
+        plain: list[Any] = [dict(tool) for tool in tools]
+        if not plain or TOOLS_AS_TEXT in self._template_arguments or TOOLS_AS_TEXT not in str(
+            self._tokenizer.chat_template
+        ):  # fmt: skip
+            return {"tools": plain or None}
+        try:
+            return {"tools": sorted_keys(plain), TOOLS_AS_TEXT: write_tools(plain)}
+        except NotWritable:
+            return {"tools": sorted_keys(plain)}
 
     def _check_written(self, message: Mapping[str, Any], text: str) -> None:
         """Checks that the text contains the message: some templates drop, say, a tool's answer without a call field."""
         content = message.get("content")
-        if isinstance(content, str) and content.strip() not in text and json.dumps(content)[1:-1] not in text:
+        if not isinstance(content, str):
+            return
+        as_json = (json.dumps(content, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+        if content.strip() not in text and not any(each in text for each in as_json):
             raise ModelError(
                 f"the chat template leaves out a message of role {message.get('role')!r}",
                 where=str(self._folder),
@@ -213,17 +265,16 @@ class ChatTokenizer:
 
     def render(self, messages: Messages, tools: Tools = (), *, answer: bool = True) -> str:
         """The conversation as text; with `answer`, up to where the assistant's begins."""
-        self._check_tools(tools)
         try:
-            plain = [dict(message) for message in messages]
+            plain = [dict(self._fields(message)) for message in messages]
             if self._takes_objects:
                 plain = [_with_objects(message) for message in plain]
             return str(
                 self._tokenizer.apply_chat_template(
                     plain,
-                    tools=[dict(tool) for tool in tools] or None,
                     tokenize=False,
                     add_generation_prompt=answer,
+                    **self._declared(tools),
                     **self._template_arguments,
                 )
             )
@@ -240,6 +291,11 @@ def _free_placeholder(messages: Messages) -> str:
     """A word that occurs in no message and that no template changes."""
     everything = repr(list(messages))
     return next(mark for number in count() if (mark := f"orbit{number}answer") not in everything)
+
+
+def _given_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls beside a text say more than the text."""
+    return {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
@@ -291,6 +347,11 @@ def _load_published(folder: Path) -> Any:
             where=str(folder),
             fix="copy or download the tokenizer files and config.json of the model again",
         ) from error
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int]:
+    """Ids of the tokens that a decoder leaves out; others are text to it."""
+    return {each.content: token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
 
 
 def _find_backend(tokenizer: Any) -> Any | None:

@@ -77,5 +77,5 @@ def build_environment(
         return Branching(
             settings, tokenizer, scorer, weights, pool.open_episode, pool.cohorts, only_first=only_first
         )  # fmt: skip
-    opponent = partial(ToolUse, pool) if pool.tools else lambda: OwnProcess(pool.open_episode())
+    opponent = partial(ToolUse, pool, tokenizer.call_format) if pool.tools else lambda: OwnProcess(pool.open_episode())
     return MultiTurn(settings, tokenizer, scorer, weights, opponent)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbit_runtime.environments.multi_turn import Answered
-from orbit_runtime.environments.tool_calls import ToolCall, parse_tool_calls
+from orbit_runtime.environments.tool_calls import ToolCall, parameter_schemas, parse_tool_calls
+from orbit_runtime.model_info.calls.known import FORMATS
 from orbit_runtime.types import Prompt
 from orbit_runtime.workers.environment_pool import EnvironmentPool, EpisodeProcess
 from orbit_runtime.workers.environment_protocol import ToolResult
@@ -22,9 +23,11 @@ class ToolUse:
     A call that fails or cannot be made returns an error for the policy to read.
     """
 
-    def __init__(self, pool: EnvironmentPool) -> None:
+    def __init__(self, pool: EnvironmentPool, call_format: str = "") -> None:
+        """Args: call_format: name of the format in which the model's template writes calls; empty if unknown."""
         self._pool = pool
-        self._names = [str(tool["function"]["name"]) for tool in pool.tools]
+        self._schemas = parameter_schemas(pool.tools)
+        self._own = FORMATS.get(call_format)
         self._calls = 0
         self._errors = 0
 
@@ -32,12 +35,17 @@ class ToolUse:
         return Answered(prompt.messages, tools=self._pool.tools)
 
     async def step(self, completion: str) -> Answered:
-        calls = parse_tool_calls(completion, self._names)
+        calls = parse_tool_calls(completion, self._schemas, self._own)
         results = await asyncio.gather(*(self._make(call) for call in calls))
         self._calls += len(calls)
         self._errors += sum(result.is_error for result in results)
         messages: list[Mapping[str, Any]] = [
-            {"role": "tool", "name": call.name, "content": result.text}
+            {
+                "role": "tool",
+                "name": call.name,
+                "content": result.text,
+                **({"tool_call_id": call.id} if call.id else {}),
+            }
             for call, result in zip(calls, results, strict=True)
         ]
         return Answered(messages, done=not calls)

@@ -1,21 +1,19 @@
-"""Tool calls in a completion: `<tool_call>{"name": …}</tool_call>`, as Hermes and Qwen write them, or DSML.
+"""Tool calls in a completion, in the formats of `model_info.calls`.
 
-Belongs here: text to calls, and errors in them worded for the policy. Does not belong here: the syntax of DSML
-(`dsml`), making the calls (`workers`).
+Belongs here: text to calls of the tools that there are, and errors in them worded for the policy. Does not belong here:
+syntax (`model_info.calls`), making the calls (`workers`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orbit_runtime.environments import dsml
+from orbit_runtime.model_info.calls import hermes
+from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas
+from orbit_runtime.model_info.calls.known import find_calls
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-OPENINGS = (OPEN, dsml.OPEN)
-"""Either begins the part of a text that calls tools."""
 MAX_CALL_CHARACTERS = 1 << 16
 MAX_CALLS = 32
 """Maximum calls in one completion; further ones get an error."""
@@ -33,63 +31,63 @@ class ToolCall:
     arguments: Mapping[str, Any]
     error: str = ""
     """Why the call cannot be made."""
+    id: str = ""
+    """The id that the policy gave it, in formats with ids."""
 
 
-def parse_tool_calls(text: str, names: Collection[str]) -> list[ToolCall]:
+def parse_tool_calls(text: str, tools: Collection[str], own: CallFormat | None = None) -> list[ToolCall]:
     """All calls of a completion. Empty if it calls nothing, which makes it the last one of the episode.
 
     A call at the end of the text needs no closing tag: a stop string may have cut it off. The first call decides in
-    which of the two forms the text is read.
+    which format the text is read.
 
     Args:
-        names: names of the available tools.
+        tools: names of the available tools, or a mapping from them to schemas of their parameters
+            (`parameter_schemas`). Formats that write no types read values by the schemas.
+        own: the format in which the model's template writes calls, for texts that could be in several.
     """
-    before = text_before_calls(text)
-    is_dsml = text.startswith(dsml.OPEN, len(before))
+    found = find_calls(text, own)
+    if found is None:
+        return []
+    form, at = found
+    schemas = tools if isinstance(tools, Mapping) else {}
     calls: list[ToolCall] = []
-    for body in dsml.split(text[len(before) :]) if is_dsml else _split(text):
+    for body in form.split(text[at:]):
         if len(calls) >= MAX_CALLS:
-            calls.append(ToolCall("", {}, f"more than {MAX_CALLS} calls at once"))
+            calls.append(ToolCall("", {}, f"more than {MAX_CALLS} calls at once", form.call_id(body)))
             break
-        calls.append(_parse(body, names, is_dsml=is_dsml))
+        calls.append(_parse(body, tools, form, schemas))
     return calls
 
 
-def text_before_calls(text: str) -> str:
+def text_before_calls(text: str, own: CallFormat | None = None) -> str:
     """The text up to its first call; all of it if there is none."""
-    return text[: min((at for opening in OPENINGS if (at := text.find(opening)) >= 0), default=len(text))]
+    found = find_calls(text, own)
+    return text if found is None else text[: found[1]]
+
+
+def parameter_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Tool name → schema of its parameters, from schemas as chat templates take them."""
+    return {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
 
 
 def write_tool_call(name: str, arguments: Any) -> str:
     """Writes a call in the form of Hermes, which `parse_tool_calls` reads."""
-    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
+    return hermes.write(name, arguments)
 
 
-def _split(text: str) -> list[str]:
-    return [piece.partition(CLOSE)[0] for piece in text.split(OPEN)[1:]]
-
-
-def _parse(body: str, names: Collection[str], *, is_dsml: bool) -> ToolCall:
+def _parse(body: str, tools: Collection[str], form: CallFormat, schemas: Schemas) -> ToolCall:
+    given = form.call_id(body)
     if len(body) > MAX_CALL_CHARACTERS:
-        return ToolCall("", {}, f"the call has {len(body)} characters, and {MAX_CALL_CHARACTERS} are allowed")
+        error = f"the call has {len(body)} characters, and {MAX_CALL_CHARACTERS} are allowed"
+        return ToolCall("", {}, error, given)
     try:
-        call = dsml.parse(body) if is_dsml else _parse_json(body)
-    except dsml.NotDSML as error:
-        return ToolCall("", {}, str(error))
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"the call is not JSON: {str(error)[:200]}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCall("", {}, 'a call is an object with "name" and "arguments"')
-    name, arguments = call["name"], call.get("arguments", {})
-    if name not in names:
-        return ToolCall(name[:64], {}, f"no tool is called {name[:64]!r}; there are: {', '.join(names)}")
+        call = form.parse(body, schemas)
+    except NotACall as error:
+        return ToolCall("", {}, str(error), given)
+    name, arguments = call.name, call.arguments
+    if name not in tools:
+        return ToolCall(name[:64], {}, f"no tool is called {name[:64]!r}; there are: {', '.join(tools)}", given)
     if not isinstance(arguments, dict):
-        return ToolCall(name, {}, f'"arguments" of {name} is an object')
-    return ToolCall(name, arguments)
-
-
-def _parse_json(body: str) -> Any:
-    call = json.loads(body)
-    if isinstance(call, dict) and isinstance(call.get("arguments"), str):
-        call["arguments"] = json.loads(call["arguments"])  # as OpenAI's interface has them
-    return call
+        return ToolCall(name, {}, f'"arguments" of {name} is an object', given)
+    return ToolCall(name, arguments, "", given)

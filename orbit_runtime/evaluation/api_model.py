@@ -78,6 +78,8 @@ class Conversations:
     """A `Tokenizer` whose tokens stand for conversations and answers. Belongs to one event loop."""
 
     eos_ids: tuple[int, ...] = ()
+    marker_ids: tuple[int, ...] = ()
+    call_format = ""
 
     def __init__(self) -> None:
         self._numbers = count(1)

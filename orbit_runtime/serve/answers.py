@@ -10,14 +10,16 @@ import json
 import time
 import uuid
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.environments.tool_calls import OPENINGS, parse_tool_calls, text_before_calls
+from orbit_runtime.environments.tool_calls import parse_tool_calls, text_before_calls
+from orbit_runtime.model_info.calls.format import CallFormat
+from orbit_runtime.model_info.calls.known import FORMATS, openings
 from orbit_runtime.rollout.news import Alternatives
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
@@ -97,8 +99,8 @@ class Form:
     fingerprint: str
     """Identifies the weights, as far as one digest can."""
     with_logprobs: bool = False
-    tools: Sequence[str] = ()
-    """Names of the tools that may be called."""
+    tools: Collection[str] = ()
+    """Names of the tools that may be called, or a mapping from them to schemas of their parameters."""
     stops: tuple[str, ...] = ()
     top: int = 0
     """Alternatives of each token."""
@@ -108,7 +110,11 @@ class Form:
     @property
     def held_back(self) -> tuple[str, ...]:
         """Strings at which a streamed text ends: tool calls are not part of it either."""
-        return (*self.stops, *OPENINGS) if self.tools else self.stops
+        return (*self.stops, *openings(self._own)) if self.tools else self.stops
+
+    @property
+    def _own(self) -> CallFormat | None:
+        return FORMATS.get(self.tokenizer.call_format)
 
     def whole(self, parts: Sequence[Part], prompt_tokens: int) -> dict[str, Any]:
         choices = [self._choice(part) for part in parts]
@@ -126,7 +132,7 @@ class Form:
         fresh = slice(sent.tokens, len(part.token_ids_T))
         sent.tokens = len(part.token_ids_T)
         if is_done:
-            new = sent.rest(text_before_calls(part.text) if calls else part.text)
+            new = sent.rest(text_before_calls(part.text, self._own) if calls else part.text)
         else:
             new = sent.take(sent.decode(self.tokenizer, part.token_ids_T[fresh]))
         logprobs = self._logprobs(part, fresh) if self.with_logprobs else None
@@ -171,7 +177,7 @@ class Form:
             return {"index": part.index, "text": part.text, "logprobs": logprobs, "finish_reason": reason}
         message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
         if calls := self._calls(part):
-            before = text_before_calls(part.text).strip()
+            before = text_before_calls(part.text, self._own).strip()
             message |= {"content": before or None, "tool_calls": calls}
             reason = "tool_calls"
         return {"index": part.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -180,12 +186,13 @@ class Form:
         """Tool calls as the completion wrote them; none if one of them is invalid: they are then text."""
         if not self.tools:
             return []
-        calls = parse_tool_calls(part.text, self.tools)
+        calls = parse_tool_calls(part.text, self.tools, self._own)
         if any(call.error for call in calls):
             return []
         return [
             {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
+                # The template names the result by the policy's own id.
+                "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }

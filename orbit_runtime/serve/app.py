@@ -9,7 +9,7 @@ Written directly for ASGI: a framework would do more work per request and stream
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -180,17 +180,17 @@ class Routes:
     async def chat(self, body: bytes, receive: Receive, send: Send) -> None:
         asked = parse_body(ChatBody, body)
         served = self._find(asked.model)
-        tools, names = asked.offered, asked.tool_names()
+        tools, schemas = asked.offered, asked.tool_schemas()
         messages = asked.conversation(writes_calls=self._tokenizer.writes_calls)
         try:
             ids = await self._encode(lambda: [self._tokenizer.encode_chat(messages, tools=tools)], len(body))
         except OrbitError as error:
             raise APIError(400, str(error), param="messages") from None
-        form = self._form(served, asked, names)
+        form = self._form(served, asked, schemas)
         choices = self._choices(asked, ids, asked.max_completion_tokens or asked.max_tokens)
         await self._answer(asked, form, choices, len(ids[0]), receive, send)
 
-    def _form(self, served: Served, asked: SamplingBody, tools: Sequence[str]) -> Form:
+    def _form(self, served: Served, asked: SamplingBody, tools: Collection[str]) -> Form:
         return Form(
             isinstance(asked, ChatBody),
             served.name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
@@ -187,12 +188,17 @@ class ChatBody(SamplingBody):
         """The tools that may be called."""
         return [] if self.tool_choice == "none" else self.tools or []
 
-    def tool_names(self) -> list[str]:
+    def tool_schemas(self) -> dict[str, Mapping[str, Any]]:
+        """Name of each tool that may be called → schema of its parameters."""
         functions = [tool.get("function") for tool in self.offered]
-        names = [each.get("name") if isinstance(each, dict) else None for each in functions]
-        if not all(isinstance(name, str) and name for name in names):
-            raise APIError(400, "each tool must be a function with a name", param="tools")
-        return names
+        named: dict[str, Mapping[str, Any]] = {}
+        for each in functions:
+            name = each.get("name") if isinstance(each, dict) else None
+            if not isinstance(each, dict) or not isinstance(name, str) or not name:
+                raise APIError(400, "each tool must be a function with a name", param="tools")
+            parameters = each.get("parameters")
+            named[name] = parameters if isinstance(parameters, dict) else {}
+        return named
 
 
 class UpdateBody(_Body):

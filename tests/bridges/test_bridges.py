@@ -142,6 +142,27 @@ def test_tools_of_a_verifiers_environment_are_called_by_the_environment(tmp_path
     assert (last["reward"], last["done"]) == (1.0, True)
 
 
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        ("<tool_call>\n<function=double>\n<parameter=x>\n21\n</parameter>\n</function>\n</tool_call>", None),
+        ("<tool_call>double\n<arg_key>x</arg_key>\n<arg_value>21</arg_value>\n</tool_call>", None),
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.double:0<|tool_call_argument_begin|>"
+            '{"x": 21}<|tool_call_end|><|tool_calls_section_end|>',
+            "functions.double:0",
+        ),
+        ('<|channel|>commentary to=functions.double <|constrain|>json<|message|>{"x": 21}', None),
+    ],
+)
+def test_an_environment_of_tools_reads_calls_of_every_family(tmp_path: Path, call: str, given: str | None) -> None:
+    with pool("Verifiers", "verifiers_tools") as tools:
+        _, second, _ = play(tools, {"example": 0}, call, "42")
+    (result,) = second["messages"]
+    assert (result["role"], result["content"]) == ("tool", "42")
+    assert given is None or result["tool_call_id"] == given
+
+
 def test_a_verifiers_environment_is_asked_with_the_manifests_prompts_where_none_of_its_own_is_named() -> None:
     with pool("Verifiers", "verifiers_tools") as tools:
         first, wrong = play(tools, {"answer": "42"}, "41")

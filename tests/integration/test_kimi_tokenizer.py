@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.tiktoken_model import is_tiktoken, load_tiktoken, save_converted
-from orbit_runtime.errors import ManifestError, ModelError
+from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.content import file_digests
 from tests.integration.tiny_kimi import IM_END, NAMED, RANKS, RESERVED, write_tokenizer
 
@@ -98,13 +98,19 @@ def test_another_vocabulary_is_another_model(folder: Path) -> None:
     assert file_digests(folder)["tiktoken.model"] != before["tiktoken.model"]
 
 
-def test_tools_need_the_text_that_the_models_code_makes_of_them(published: Path) -> None:
-    with pytest.raises(ManifestError, match="tools_ts_str") as refused:
-        ChatTokenizer(published).encode_chat(QUESTION, tools=[TOOL])
-    assert refused.value.where == "spec.data.chat.templateArguments"
-    written = ChatTokenizer(published, {"tools_ts_str": "# Tools"}).render(QUESTION, [TOOL])
-    assert written.startswith("<|im_system|>tool_declare<|im_middle|># Tools<|im_end|>")
+def test_tools_are_described_in_typescript_as_the_models_code_describes_them(published: Path) -> None:
+    start = "<|im_system|>tool_declare<|im_middle|>"
+    written = ChatTokenizer(published).render(QUESTION, [TOOL])
+    assert written.startswith(f"{start}# Tools\n\n## functions\nnamespace functions {{\ntype add = (_: ")
+    told = ChatTokenizer(published, {"tools_ts_str": "# Tools"}).render(QUESTION, [TOOL])
+    assert told.startswith(f"{start}# Tools<|im_end|>")
     assert '"name":"add"' in ChatTokenizer(published, {"tools_ts_str": ""}).render(QUESTION, [TOOL])
+
+
+def test_tools_that_the_models_code_cannot_describe_are_json_with_sorted_keys(published: Path) -> None:
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"b": {"x": 1}, "a": {}}}}}
+    written = ChatTokenizer(published).render(QUESTION, [odd])
+    assert '[{"function":{"name":"f","parameters":{"properties":{"a":{},"b":{"x":1}}}},"type":"function"}]' in written
 
 
 def test_a_tokenizer_json_beside_it_counts_more(folder: Path, tmp_path: Path) -> None:

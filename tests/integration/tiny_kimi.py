@@ -25,17 +25,24 @@ RESERVED = 256
 NAMED = {
     0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 6: "<|start_header_id|>",
     10: "<|im_system|>", 17: "<|im_middle|>", 18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>",
+    11: "<|tool_calls_section_begin|>", 12: "<|tool_calls_section_end|>", 13: "<|tool_call_begin|>",
+    14: "<|tool_call_argument_begin|>", 15: "<|tool_call_end|>",
     21: "<|media_pad|>", 22: "<think>", 23: "</think>", 254: "[UNK]", 255: "[PAD]",
 }  # fmt: skip
 """Tokens that tokenizer_config.json names, by their place after the ranks; the others are reserved without a word."""
 IM_END = 2
 TEMPLATE = """{%- macro content(message) -%}{{ message['content'] }}{%- endmacro -%}
+{%- macro calls(message) -%}<|tool_calls_section_begin|>{%- for call in message['tool_calls'] -%}
+<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>{{ call['function']['arguments'] | tojson -}}
+<|tool_call_end|>{%- endfor -%}<|tool_calls_section_end|>{%- endmacro -%}
 {%- if tools -%}<|im_system|>tool_declare<|im_middle|>
 {%- if tools_ts_str -%}{{ tools_ts_str }}{%- else -%}{{ tools | tojson(separators=(',', ':')) }}{%- endif -%}
 <|im_end|>{%- endif -%}
 {%- for message in messages -%}
 {%- if message['role'] == 'user' -%}<|im_user|>{%- elif message['role'] == 'assistant' -%}<|im_assistant|>
-{%- else -%}<|im_system|>{%- endif -%}{{ message['role'] }}<|im_middle|>{{ content(message) }}<|im_end|>
+{%- else -%}<|im_system|>{%- endif -%}{{ message.get('name') or message['role'] }}<|im_middle|>
+{%- if message['role'] == 'tool' -%}{{ '## Return of ' ~ message.tool_call_id ~ '\n' }}{%- endif -%}
+{{ content(message) }}{%- if message.get('tool_calls') -%}{{ calls(message) }}{%- endif -%}<|im_end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|><think></think>{%- endif -%}"""
 TOWER = {

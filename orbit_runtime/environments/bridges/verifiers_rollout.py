@@ -20,7 +20,7 @@ from verifiers.types import (  # type: ignore[import-not-found, unused-ignore]
     ToolCall,
 )
 
-from orbit_runtime.environments.tool_calls import parse_tool_calls
+from orbit_runtime.environments.tool_calls import parameter_schemas, parse_tool_calls
 from orbit_runtime.workers.environment_protocol import Step
 
 MODEL = "policy"
@@ -115,10 +115,12 @@ class _Policy(Client):  # type: ignore[misc]
             self._answer.set_exception(verifiers.OverlongPromptError("a limit has ended the episode"))
 
     def _response(self, text: str) -> Response:
-        names = [tool["function"]["name"] for tool in self.tools]
+        schemas = parameter_schemas(self.tools)
         calls = [
-            ToolCall(id=f"call-{self._seen}-{index}", name=call.name, arguments=json.dumps(dict(call.arguments)))
-            for index, call in enumerate(parse_tool_calls(text, names))
+            ToolCall(
+                id=call.id or f"call-{self._seen}-{index}", name=call.name, arguments=json.dumps(dict(call.arguments))
+            )
+            for index, call in enumerate(parse_tool_calls(text, schemas))
             # An invalid call stays in the text, and the environment responds to it as text.
             if not call.error
         ]

@@ -48,15 +48,30 @@ def servers() -> Iterator[list[FakeServer]]:
 
 
 def attach(
-    servers: list[FakeServer], folder: Path, *found: FakeServer, wanted: Wanted = WANTED, **endpoint: Any
-) -> ServedEngine:
+    servers: list[FakeServer], folder: Path, *found: FakeServer, wanted: Wanted = WANTED,
+    tokenizer: Words | None = None, **endpoint: Any,
+) -> ServedEngine:  # fmt: skip
     for server in found:
         server.start()
         servers.append(server)
     endpoints = [Endpoint(server.url, **endpoint) for server in found]
     return attach_engine(
-        endpoints, wanted, Words(), folder=folder / "adapters", max_running_requests=64, attach_seconds=1
+        endpoints, wanted, tokenizer or Words(), folder=folder / "adapters", max_running_requests=64, attach_seconds=1
     )
+
+
+def test_tokens_that_only_orbit_writes_out_are_not_compared(servers: list[FakeServer], tmp_path: Path) -> None:
+    """Special tokens that calls of tools consist of have a text here, and none on a server."""
+
+    class Marked(Words):
+        marker_ids = (7,)
+
+        def decode(self, token_ids: Any) -> str:
+            return "".join("<|call|>" if token == 7 else f"word{token}" for token in token_ids)
+
+    engine = attach(servers, tmp_path, FakeServer(), tokenizer=Marked())
+    assert len(engine.copies()) == 1
+    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["SGLang", "vLLM"])

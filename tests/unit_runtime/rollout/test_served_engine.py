@@ -40,6 +40,7 @@ class Words:
     """A tokenizer of numbers."""
 
     eos_ids = (2,)
+    marker_ids: tuple[int, ...] = ()
 
     def encode_many(self, conversations: object) -> list[list[int]]:
         raise NotImplementedError

@@ -18,6 +18,9 @@ class Letters:
 
     eos_ids = (0,)
 
+    def __init__(self, call_format: str = "") -> None:
+        self.call_format = call_format
+
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(chr, token_ids))
 
@@ -41,8 +44,8 @@ class Bytes:
         return bytes(token_ids).decode(errors="replace")
 
 
-def form(*tools: str) -> Form:
-    return Form(True, "policy", Letters(), "policy@0", False, tools)  # type: ignore[arg-type]
+def form(*tools: str, own: str = "") -> Form:
+    return Form(True, "policy", Letters(own), "policy@0", False, tools)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stops", [(), ("END",), ("EE", "END")])
@@ -95,6 +98,47 @@ def test_a_call_of_deepseek_v4_comes_back_as_one_too() -> None:
 def test_a_call_that_cannot_be_made_stays_text(text: str) -> None:
     (choice,) = form("add").whole([part(text)], prompt_tokens=3)["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
+
+
+KIMI = (
+    '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:7<|tool_call_argument_begin|>{"a": 1}'
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
+FORMS = {
+    "Hermes": ("so ", CALL),
+    "Kimi": ("so ", KIMI),
+    "GLM": ("so ", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+    "Qwen3-Coder": ("so ", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
+    "harmony": (
+        THOUGHT,
+        '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}',
+    ),
+}
+SCHEMA = {"add": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize("own", FORMS)
+def test_a_streamed_call_of_any_family_is_no_part_of_the_text_and_values_are_of_the_schema(own: str) -> None:
+    asked = Form(True, "policy", Letters(own), "policy@0", False, SCHEMA)  # type: ignore[arg-type]
+    before, call = FORMS[own]
+    text, sent, pieces = before + call, Sent(asked.held_back), []
+    for size in range(1, len(text) + 1):
+        pieces += asked.piece(part(text[:size], None), sent)
+    pieces += asked.piece(part(text), sent)
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    assert "".join(delta.get("content") or "" for delta in deltas) == before
+    (made,) = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert made["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert made["id"] == "functions.add:7" if own == "Kimi" else made["id"].startswith("call_")
+
+
+def test_an_answer_of_gpt_oss_that_begins_with_a_call_has_no_text() -> None:
+    text = " to=functions.add<|channel|>commentary json<|message|>{}"
+    asked = form("add", own="harmony")
+    (choice,) = asked.whole([part(text)], prompt_tokens=3)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert Sent(asked.held_back).take(text) == ""
 
 
 def test_a_streamed_call_is_no_part_of_the_text() -> None:

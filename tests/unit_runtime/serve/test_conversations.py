@@ -41,9 +41,9 @@ def test_calls_become_text_that_is_read_back_for_a_template_that_writes_none() -
 
 
 def test_with_tool_choice_none_there_are_no_tools() -> None:
-    assert body(tools=TOOLS, tool_choice="auto").tool_names() == ["add"]
+    assert body(tools=TOOLS, tool_choice="auto").tool_schemas() == {"add": {"type": "object"}}
     asked = body(tools=TOOLS, tool_choice="none")
-    assert (asked.offered, asked.tool_names()) == ([], [])
+    assert (asked.offered, asked.tool_schemas()) == ([], {})
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}, 3])

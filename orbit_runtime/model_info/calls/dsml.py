@@ -1,4 +1,4 @@
-"""DSML, the markup in which DeepSeek-V4 writes calls: tags whose names begin with one token, `｜DSML｜`.
+"""Calls as DeepSeek-V4 writes them, in DSML: tags whose names begin with one token, `｜DSML｜`.
 
     <｜DSML｜tool_calls>
     <｜DSML｜invoke name="add">
@@ -8,14 +8,15 @@
 
 A parameter with `string="true"` is text as it stands; another is JSON.
 
-Belongs here: the syntax. Does not belong here: whether there is such a tool (`tool_calls`).
+Belongs here: this syntax. Does not belong here: the template that describes it to the model (`model_info.templates`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
+
+from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas, Written, load
 
 OPEN, CLOSE = "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"
 _CALL, _CALL_END = "<｜DSML｜invoke", "</｜DSML｜invoke>"
@@ -25,43 +26,41 @@ _PARAMETER = re.compile(
 )
 
 
-class NotDSML(ValueError):
-    """The message says to the policy what is wrong with a call."""
-
-
 def split(text: str) -> list[str]:
     """Each call of the block with which this text begins, without the tag's first word; its end may be missing."""
     block = text.removeprefix(OPEN).partition(CLOSE)[0]
     return [piece.partition(_CALL_END)[0] for piece in block.split(_CALL)[1:]]
 
 
-def parse(body: str) -> dict[str, Any]:
-    """`{"name": …, "arguments": {…}}` of one call as `split` gives it.
-
+def parse(body: str, schemas: Schemas) -> Written:
+    """
     Raises:
-        NotDSML: it does not follow the syntax, names a parameter twice, or gives one that is not JSON.
+        NotACall: it does not follow the syntax, names a parameter twice, or gives one that is not JSON.
     """
     head = _CALL_HEAD.match(body)
     if head is None:
-        raise NotDSML('a call begins with <｜DSML｜invoke name="…">')
+        raise NotACall('a call begins with <｜DSML｜invoke name="…">')
     arguments: dict[str, Any] = {}
     at = head.end()
     while parameter := _PARAMETER.match(body, at):
         name, is_text, value = parameter.groups()
         if name in arguments:
-            raise NotDSML(f"the parameter {name[:64]!r} is given twice")
+            raise NotACall(f"the parameter {name[:64]!r} is given twice")
         arguments[name] = value if is_text == "true" else _load(name, value)
         at = parameter.end()
     if body[at:].strip():
-        raise NotDSML(
+        raise NotACall(
             'a parameter is <｜DSML｜parameter name="…" string="true|false">…</｜DSML｜parameter>, '
             f"this is {body[at:].strip()[:80]!r}"
         )
-    return {"name": head[1], "arguments": arguments}
+    return Written(head[1], arguments)
 
 
 def _load(name: str, value: str) -> Any:
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise NotDSML(f'the parameter {name[:64]!r} has string="false" and is not JSON: {str(error)[:200]}') from None
+        return load(value)
+    except ValueError as error:
+        raise NotACall(f'the parameter {name[:64]!r} has string="false" and is not JSON: {str(error)[:200]}') from None
+
+
+FORMAT = CallFormat("DSML", (OPEN,), split, parse, signs=(OPEN,), markers=("｜DSML｜",))

@@ -1,0 +1,5 @@
+"""How families of models write calls of tools: one file per format, pure text.
+
+Belongs here: a format's syntax, and which format a chat template writes. Does not belong here: whether there is such a
+tool (`environments.tool_calls`), making calls (`workers`), rendering templates (`data.chat`).
+"""
