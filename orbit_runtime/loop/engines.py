@@ -25,6 +25,7 @@ from orbit_runtime.types import Engine
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
+    from orbit_runtime.model_info.weights import ModelFacts
     from orbit_runtime.planner.engine_kernels import EngineKernels
     from orbit_runtime.planner.serving_memory import ServerMemory
     from orbit_runtime.policy import Policy
@@ -116,18 +117,22 @@ def plan_servers(
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
     from orbit_runtime.data.tiktoken_model import is_tiktoken, save_converted
+    from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner.assumptions import SERVER_SLOTS
     from orbit_runtime.rollout.sglang_experts import served_experts
     from orbit_runtime.rollout.sglang_server import LOOPBACK, ServerSettings, SGLangServer, lora_targets
     from orbit_runtime.workers.run_token import run_token
 
-    attention = _check_device(resolved, facts, folder)
+    # On a CPU nothing of it decides: SGLang serves BF16 there.
+    model = None if resolved.device == "cpu" else folder_facts(folder)
+    kernels = _plan_kernels(resolved, facts, model) if model else None
+    attention = _check_device(resolved, facts, folder, kernels)
     spec, adapter, layers = resolved.run.spec, facts.adapter, facts.layers
     base = folder
     if resolved.device == "cpu" and facts.precision != "BF16":
         base = scratch / "base"
         convert(folder, base, Target("BF16"), show=lambda *_: None)
-    serving = _plan_serving(resolved, folder)
+    serving = _plan_serving(resolved, model, folder)
     memory = serving.memory
     settings = ServerSettings(
         model=base,
@@ -143,7 +148,7 @@ def plan_servers(
         expert_formats=facts.expert_formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
-        kernels=_plan_kernels(resolved, facts, folder),
+        kernels=kernels,
         extra=tuple(argument_flags(spec.rollout.engine_arguments)),
         engine_version=spec.rollout.engine_version,
         attention=attention,
@@ -170,13 +175,11 @@ def plan_servers(
     ]
 
 
-def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path) -> str | None:
+def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path, kernels: EngineKernels | None) -> str | None:
     """The attention back end to set; None for SGLang's own choice.
 
     Raises UnsupportedError (78) for what SGLang cannot do on this machine's device.
     """
-    from orbit_runtime.model_info.checkpoint import folder_facts
-    from orbit_runtime.planner.engine_kernels import FP8_VARIABLE
     from orbit_runtime.rollout.fused_scales import check_fused_scales
     from orbit_runtime.rollout.sglang_experts import check_experts, check_generation
     from orbit_runtime.rollout.sglang_server import check_deterministic, deterministic_attention
@@ -185,17 +188,15 @@ def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path) -> str |
     check_experts(facts.adapter, facts.layers, resolved.device, facts.expert_formats)
     if is_deterministic:
         check_deterministic(resolved.device)
-    if resolved.device == "cpu":
+    if kernels is None:
         return None
-    kernels = _plan_kernels(resolved, facts, folder)
-    is_modelopt = folder_facts(folder).quantised_by == "modelopt"
-    check_fused_scales(folder, keeps_fp8=kernels is not None and FP8_VARIABLE in kernels.variables and not is_modelopt)
+    check_fused_scales(folder, keeps_fp8=kernels.keeps_fp8)
     import torch
 
     capability = torch.cuda.get_device_capability()
     if facts.adapter.type == "LoRA":
         check_generation(facts.expert_formats, capability)
-    return deterministic_attention(folder_facts(folder).architecture.family, capability) if is_deterministic else None
+    return deterministic_attention(kernels.family, capability) if is_deterministic else None
 
 
 def routed_layers(facts: PolicyFacts) -> RoutedLayers | None:
@@ -220,25 +221,26 @@ class Serving:
     """None: on a CPU."""
 
 
-def _plan_kernels(resolved: Resolved, facts: PolicyFacts, folder: Path) -> EngineKernels | None:
-    if resolved.device == "cpu":
-        return None
-    from orbit_runtime.model_info.checkpoint import folder_facts
+def _plan_kernels(resolved: Resolved, facts: PolicyFacts, model: ModelFacts) -> EngineKernels:
     from orbit_runtime.planner.engine_kernels import choose_kernels
     from orbit_runtime.rollout.sglang_experts import LORA_LAYOUTS, served_experts
 
     adapts_experts = served_experts(facts.adapter, facts.layers) in LORA_LAYOUTS
     spec = resolved.run.spec
     return choose_kernels(
-        folder_facts(folder),
+        model,
         spec.model.activation_precision,
         adapts_experts=adapts_experts,
         engine_arguments=spec.rollout.engine_arguments,
     )
 
 
-def _plan_serving(resolved: Resolved, folder: Path) -> Serving:
-    """As the plan of this run has it. Raises UnsupportedError (78) for a model that cannot be cut so."""
+def _plan_serving(resolved: Resolved, model: ModelFacts | None, folder: Path) -> Serving:
+    """As the plan of this run has it. Raises UnsupportedError (78) for a model that cannot be cut so.
+
+    Args:
+        model: None on a CPU, where one process asks nothing about it.
+    """
     from orbit_runtime.loop.machine import gpu_machine
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner import Machine
@@ -248,17 +250,17 @@ def _plan_serving(resolved: Resolved, folder: Path) -> Serving:
     from orbit_runtime.planner.verdict import plan_as_run
 
     placement = resolved.run.spec.placement
-    if resolved.device == "cpu":
+    if model is None:
         if resolved.run.spec.rollout.tensor_parallel is None:
             return Serving(0, 1, None)
         job = build_job(resolved.run, Machine(None))
         return Serving(0, check_servers(folder_facts(folder), job, 0), None)
-    facts, machine = folder_facts(folder), gpu_machine(placement)
+    machine = gpu_machine(placement)
     devices = split_devices(placement, machine.num_gpus, machine.nodes)
-    size = check_servers(facts, build_job(resolved.run, machine), len(devices.engine))
+    size = check_servers(model, build_job(resolved.run, machine), len(devices.engine))
     # An agent's container has the engine's GPUs alone.
     first = 0 if os.environ.get(AGENT_VARIABLE) else devices.engine.start
-    return Serving(first, size, plan_as_run(resolved.asked, facts, machine).server_memory)
+    return Serving(first, size, plan_as_run(resolved.asked, model, machine).server_memory)
 
 
 def _log(scratch: Path, index: int) -> Path:

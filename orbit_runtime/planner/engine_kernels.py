@@ -39,8 +39,11 @@ class EngineKernels:
     variables: Mapping[str, str]
     rounded: tuple[str, ...]
     """Layers whose inputs SGLang rounds and the trainer does not. Example: `("routed experts in FP8",)`"""
-    requantised: bool = False
+    requantised: bool
     """Whether, on Blackwell, SGLang quantises the base anew."""
+    keeps_fp8: bool
+    """Whether projections that SGLang fuses keep a scale each, in FP8 with a scale for a whole tensor."""
+    family: str
 
 
 def choose_kernels(
@@ -80,7 +83,15 @@ def choose_kernels(
     exchanges = engine_arguments.get(EXCHANGE, "none") != "none"
     if is_blockwise and not exchanges:
         variables[DEEPGEMM_VARIABLE] = "0"
-    return EngineKernels(tuple(arguments), variables, tuple(rounded), is_blockwise and exchanges)
+    return EngineKernels(
+        tuple(arguments),
+        variables,
+        tuple(rounded),
+        requantised=is_blockwise and exchanges,
+        # ModelOpt's class quantises them under the largest one before it does anything else.
+        keeps_fp8=FP8_VARIABLE in variables and model.quantised_by != "modelopt",
+        family=model.architecture.family,
+    )
 
 
 def _formats(model: ModelFacts, roles: Collection[Role]) -> set[str]:

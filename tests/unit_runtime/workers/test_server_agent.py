@@ -234,7 +234,8 @@ def test_an_agent_is_told_where_the_token_stands(tmp_path: Path, monkeypatch: py
 def test_all_that_a_run_says_to_a_server_is_what_an_agent_takes() -> None:
     said: set[str] = set()
     variables = {FP8_VARIABLE: "1", DEEPGEMM_VARIABLE: "0", PLUGIN_VARIABLE: "1"}
-    kernels = EngineKernels((NVFP4_FLAG, "marlin", MXFP4_FLAG, "bf16"), variables, ())
+    asked = (NVFP4_FLAG, "marlin", MXFP4_FLAG, "bf16")
+    kernels = EngineKernels(asked, variables, (), requantised=False, keeps_fp8=True, family="")
     for device, sleep, deterministic in itertools.product(("cpu", "cuda"), ("None", "Cache", "All"), (False, True)):
         for experts, formats in (("None", ()), ("SharedOuter", ("BF16",)), ("PerExpert", ("BF16",)), ("Shared", ())):
             settings = ServerSettings(
