@@ -38,7 +38,7 @@ def check_can_train() -> None:
 def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] | None = None) -> list[str]:
     """Checks whether this run may start on this machine, before anything heavy is loaded: the verdict of `orbit plan`.
 
-    Returns what the user should know even though the run may start: GPUs that nothing uses.
+    Returns what the user should know even though the run may start (`Plan.cautions`).
 
     A model whose facts cannot be found is left to the loaders, which report what is wrong with it in more detail.
 
@@ -65,7 +65,7 @@ def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] 
         return []
     verdict = judge(run, model, this_machine(run.spec.placement))
     check_verdict(verdict)
-    return [note for note in verdict.plan.notes if "stand idle" in note] if verdict.plan else []
+    return [*verdict.plan.cautions] if verdict.plan else []
 
 
 def local_model(run: OrbitRun, folder: Path) -> Path | None:

@@ -68,6 +68,9 @@ class Plan:
     """Memory settings of each server on a GPU; None without servers, or if the memory is unknown."""
     support: Support
     notes: tuple[str, ...]
+    cautions: tuple[str, ...]
+    """Those of the notes that a run tells again as it starts: GPUs that nothing uses, an engine that rounds otherwise
+    than the trainer."""
     problems: tuple[Problem, ...]
 
     @property
@@ -144,7 +147,8 @@ def plan(
         *_short(machine.host_bytes if machine.gpu else None, host, "main memory", "placement.resources.memory"),
         *_short(machine.disk_bytes, disk, "disk", "placement.modelCache.sizeLimit"),
     )
-    notes = (*_notes(choice, model, job, machine, support), *_idle(model, job, size, gpus))
+    cautions = (*_of_kernels(model, job, machine), *_idle(model, job, size, gpus))
+    notes = (*_notes(choice, model, job, machine, support), *cautions)
     sizes, binding = choice.sizes, choice.binding
     per_token = sizes.kv_bytes_per_sequence / job.max_sequence
     kv = sizes.phases["rollout"].get("KV cache", 0)
@@ -158,7 +162,7 @@ def plan(
         servers=job.servers if job.engine == "SGLang" else 0, server_gpus=size, devices=job.devices,
         server_memory=server_memory(choice),
         host_bytes=host, disk_bytes=disk, download_bytes=model.checkpoint_bytes, support=support, notes=notes,
-        problems=problems,
+        cautions=cautions, problems=problems,
     )  # fmt: skip
 
 
@@ -276,14 +280,14 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
         notes.append(f"the MTP layer, {left_out / GIB:.1f} GiB of the files, is not loaded: nothing speculates with it")
     if job.engine_arguments and job.engine == "SGLang":
         notes.append("rollout.engineArguments are passed to SGLang as they are: not run on hardware")
-    if machine.gpu is not None and job.samples and job.engine == "SGLang":
-        notes += _of_kernels(model, job)
     if model.unknown:
         notes.append(f"{len(model.unknown)} tensors are not of this family, counted as they are: {model.unknown[0]} …")
     return notes
 
 
-def _of_kernels(model: ModelFacts, job: Job) -> Iterator[str]:
+def _of_kernels(model: ModelFacts, job: Job, machine: Machine) -> Iterator[str]:
+    if machine.gpu is None or not job.samples or job.engine != "SGLang":
+        return
     kernels = choose_kernels(
         model,
         job.activations,

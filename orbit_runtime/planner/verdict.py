@@ -89,8 +89,9 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
     can_do = all(problem.fix_suffices for problem in made.problems)
     is_alone = run.spec.training.trainer == "Torch" or run.spec.adapter.type == "Full"
     if is_alone or len(whole.trainer) <= 1 or can_do:
-        idle = _idle(made, machine.num_gpus, whole)
-        made = replace(made, machine=machine.name, notes=(*made.notes, *([idle] if idle else [])))
+        idle = () if (found := _idle(made, machine.num_gpus, whole)) is None else (found,)
+        notes, cautions = (*made.notes, *idle), (*made.cautions, *idle)
+        made = replace(made, machine=machine.name, notes=notes, cautions=cautions)
     else:
         made = plan(run, model, machine)
     return _with_device_problem(made, run, machine)

@@ -66,7 +66,7 @@ def test_before_a_run_trainer_and_engine_of_a_split_pod_are_judged_apart(
     monkeypatch.setenv(AGENT_VARIABLE, "http://127.0.0.1:9401")
     check_before_run(split_run(), tmp_path)
     monkeypatch.delenv(AGENT_VARIABLE)
-    check_before_run(split_run(), tmp_path)
+    told = check_before_run(split_run(), tmp_path)
     colocated = split_run().to_manifest()
     colocated["spec"]["placement"]["layout"] = "Colocated"
     check_before_run(OrbitRun.model_validate(colocated), tmp_path)
@@ -78,6 +78,7 @@ def test_before_a_run_trainer_and_engine_of_a_split_pod_are_judged_apart(
         assert split.total("train") < shared.total("train"), "on one GPU both stand at once"
     assert any(note.startswith("3 of 8 GPUs are idle (1, 2, 3): one is enough") for note in pod.notes)
     assert any(note.startswith("1 of 4 GPUs are idle") for note in machine.notes)
+    assert [note.partition(" (")[0] for note in told] == ["1 of 4 GPUs are idle"], "a run tells it as it starts"
 
 
 @pytest.mark.usefixtures("four_gpus")
