@@ -24,6 +24,7 @@ from orbit_runtime.cli.arguments import AsJson, DryRun, Manifest, Out, Overrides
 from orbit_runtime.cli.completion import complete_runs
 from orbit_runtime.cli.data import data
 from orbit_runtime.cli.hints import add_examples, usage_error
+from orbit_runtime.cli.interrupts import end_stopped, interruptible
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     InternalError,
@@ -412,17 +413,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The interpreter's last collection would walk through all of torch and transformers, for more than a second.
     atexit.register(gc.freeze)
     with watch_stalls(end_process):
-        code = run_command(arguments)
+        code = interruptible(run_command, arguments)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         _silence_stdout()
+    if code == EXIT_STOPPED:
+        end_stopped()
     sys.exit(code)
 
 
 def run_command(arguments: Sequence[str]) -> int:
     """One command; returns its exit code."""
     as_json = "--json" in arguments
+    try:
+        return _run_command(arguments, as_json)
+    except KeyboardInterrupt:
+        # Again, while the first one was being answered.
+        print("stopped on request", file=sys.stderr)
+        return EXIT_STOPPED
+
+
+def _run_command(arguments: Sequence[str], as_json: bool) -> int:
     command = typer.main.get_command(app)
     # A shell asks for completions without arguments, and would show the help at each TAB.
     if not arguments and COMPLETION_VARIABLE not in os.environ:

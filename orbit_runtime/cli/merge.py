@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbit_runtime.cli.bars import bytes_bar
+from orbit_runtime.cli.bars import bytes_bar, stages
 from orbit_runtime.cli.convert import check_torch, format_result
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.cli.places import needed_folder
 from orbit_runtime.errors import DataError, UsageError
+from orbit_runtime.storage.opening import check_writable
 
 if TYPE_CHECKING:
     from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
@@ -45,9 +46,16 @@ def run_merge(adapters: Sequence[str], folder: Path, options: Options, *, as_jso
         OutputError: (73) the folder holds something else. UnsupportedError: (78) these do not merge.
     """
     check_torch()
-    from orbit_runtime.checkpoints.adapter_folder import open_adapter
+    check_writable(folder.absolute())
+    with stages("merge") as stage:
+        stage("importing torch")
+        # Of what is imported below, all that takes seconds.
+        import torch  # noqa: F401
 
-    read = [open_adapter(each) for each in adapters]
+        from orbit_runtime.checkpoints.adapter_folder import open_adapter
+
+        stage("reading the adapters")
+        read = [open_adapter(each) for each in adapters]
     weights = list(options.weights) or [1.0] * len(read)
     if options.base is None:
         _merge_adapters(read, weights, folder, options, as_json=as_json)
@@ -99,7 +107,9 @@ def _merge_into_base(
     if prompts:
         from orbit_runtime.checkpoints.cost import measure
 
-        cost = measure(base, folder, merged.combined, prompts)
+        with stages("merge") as stage:
+            stage(f"measuring the cost on {len(prompts)} prompts")
+            cost = measure(base, folder, merged.combined, prompts)
     if as_json:
         print_json({**merged.to_json(), "cost": cost.difference.to_json() if cost else None})
         return

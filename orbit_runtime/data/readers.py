@@ -23,9 +23,9 @@ from typing import IO, Any, Literal
 
 import zstandard
 
-from orbit_runtime.data.text_encoding import check_encoding, how_to_convert
 from orbit_runtime.data.scan import MAX_ROW, Scan, as_json
 from orbit_runtime.data.stores import Batches, Lines, RowStore, Unchanged, without_nulls
+from orbit_runtime.data.text_encoding import check_encoding, how_to_convert
 from orbit_runtime.errors import DataError, StorageError
 
 Format = Literal["Auto", "JSONL", "CSV", "Parquet", "Arrow"]

@@ -5,7 +5,9 @@ Belongs here: URIs, environment, local folders that cannot be written. Does not 
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -99,14 +101,28 @@ def read_deadline(environ: Mapping[str, str]) -> float:
 def check_writable(root: Path) -> None:
     """Refuse a folder that could not be created or written, without creating it."""
     existing = root
-    while not existing.exists():
-        existing = existing.parent
+    try:
+        while not existing.exists():
+            existing = existing.parent
+    except OSError as error:
+        # A folder on the way that this user may not look into, or a name that is too long.
+        raise OutputError(
+            f"{error.strerror.lower()}: {existing}", where=str(root), fix="choose a folder that this user may write"
+        ) from None
     if not existing.is_dir():
         raise OutputError(f"{existing} is a file, not a folder", where=str(root), fix="choose another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        # Asking for the permission would not be told of a folder that cannot change, or of another machine's rules.
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # Space can be made while the store tries again.
+        reason = "" if isinstance(error, FileNotFoundError) else f": {error.strerror}"
         raise OutputError(
-            f"this user may not write in {existing}", where=str(root), fix="choose a folder that this user may write"
-        )
+            f"this user may not write in {existing}{reason}",
+            where=str(root),
+            fix="choose a folder that this user may write",
+        ) from None
 
 
 class LocalFolder:
