@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -169,6 +170,9 @@ def _local_root(uri: str) -> Path:
     if not uri:
         raise UsageError("the folder has no name", fix="give a path or an s3:// URI")
     if not uri.startswith("file:"):
+        # A shell leaves `--out=~/runs` as it is, and a manifest has no shell.
+        with suppress(RuntimeError):  # Nobody is called so: a folder may be.
+            return Path(uri).expanduser().absolute()
         return Path(uri).absolute()
     parts = urlsplit(uri)
     if parts.netloc not in ("", "localhost") or not parts.path:

@@ -22,6 +22,13 @@ def test_a_path_and_its_file_uri_are_one_folder(tmp_path: Path) -> None:
     assert open_store(quoted).get("k") == b"v"
 
 
+def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert open_store("~/runs/a").root == tmp_path / "home" / "runs" / "a"
+    assert open_store("~nobody-is-called-so/a").root == tmp_path / "~nobody-is-called-so" / "a"
+
+
 def test_opening_creates_nothing(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "deep" / "run"))
     assert (store.list(), store.exists("run.json")) == ([], False)
