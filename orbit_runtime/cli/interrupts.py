@@ -33,6 +33,9 @@ def interruptible[T](command: Callable[[T], int], given: T) -> int:
         if is_ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = command(given)
+    except KeyboardInterrupt:
+        # Before the command began, or again while the first one was being answered.
+        print("stopped on request", file=sys.stderr)
     finally:
         if is_ours:
             signal.signal(signal.SIGINT, end)

@@ -426,15 +426,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_command(arguments: Sequence[str]) -> int:
     """One command; returns its exit code."""
     as_json = "--json" in arguments
-    try:
-        return _run_command(arguments, as_json)
-    except KeyboardInterrupt:
-        # Again, while the first one was being answered.
-        print("stopped on request", file=sys.stderr)
-        return EXIT_STOPPED
-
-
-def _run_command(arguments: Sequence[str], as_json: bool) -> int:
     command = typer.main.get_command(app)
     # A shell asks for completions without arguments, and would show the help at each TAB.
     if not arguments and COMPLETION_VARIABLE not in os.environ:

@@ -23,6 +23,7 @@ from typing import IO, Any, Literal
 
 import zstandard
 
+from orbit_runtime.data.foreign_files import check_foreign
 from orbit_runtime.data.scan import MAX_ROW, Scan, as_json
 from orbit_runtime.data.stores import Batches, Lines, RowStore, Unchanged, without_nulls
 from orbit_runtime.data.text_encoding import check_encoding, how_to_convert
@@ -74,6 +75,7 @@ def read_file(path: Path, file: IO[bytes], asked: Format, scan: Scan, where: str
             )  # fmt: skip
         return (_read_parquet if kind == "Parquet" else _read_arrow)(path, file, scan, where)
     if not packed:
+        check_foreign(file, path, where)
         check_encoding(file, path, where)
     if kind == "JSONL" and path.suffix == ".json" and (listed := _listed_rows(file, path, where)) is not None:
         return _scan_lines(listed, path, scan, where, None)
@@ -196,6 +198,11 @@ def _scan_csv(file: IO[bytes], path: Path, spool: IO[bytes], scan: Scan, where: 
         header = next(reader, None)
         if header is None:
             raise DataError("the prompts file is empty", where=where, fix="give it at least one row with a prompt")
+        if len(header) == 1 and (mark := next((each for each in ";\t|" if each in header[0]), None)):
+            raise DataError(
+                f"line 1: one column, named {header[0]!r}", where=where,
+                fix=f"separate cells by commas, and not by {mark!r}",
+            )  # fmt: skip
         twice = sorted({name for name in header if header.count(name) > 1})
         if twice:
             raise DataError(f"the header names {twice[0]!r} more than once", where=where, fix="rename one of them")

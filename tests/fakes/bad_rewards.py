@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.workers.reward_protocol import WrongAnswer
@@ -62,6 +62,10 @@ late = Late()
 
 async def never(completion: str, prompt: Prompt, fields: Mapping[str, Any]) -> float:
     return 1.0
+
+
+def yields(completion: str, prompt: Prompt, fields: Mapping[str, Any]) -> Iterator[float]:
+    yield 1.0
 
 
 def too_few(completion: str) -> float:

@@ -80,7 +80,7 @@ def test_a_stop_within_a_librarys_own_code_ends_with_75_and_not_by_a_signal(tmp_
         "end_stopped()\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-m", "program"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=100, check=False,
+        [sys.executable, "-m", "program"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stdout) == (75, "written")

@@ -98,6 +98,7 @@ def test_a_worker_that_dies_costs_one_call(pool: RewardPool) -> None:
         ("fakes.bad_rewards:missing", "has no 'missing'"),
         ("fakes.bad_rewards:never", "async"),
         ("fakes.bad_rewards:late", "async"),
+        ("fakes.bad_rewards:yields", "yields; a reward returns one number"),
         ("fakes.bad_rewards:too_few", "cannot be called as (completion, prompt, fields):"),
         ("fakes.bad_rewards", "module:function"),
     ],
