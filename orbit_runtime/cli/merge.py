@@ -5,6 +5,7 @@ Belongs here: arguments and tables. Does not belong here: the work (`checkpoints
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,10 @@ def run_merge(adapters: Sequence[str], folder: Path, options: Options, *, as_jso
         ModelError: (66) an adapter of another base, or a damaged file. DataError: (65) the prompts are unusable.
         OutputError: (73) the folder holds something else. UnsupportedError: (78) these do not merge.
     """
+    if not all(map(math.isfinite, options.weights)):
+        raise UsageError(
+            "a weight is a finite number", where="--weight", fix="give a number such as 0.5 for each adapter"
+        )
     check_torch()
     check_writable(folder.absolute())
     with stages("merge") as stage:

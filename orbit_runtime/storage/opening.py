@@ -108,7 +108,9 @@ def check_writable(root: Path) -> None:
     except OSError as error:
         # A folder on the way that this user may not look into, or a name that is too long.
         raise OutputError(
-            f"{error.strerror.lower()}: {existing}", where=str(root), fix="choose a folder that this user may write"
+            f"{(error.strerror or str(error)).lower()}: {existing}",
+            where=str(root),
+            fix="choose a folder that this user may write",
         ) from None
     if not existing.is_dir():
         raise OutputError(f"{existing} is a file, not a folder", where=str(root), fix="choose another folder")

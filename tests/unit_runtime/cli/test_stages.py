@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from orbit_runtime.cli.main import run_command
+
 ROOT = Path(__file__).resolve().parents[3]
 STAND_IN = """
 import sys
@@ -48,6 +50,20 @@ def test_a_folder_that_cannot_be_written_is_told_before_torch_is_imported(name: 
     assert (ended.returncode, ended.stdout) == (73, "")
     assert "torch" not in ended.stderr
     assert ended.stderr.startswith(f"error: {tmp_path}/file/out: {tmp_path}/file is a file, not a folder\n  fix: ")
+
+
+@pytest.mark.parametrize("weight", ["nan", "inf"])
+def test_a_weight_that_is_no_number_is_refused_before_torch_is_imported(
+    weight: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["merge", "a", "b", "--out", str(tmp_path / "out"), "--weight", weight]) == 64
+    assert "--weight: a weight is a finite number\n  fix: " in capsys.readouterr().err
+
+
+def test_inspect_says_that_a_folder_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["inspect", str(tmp_path / "none")]) == 66
+    assert "none: " in (said := capsys.readouterr().err)
+    assert "model.safetensors" not in said
 
 
 def test_ctrl_c_while_the_command_line_is_imported_ends_it_with_75(tmp_path: Path) -> None:
