@@ -46,13 +46,13 @@ MOMENTS: list[tuple[str | None, float]] = [
 
 
 class Command:
-    """`orbit run`, whose Ctrl-C is the terminal's own: a SIGINT to the process that the user started."""
+    """`orbit ARGUMENTS`, whose Ctrl-C is the terminal's own: a SIGINT to the process that the user started."""
 
-    def __init__(self, folder: Path, out: str) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         self.said = ""
         self._heard = threading.Condition()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "orbit_runtime", "run", "run.yaml", "--out", out],
+            [sys.executable, "-m", "orbit_runtime", *arguments],
             cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, bufsize=1,
             # A shell started in the background lets its children inherit that Ctrl-C means nothing.
@@ -86,14 +86,18 @@ class Command:
         return code
 
 
+def run(folder: Path, out: str) -> Command:
+    return Command(folder, "run", "run.yaml", "--out", out)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_ctrl_c_at_any_moment_is_answered_and_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_manifest(steps=STEPS)))
-    assert Command(tmp_path, "alone").end() == 0
+    assert run(tmp_path, "alone").end() == 0
     wrong: list[str] = []
     for moment, seconds in MOMENTS:
-        command = Command(tmp_path, "stopped")
+        command = run(tmp_path, "stopped")
         if moment is not None:
             command.wait_for(moment)
         time.sleep(seconds)
@@ -102,13 +106,13 @@ def test_ctrl_c_at_any_moment_is_answered_and_costs_nothing(tmp_path: Path) -> N
         if code != 75 or "Traceback" in command.said or not re.search("stopp|starts again", command.said):
             wrong.append(f"{moment} + {seconds} s: {code}\n{command.said}")
     assert not wrong, "\n".join(wrong)
-    last = Command(tmp_path, "stopped")
+    last = run(tmp_path, "stopped")
     last.wait_for(rf"step {STEPS}/{STEPS} ")
     last.press_ctrl_c()
     # The last step is done: what is left is the report, which is written.
     assert last.end() in (0, 75), last.said
     assert "Traceback" not in last.said
-    assert Command(tmp_path, "stopped").end() == 0
+    assert run(tmp_path, "stopped").end() == 0
     assert (tmp_path / "stopped" / "report.html").is_file()
     stopped, alone = (timeless_rows(open_store(str(tmp_path / name))) for name in ("stopped", "alone"))
     assert stopped == alone
@@ -116,7 +120,7 @@ def test_ctrl_c_at_any_moment_is_answered_and_costs_nothing(tmp_path: Path) -> N
 
 def test_a_second_ctrl_c_during_the_start_ends_it_at_once(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_manifest(steps=2)))
-    command = Command(tmp_path, "run")
+    command = run(tmp_path, "run")
     command.wait_for("start: importing torch")
     command.press_ctrl_c()
     command.wait_for("press Ctrl-C again to end it at once")
@@ -124,3 +128,13 @@ def test_a_second_ctrl_c_during_the_start_ends_it_at_once(tmp_path: Path) -> Non
     assert command.end() == 75
     assert "Traceback" not in command.said
     assert "stopped on request" in command.said
+
+
+def test_ctrl_c_ends_a_measurement_of_parity_too(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_manifest(steps=2)))
+    command = Command(tmp_path, "parity", "run.yaml")
+    command.wait_for("start: loading the model")
+    command.press_ctrl_c()
+    assert command.end() == 75
+    assert "press Ctrl-C again to end it at once" in command.said
+    assert "start: measuring" not in command.said
