@@ -211,7 +211,7 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("rows.jsonl.xz", lambda path: path.write_bytes(lzma.compress(jsonl(ROWS))), "packed by xz"),
     ("packed.jsonl", lambda path: path.write_bytes(gzip.compress(jsonl(ROWS))), "gzip, which its name does not say"),
     ("parquet.jsonl", lambda path: write_parquet(path, ROWS), "Parquet, which its name does not say"),
-    ("pointer.jsonl", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid"), "git lfs pull"),
+    ("pointer.jsonl", lambda path: path.write_text("version https://git-lfs\noid"), "git lfs pull"),
     ("page.jsonl", lambda path: path.write_text("<!DOCTYPE html>\n<html>"), "this is a web page"),
     ("semi.csv", lambda path: path.write_text("prompt;answer\n1+1=;2\n"), "separate cells by commas, and not by ';'"),
     ("folder", lambda path: path.mkdir(), "no files in this folder"),
