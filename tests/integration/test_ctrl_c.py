@@ -21,9 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
 PATIENCE_SECONDS = 300.0
 MOMENTS: list[tuple[str | None, float]] = [
-    (None, 0.06),
-    (None, 0.15),
-    (None, 0.5),
+    (None, 0.3),
+    (None, 0.6),
     ("start: checking the plan", 0.0),
     ("start: importing the loop", 0.0),
     ("start: importing the loop", 0.3),
@@ -103,6 +102,8 @@ def test_ctrl_c_at_any_moment_is_answered_and_costs_nothing(tmp_path: Path) -> N
         time.sleep(seconds)
         command.press_ctrl_c()
         code = command.end()
+        if moment is None and "init_import_site" in command.said:
+            continue  # The interpreter itself was not up yet: no line of ours can answer.
         if code != 75 or "Traceback" in command.said or not re.search("stopp|starts again", command.said):
             wrong.append(f"{moment} + {seconds} s: {code}\n{command.said}")
     assert not wrong, "\n".join(wrong)
