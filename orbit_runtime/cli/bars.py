@@ -1,6 +1,6 @@
-"""Progress bars on standard error for commands that take a while.
+"""Progress bars and stages on standard error for commands that take a while.
 
-Belongs here: the bar. Does not belong here: a run's progress (`observability`).
+Belongs here: the bar, the stage. Does not belong here: a run's progress (`observability`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 from orbit_runtime.cli.output import format_bytes
+from orbit_runtime.observability.progress import build_progress
 
 NOTE_SECONDS = 30.0
 """Between two lines, where there is no bar."""
@@ -61,6 +62,19 @@ def steps_bar(title: str, clock: Callable[[], float] = time.monotonic) -> Iterat
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def stages(title: str) -> Iterator[Callable[[str], None]]:
+    """`stage(name)`: what a command does now, shown at once as `orbit run` shows it; nothing of it is left at the end.
+
+    No other bar can be shown meanwhile.
+    """
+    progress = build_progress(title)
+    try:
+        yield progress.stage
+    finally:
+        progress.close()
 
 
 def _print_line(text: str) -> None:

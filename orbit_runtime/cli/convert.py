@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbit_runtime.cli.bars import bytes_bar
+from orbit_runtime.cli.bars import bytes_bar, stages
 from orbit_runtime.cli.output import format_bytes, format_table, print_json
 from orbit_runtime.cli.places import needed_folder
 from orbit_runtime.errors import UnsupportedError, UsageError
+from orbit_runtime.storage.opening import check_writable
 
 if TYPE_CHECKING:
     from orbit_runtime.checkpoints.convert import Result
@@ -44,7 +45,10 @@ def run_convert(
     if shard_gigabytes <= 0:
         raise UsageError("a shard cannot be that small", where="--shard-gb", fix="give a positive number")
     check_torch()
-    from orbit_runtime.checkpoints.convert import convert
+    check_writable(destination.absolute())
+    with stages("convert") as stage:
+        stage("importing torch")
+        from orbit_runtime.checkpoints.convert import convert
 
     with bytes_bar("converting") as show:
         result = convert(folder, destination, target, show=show, shard_bytes=int(shard_gigabytes * 10**9))

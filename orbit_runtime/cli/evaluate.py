@@ -97,7 +97,7 @@ def _measure(
     from orbit_runtime.storage import claim_execution, open_store
 
     run = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=folder).run
-    ended = "failed"
+    store, ended = open_store(uri), "failed"
     with ExitStack() as closing:
         asked, folders = asked_of(run.spec), [str(folder), str(Path.cwd())]
         tasks = []
@@ -110,7 +110,6 @@ def _measure(
             if models.base_url
             else _local_subjects(models, run, tasks, weights, progress)
         )
-        store = open_store(uri)
         _check_against(
             models.against, {*(read_asked(store) or {"subjects": ()})["subjects"], *(each.name for each in subjects)}
         )

@@ -15,6 +15,7 @@ from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.model_info.cards import find_card_facts, repositories
 from orbit_runtime.model_info.checkpoint import folder_headers
 from orbit_runtime.model_info.remote_checkpoint import store_headers
+from orbit_runtime.model_info.settings import check_folder
 from orbit_runtime.storage import open_store
 
 
@@ -44,6 +45,8 @@ def _inspect(uri: str, precision: str) -> Inspection | dict[str, Any]:
             )
         return inspect_facts(facts)
     folder = local_folder(uri, precision=precision, option="--precision")
+    if folder is not None:
+        check_folder(folder, "correct the path")
     if folder is not None and (folder / "run.json").is_file():
         raise UsageError(
             "this is a run",

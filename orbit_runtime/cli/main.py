@@ -24,6 +24,7 @@ from orbit_runtime.cli.arguments import AsJson, DryRun, Manifest, Out, Overrides
 from orbit_runtime.cli.completion import complete_runs
 from orbit_runtime.cli.data import data
 from orbit_runtime.cli.hints import add_examples, usage_error
+from orbit_runtime.cli.interrupts import end_stopped, interruptible
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     InternalError,
@@ -412,11 +413,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The interpreter's last collection would walk through all of torch and transformers, for more than a second.
     atexit.register(gc.freeze)
     with watch_stalls(end_process):
-        code = run_command(arguments)
+        code = interruptible(run_command, arguments)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         _silence_stdout()
+    if code == EXIT_STOPPED:
+        end_stopped()
     sys.exit(code)
 
 

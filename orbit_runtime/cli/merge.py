@@ -5,16 +5,18 @@ Belongs here: arguments and tables. Does not belong here: the work (`checkpoints
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbit_runtime.cli.bars import bytes_bar
+from orbit_runtime.cli.bars import bytes_bar, stages
 from orbit_runtime.cli.convert import check_torch, format_result
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.cli.places import needed_folder
 from orbit_runtime.errors import DataError, UsageError
+from orbit_runtime.storage.opening import check_writable
 
 if TYPE_CHECKING:
     from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
@@ -44,10 +46,21 @@ def run_merge(adapters: Sequence[str], folder: Path, options: Options, *, as_jso
         ModelError: (66) an adapter of another base, or a damaged file. DataError: (65) the prompts are unusable.
         OutputError: (73) the folder holds something else. UnsupportedError: (78) these do not merge.
     """
+    if not all(map(math.isfinite, options.weights)):
+        raise UsageError(
+            "a weight is a finite number", where="--weight", fix="give a number such as 0.5 for each adapter"
+        )
     check_torch()
-    from orbit_runtime.checkpoints.adapter_folder import open_adapter
+    check_writable(folder.absolute())
+    with stages("merge") as stage:
+        stage("importing torch")
+        # Of what is imported below, all that takes seconds.
+        import torch  # noqa: F401
 
-    read = [open_adapter(each) for each in adapters]
+        from orbit_runtime.checkpoints.adapter_folder import open_adapter
+
+        stage("reading the adapters")
+        read = [open_adapter(each) for each in adapters]
     weights = list(options.weights) or [1.0] * len(read)
     if options.base is None:
         _merge_adapters(read, weights, folder, options, as_json=as_json)
@@ -99,7 +112,9 @@ def _merge_into_base(
     if prompts:
         from orbit_runtime.checkpoints.cost import measure
 
-        cost = measure(base, folder, merged.combined, prompts)
+        with stages("merge") as stage:
+            stage(f"measuring the cost on {len(prompts)} prompts")
+            cost = measure(base, folder, merged.combined, prompts)
     if as_json:
         print_json({**merged.to_json(), "cost": cost.difference.to_json() if cost else None})
         return

@@ -23,8 +23,10 @@ from typing import IO, Any, Literal
 
 import zstandard
 
+from orbit_runtime.data.foreign_files import check_foreign
 from orbit_runtime.data.scan import MAX_ROW, Scan, as_json
 from orbit_runtime.data.stores import Batches, Lines, RowStore, Unchanged, without_nulls
+from orbit_runtime.data.text_encoding import check_encoding, how_to_convert
 from orbit_runtime.errors import DataError, StorageError
 
 Format = Literal["Auto", "JSONL", "CSV", "Parquet", "Arrow"]
@@ -72,23 +74,27 @@ def read_file(path: Path, file: IO[bytes], asked: Format, scan: Scan, where: str
                 "inside",
             )  # fmt: skip
         return (_read_parquet if kind == "Parquet" else _read_arrow)(path, file, scan, where)
-    if kind == "JSONL" and path.suffix == ".json" and (listed := _listed_rows(file, where)) is not None:
-        return _scan_lines(listed, scan, where, None)
+    if not packed:
+        check_foreign(file, path, where)
+        check_encoding(file, path, where)
+    if kind == "JSONL" and path.suffix == ".json" and (listed := _listed_rows(file, path, where)) is not None:
+        return _scan_lines(listed, path, scan, where, None)
     if kind == "JSONL" and not packed:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         unchanged = Unchanged(file, where) if size > IN_MEMORY else None
-        return _scan_lines(file if unchanged else io.BytesIO(file.read()), scan, where, unchanged)
+        return _scan_lines(file if unchanged else io.BytesIO(file.read()), path, scan, where, unchanged)
     with _spooled(where) as spool, _unpacked(file, packed, where) as plain:
         if kind == "CSV":
-            return _scan_csv(plain, spool, scan, where)
+            return _scan_csv(plain, path, spool, scan, where)
         while piece := plain.read(1 << 20):
             spool.write(piece)
         spool.seek(0)
-        return _scan_lines(spool, scan, where, None)
+        check_encoding(spool, path, where)
+        return _scan_lines(spool, path, scan, where, None)
 
 
-def _scan_lines(file: IO[bytes], scan: Scan, where: str, unchanged: Unchanged | None) -> Lines:
+def _scan_lines(file: IO[bytes], path: Path, scan: Scan, where: str, unchanged: Unchanged | None) -> Lines:
     offset = len(BOM) if file.read(len(BOM)) == BOM else 0
     file.seek(offset)
     number = 0
@@ -96,11 +102,9 @@ def _scan_lines(file: IO[bytes], scan: Scan, where: str, unchanged: Unchanged | 
     while line := file.readline(MAX_ROW + 1):
         number += 1
         if len(line) > MAX_ROW:
-            raise DataError(
-                f"line {number} is longer than {MAX_ROW >> 20} MiB", where=where, fix="write one JSON object a line"
-            )
+            raise _too_long(number, len(line) + _rest_of_line(file), where, "write one JSON object a line")
         if not line.isspace():
-            _scan_line(line, scan, number, offset)
+            _scan_line(line, path, scan, number, offset)
         offset += len(line)
     if not number or (not scan.count and not scan.num_problems):
         raise DataError("the prompts file is empty", where=where, fix="give it at least one row with a prompt")
@@ -110,7 +114,25 @@ def _scan_lines(file: IO[bytes], scan: Scan, where: str, unchanged: Unchanged | 
     )
 
 
-def _listed_rows(file: IO[bytes], where: str) -> IO[bytes] | None:
+def _rest_of_line(file: IO[bytes]) -> int:
+    """Bytes up to the end of the line, read a piece at a time."""
+    size = 0
+    while piece := file.readline(1 << 20):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
+
+
+def _too_long(number: int, size: int, where: str, form: str) -> DataError:
+    return DataError(
+        f"line {number} is longer than {MAX_ROW >> 20} MiB, which is the limit: it has {size:,} bytes",
+        where=where,
+        fix=f"{form}; what is that long does not belong in a row",
+    )
+
+
+def _listed_rows(file: IO[bytes], path: Path, where: str) -> IO[bytes] | None:
     """The rows of a `.json` file with one list, as lines; None if the file has lines."""
     head = file.read(64).removeprefix(BOM).lstrip()
     file.seek(0)
@@ -124,18 +146,25 @@ def _listed_rows(file: IO[bytes], where: str) -> IO[bytes] | None:
             fix="write one JSON object a line",
         )
     try:
-        rows = json.loads(raw.removeprefix(BOM).decode(), parse_constant=_refuse_constant)
+        rows = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)
         return io.BytesIO(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        message = f"line {line}: not UTF-8 (byte {error.start + 1} of the file is 0x{raw[error.start]:02x})"
+        raise DataError(message, where=where, fix=how_to_convert(path, "latin1")) from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}", where=where, fix="write one list, or one JSON object a line") from None
 
 
-def _scan_line(line: bytes, scan: Scan, number: int, offset: int) -> None:
+def _scan_line(line: bytes, path: Path, scan: Scan, number: int, offset: int) -> None:
     at = f"line {number}"
     try:
         row = json.loads(line.decode().rstrip("\r\n"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        scan.refuse(f"{at}: not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})")
+        scan.refuse(
+            f"{at}: not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})",
+            how_to_convert(path, "latin1"),
+        )
     except json.JSONDecodeError as error:
         scan.refuse(f"{at}: not JSON: {error.msg} at column {error.pos + 1}: {_excerpt(line)}")
     except ValueError as error:
@@ -160,15 +189,20 @@ def _has_half_pair(line: bytes, row: Any) -> bool:
     return False
 
 
-def _scan_csv(file: IO[bytes], spool: IO[bytes], scan: Scan, where: str) -> Lines:
+def _scan_csv(file: IO[bytes], path: Path, spool: IO[bytes], scan: Scan, where: str) -> Lines:
     """CSV with a header (RFC 4180): every cell is literal text, including `=1+1` and `007`. Empty lines are skipped."""
     csv.field_size_limit(MAX_ROW)
-    reader = csv.reader(_text_lines(file, where), strict=True)
+    reader = csv.reader(_text_lines(file, path, where), strict=True)
     offset = 0
     try:
         header = next(reader, None)
         if header is None:
             raise DataError("the prompts file is empty", where=where, fix="give it at least one row with a prompt")
+        if len(header) == 1 and (mark := next((each for each in ";\t|" if each in header[0]), None)):
+            raise DataError(
+                f"line 1: one column, named {header[0]!r}", where=where,
+                fix=f"separate cells by commas, and not by {mark!r}",
+            )  # fmt: skip
         twice = sorted({name for name in header if header.count(name) > 1})
         if twice:
             raise DataError(f"the header names {twice[0]!r} more than once", where=where, fix="rename one of them")
@@ -193,7 +227,7 @@ def _scan_csv(file: IO[bytes], spool: IO[bytes], scan: Scan, where: str) -> Line
     )  # fmt: skip
 
 
-def _text_lines(file: IO[bytes], where: str) -> Iterator[str]:
+def _text_lines(file: IO[bytes], path: Path, where: str) -> Iterator[str]:
     # Keep line ends as they are; bytes that are not UTF-8 are kept until their line can be named.
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     number = 0
@@ -204,7 +238,8 @@ def _text_lines(file: IO[bytes], where: str) -> Iterator[str]:
         try:
             line.encode()
         except UnicodeEncodeError:
-            raise DataError(f"line {number}: not UTF-8", where=where, fix="save the file as UTF-8") from None
+            fix = how_to_convert(path, "latin1")
+            raise DataError(f"line {number}: not UTF-8", where=where, fix=fix) from None
         yield line
 
 

@@ -59,6 +59,7 @@ class Scan:
         self.problems: list[str] = []
         self.num_problems = 0
         self._num_without_prompt = 0
+        self._fix: str | None = None
         self._prompt_field, self._columns, self._counted = prompt_field, columns, counted
 
     @property
@@ -85,9 +86,14 @@ class Scan:
         if self._counted is None or self._columns.rows < self._counted:
             self._columns.add(row)
 
-    def refuse(self, problem: str) -> None:
-        """Keeps the first few; the rest are counted."""
+    def refuse(self, problem: str, fix: str | None = None) -> None:
+        """Keeps the first few; the rest are counted.
+
+        Args:
+            fix: what to do about this kind of problem; the first that is given is said.
+        """
         self.num_problems += 1
+        self._fix = self._fix or fix
         if len(self.problems) < MAX_LISTED:
             self.problems.append(problem)
 
@@ -100,7 +106,7 @@ class Scan:
             count = "1 broken row" if self.num_problems == 1 else f"{self.num_problems} broken rows"
             if self._num_without_prompt == self.num_problems:
                 fix = "name the column that holds the prompt: `promptField`, beside the `uri` of this file"
-            raise DataError(f"{count}:\n{listed(self.problems, self.num_problems)}", where=where, fix=fix)
+            raise DataError(f"{count}:\n{listed(self.problems, self.num_problems)}", where=where, fix=self._fix or fix)
         if not self.count:
             raise DataError("the prompts file has no rows", where=where, fix="give it at least one row with a prompt")
 

@@ -167,6 +167,7 @@ def compare_sides(
 
     Raises:
         OrbitError: the same errors that `run` raises before its first step.
+        StoppedOnRequest: (75) a stop was requested before the last stage.
     """
     # As in a run, what the user can have got wrong is found before torch is imported.
     asked = resolve(spec, MachineFacts(has_cuda=False, num_gpus=0), folder=manifest_folder).run
@@ -177,6 +178,7 @@ def compare_sides(
         show = Show(progress, RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
         search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
         stop = closing.enter_context(stop_on_signals())
+        stop.on_request, show.stop = show.stopping, stop
         patience = build_patience(show, stop, store.deadline_seconds)
         inputs, given = Inputs(asked.spec, {}, patience, search_path), Given()
         materials = open_episode_materials(asked, resolve_names(asked, None), inputs, given, show, closing)

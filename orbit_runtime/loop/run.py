@@ -128,7 +128,7 @@ def run(
         try:
             webhooks += build_webhooks(spec.spec.observability.notify, os.environ)
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
-            stop.on_request = show.stopping
+            stop.on_request, show.stop = show.stopping, stop
             if sides is not None:
                 sides.watch(stop, show.note)
             given = Given(rewards, loss, advantages, search_path, sides)

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from orbit_runtime.errors import StoppedOnRequest
 from orbit_runtime.loop.keep import checkpoint_prefix
+from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, RunMetrics
 from orbit_runtime.observability.progress import Progress
@@ -34,8 +36,17 @@ class Show:
         self.step_now: int | None = None
         """The step that the stage belongs to; None during the start."""
         self.start_times: StartTimes | None = None
+        self.stop: StopFlag | None = None
+        """Until the first step, no stage begins once it is set."""
 
     def stage(self, name: str, step: int | None = None) -> None:
+        """A stage begins.
+
+        Raises:
+            StoppedOnRequest: (75) a stop was requested during the stage of the start that has just ended.
+        """
+        if self.stop:
+            raise StoppedOnRequest(f"{self.stop.reason} before this began: {name}; the same command starts again")
         if self.start_times:
             self.start_times.stage(name)
         self.current = name
@@ -75,6 +86,7 @@ class Show:
             self.status.update(last_checkpoint_step=kept, last_checkpoint=checkpoint_prefix(kept))
 
     def target(self, total: int, resumed_at: int) -> None:
+        self.stop = None  # From here on the loop decides, which may have a step to finish.
         self.metrics.set_target(total)
         self.progress.start(total=total, resumed_at=resumed_at)
 

@@ -22,7 +22,7 @@ from orbit_runtime.planner.engine_kernels import EngineKernels
 from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_experts import expert_arguments
-from orbit_runtime.rollout.wire import is_serving
+from orbit_runtime.rollout.wire import asks_for_token, is_serving
 from orbit_runtime.workers.ports import HeldPort
 from orbit_runtime.workers.remote_process import RemoteProcess
 from orbit_runtime.workers.run_token import new_token
@@ -212,7 +212,16 @@ class SGLangServer:
         found = is_serving(self.url, seconds=self._probe_seconds)
         if time.monotonic() - started >= self._probe_seconds:
             self._probe_seconds = min(MAX_PROBE_SECONDS, 2 * self._probe_seconds)
-        return found
+        if not found:
+            return False
+        is_ours = asks_for_token(self.url, seconds=self._probe_seconds, headers=self.headers)
+        if is_ours is False:
+            raise PortTakenError(
+                f"SGLang cannot listen on port {self._port}: another server answers there",
+                where=str(self._log),
+                fix="start again: each start chooses a free port",
+            )
+        return bool(is_ours)
 
 
 def server_arguments(settings: ServerSettings, port: int, host: str = LOOPBACK) -> list[str]:

@@ -179,6 +179,22 @@ def why_not_serving(url: str, *, seconds: float, headers: Mapping[str, str] | No
     return "" if status == 200 else f"/health was answered with {status}"
 
 
+def asks_for_token(url: str, *, seconds: float, headers: Mapping[str, str]) -> bool | None:
+    """Whether the server there was given the token in `headers`: it answers requests with it, and refuses others.
+
+    Another program may listen where a server of ours was to listen, and answer `/health` as well; it cannot know the
+    token. It is only sent where a request without it is refused. None: the server does not say now.
+    """
+    try:
+        bare = httpx.get(f"{url}/v1/models", timeout=seconds, trust_env=False).status_code
+        if bare != 401:
+            return None if bare >= 500 else False
+        status = httpx.get(f"{url}/v1/models", timeout=seconds, trust_env=False, headers=headers).status_code
+    except httpx.HTTPError:
+        return None
+    return True if status == 200 else None if status >= 500 else False
+
+
 async def adapter_names(wire: Wire) -> frozenset[str]:
     """Adapters that the server holds, by the list of models that every kind has from OpenAI."""
     models = (await wire.get("/v1/models"))["data"]

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 MODEL_FORM = "hf://org/name@revision, or hf://org/name for its main branch"
 PROMPTS_FORM = "hf://datasets/org/name@revision/file"
-_ADDRESS = re.compile(r"(datasets/)?([\w.-]+/[\w.-]+)(?:@([^/?#]+))?(?:/(.+))?", re.ASCII)
+REPOSITORY, REVISION = r"[\w.-]+/[\w.-]+", r"[^/?#]+"
+"""Expressions, in the syntax that Python's `re` (with ASCII) and RE2 share."""
+# `datasets/org/name` is a data set, never the file `name` of `datasets/org`.
+_ADDRESS = re.compile(rf"(datasets/|(?!datasets/[^/]*/))({REPOSITORY})(?:@({REVISION}))?(?:/(.+))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

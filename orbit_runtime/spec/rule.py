@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from orbit_runtime.spec.hub_address import MODEL_FORM, PROMPTS_FORM, REPOSITORY, REVISION
+
 
 class Rule(NamedTuple):
     """One of `x-kubernetes-validations`."""
@@ -27,6 +29,22 @@ def uri_rule(schemes: tuple[str, ...], name: str = "uri") -> Rule:
         "allowed: a path, file:///path, " + ", ".join(f"{scheme}://name" for scheme in schemes if scheme != "file"),
         f".{name}",
     )
+
+
+def _hub_rule(is_address: str, form: str) -> Rule:
+    """Args: is_address: CEL, true for an address on a hub of the kind that is needed."""
+    # What is no name after `hf://` at all, `uri_rule` refuses.
+    others = "!self.uri.matches('^hf://[/]*[^/]') || self.uri.contains('${')"
+    return Rule(f"{others} || (({is_address}) && !self.uri.matches('/[.][.](/|$)'))", f"write {form}", ".uri")
+
+
+_REVISED = f"{REPOSITORY}(@{REVISION})?"
+MODEL_ON_HUB = _hub_rule(f"self.uri.matches({f'^hf://{_REVISED}$'!r})", MODEL_FORM)
+PROMPTS_ON_HUB = _hub_rule(
+    f"self.uri.matches({f'^hf://datasets/{_REVISED}/.+$'!r})"
+    f" || (self.uri.matches({f'^hf://{_REVISED}/.+$'!r}) && !self.uri.startsWith('hf://datasets/'))",
+    PROMPTS_FORM,
+)
 
 
 def by_type(path: str, defaults: Mapping[str, str | float | None]) -> str:

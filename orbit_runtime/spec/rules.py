@@ -15,7 +15,7 @@ from orbit_runtime.spec.environment import CODE_SCHEMES
 from orbit_runtime.spec.lifecycle import Lifecycle
 from orbit_runtime.spec.model import MODEL_SCHEMES
 from orbit_runtime.spec.rollout import TOKEN_ID_PATTERN
-from orbit_runtime.spec.rule import Rule, uri_rule
+from orbit_runtime.spec.rule import MODEL_ON_HUB, PROMPTS_ON_HUB, Rule, uri_rule
 from orbit_runtime.spec.rules_algorithm import algorithm_rules, correction_rules, dynamic_rounds, teacher_rules
 from orbit_runtime.spec.run import NAME_LENGTH, NAME_PATTERN, RunSpec
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
@@ -133,7 +133,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".lifecycle.queueName",
         ),
     ),
-    "spec.model": (uri_rule(MODEL_SCHEMES),),
+    "spec.model": (uri_rule(MODEL_SCHEMES), MODEL_ON_HUB),
     "spec.adapter": (
         Rule("self.type == 'LoRA' || !has(self.lora)", "remove lora, or write type: LoRA", ".lora"),
         Rule("self.type == 'OFT' || !has(self.oft)", "remove oft, or write type: OFT", ".oft"),
@@ -152,7 +152,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     "spec.algorithm.teacher": teacher_rules(),
     "spec.algorithm.teacher.endpoints[]": SERVER,
     "spec.algorithm.teacher.endpoints[].headers[]": HEADER,
-    "spec.data.prompts[]": (uri_rule(PROMPT_SCHEMES),),
+    "spec.data.prompts[]": (uri_rule(PROMPT_SCHEMES), PROMPTS_ON_HUB),
     "spec.environment": (
         Rule("!has(self.entrypoint) || self.type == 'MultiTurn'", "remove it, or write type: MultiTurn", ".entrypoint"),
         Rule(

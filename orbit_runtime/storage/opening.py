@@ -5,9 +5,12 @@ Belongs here: URIs, environment, local folders that cannot be written. Does not 
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -99,14 +102,30 @@ def read_deadline(environ: Mapping[str, str]) -> float:
 def check_writable(root: Path) -> None:
     """Refuse a folder that could not be created or written, without creating it."""
     existing = root
-    while not existing.exists():
-        existing = existing.parent
+    try:
+        while not existing.exists():
+            existing = existing.parent
+    except OSError as error:
+        # A folder on the way that this user may not look into, or a name that is too long.
+        raise OutputError(
+            f"{(error.strerror or str(error)).lower()}: {existing}",
+            where=str(root),
+            fix="choose a folder that this user may write",
+        ) from None
     if not existing.is_dir():
         raise OutputError(f"{existing} is a file, not a folder", where=str(root), fix="choose another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        # Asking for the permission would not be told of a folder that cannot change, or of another machine's rules.
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # Space can be made while the store tries again.
+        reason = "" if isinstance(error, FileNotFoundError) else f": {error.strerror}"
         raise OutputError(
-            f"this user may not write in {existing}", where=str(root), fix="choose a folder that this user may write"
-        )
+            f"this user may not write in {existing}{reason}",
+            where=str(root),
+            fix="choose a folder that this user may write",
+        ) from None
 
 
 class LocalFolder:
@@ -153,6 +172,9 @@ def _local_root(uri: str) -> Path:
     if not uri:
         raise UsageError("the folder has no name", fix="give a path or an s3:// URI")
     if not uri.startswith("file:"):
+        # A shell leaves `--out=~/runs` as it is, and a manifest has no shell.
+        with suppress(RuntimeError):  # Nobody is called so: a folder may be.
+            return Path(uri).expanduser().absolute()
         return Path(uri).absolute()
     parts = urlsplit(uri)
     if parts.netloc not in ("", "localhost") or not parts.path:

@@ -98,8 +98,13 @@ async def _serve(connection: socket.socket, loaded: Loaded) -> None:
                 answer = {"crash": "MemoryError: spec.environment.limits.memory was reached"}
             except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are crashes, too
                 answer = {"crash": describe(error)}
-        writer.write(_frame(answer))
+        writer.write(_frame(answer, _asked(message)))
         await writer.drain()
+
+
+def _asked(message: Mapping[str, Any]) -> str:
+    """Who answers a message, for the user: the name of a tool, or of the environment's function."""
+    return str(message["tool"]) if "tool" in message else next(iter(message))
 
 
 async def _read(reader: asyncio.StreamReader, told: asyncio.Queue[dict[str, Any] | None]) -> None:
@@ -122,7 +127,7 @@ async def _play_branches(
 ) -> dict[str, Any]:
     """Runs `play` to its end, while answers come in; ends what it leaves running."""
     assert loaded.cohorts is not None
-    policy = Policy(lambda message: writer.write(_frame(message)))
+    policy = Policy(lambda message: writer.write(_frame(message, "play")))
     playing = asyncio.create_task(episode.play(policy, given["prompt"], given["fields"], given["seed"]))
     hearing = asyncio.create_task(told.get())
     try:
@@ -143,17 +148,17 @@ async def _play_branches(
         await asyncio.gather(*left, return_exceptions=True)
 
 
-def _frame(answer: Mapping[str, Any]) -> bytes:
+def _frame(answer: Mapping[str, Any], who: str) -> bytes:
     try:
         # Half of a surrogate pair, as in a file's name, is no character that a policy could read: it becomes `?`.
         body = json.dumps(answer, allow_nan=False, ensure_ascii=False).encode(errors="replace")
     except (TypeError, ValueError, RecursionError) as error:
         body = json.dumps({"crash": f"what it answered is not JSON: {error}"}).encode()
     if len(body) > MAX_MESSAGE:
-        message = f"{len(body)} bytes at once, and {MAX_MESSAGE} are allowed"
-        fail = (
-            {"text": f"Error: the answer has {message}", "is_error": True} if "text" in answer else {"crash": message}
-        )
+        message = f"{who} answered with {len(body):,} bytes at once, and {MAX_MESSAGE:,} are allowed"
+        if who == "reset":
+            message += "; without messages of its own, reset answers with the row's prompt: shorten what is too long"
+        fail = {"text": f"Error: {message}", "is_error": True} if "text" in answer else {"crash": message}
         body = json.dumps(fail).encode()
     return len(body).to_bytes(4, "big") + body
 

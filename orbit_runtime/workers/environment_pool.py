@@ -34,6 +34,7 @@ from orbit_runtime.workers.environment_protocol import (
     ToolResult,
 )
 from orbit_runtime.workers.other_loop import OtherLoop
+from orbit_runtime.workers.printed import Printed
 from orbit_runtime.workers.reward_process import child_environment, search_path_of
 from orbit_runtime.workers.stacks import Stacks
 
@@ -166,7 +167,7 @@ class EnvironmentPool:
             )
         os.close(output_write)
         self._output = output_read
-        self._printed = 0
+        self._printed = Printed("environments", OUTPUT_BYTES)
         self._loop.add_reader(output_read, self._pass_on)
         self._control.setblocking(False)
         head = {
@@ -214,11 +215,7 @@ class EnvironmentPool:
         if not data:
             self._loop.remove_reader(self._output)
             return
-        before, self._printed = self._printed, self._printed + len(data)
-        with contextlib.suppress(OSError):
-            os.write(2, data[: max(0, OUTPUT_BYTES - before)])
-            if before <= OUTPUT_BYTES < self._printed:
-                os.write(2, b"\n(environments printed too much: nothing more of it is shown)\n")
+        self._printed.pass_on(data)
 
     async def _fork(self) -> Cell:
         ours, theirs = socket.socketpair()

@@ -30,6 +30,8 @@ def check_callable(function: Any, target: str, arguments: Mapping[str, Any]) -> 
         raise TargetError(f"{target!r} is not a function but {type(function).__name__}")
     if is_async(function):
         raise TargetError(f"{target!r} is async; a reward is a plain function, and workers run many at once")
+    if inspect.isgeneratorfunction(function):
+        raise TargetError(f"{target!r} yields; a reward returns one number")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

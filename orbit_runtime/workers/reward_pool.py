@@ -9,6 +9,7 @@ results and kills workers that exceed their time, so scoring goes on while the c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import threading
@@ -21,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from orbit_runtime.errors import InternalError, ManifestError, OrbitError, RewardsFailingError
+from orbit_runtime.workers.printed import Printed
 from orbit_runtime.workers.reward_process import RewardProcess, head_message
 from orbit_runtime.workers.reward_protocol import (
     MAX_FAILURES_KEPT,
@@ -36,6 +38,8 @@ CHUNK_SECONDS = 0.005
 FIRST_CHUNK, MAX_CHUNK = 8, 64
 TAKE_SECONDS = 30.0
 """Time that an idle worker may need to take its calls, in addition to the first call's own limit."""
+OUTPUT_BYTES = 1 << 20
+"""Limit for the output of all rewards of a run that is passed to standard error; the rest is dropped."""
 MAX_IDLE_DEATHS = 3
 """Consecutive deaths of workers that run no call, after which the pool gives up."""
 
@@ -104,6 +108,10 @@ class RewardPool:
         os.set_blocking(self._wake_read, False)
         self._ready = selectors.DefaultSelector()
         self._ready.register(self._wake_read, selectors.EVENT_READ)
+        self._printed = Printed("rewards", OUTPUT_BYTES)
+        self._output_read, self._output_write = os.pipe()
+        os.set_blocking(self._output_read, False)
+        self._ready.register(self._output_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
         self._thread.start()
         with self._changed:
@@ -150,8 +158,8 @@ class RewardPool:
         os.write(self._wake_write, b"w")
         self._thread.join()
         self._ready.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        for fd in (self._wake_read, self._wake_write, self._output_read, self._output_write):
+            os.close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -183,7 +191,16 @@ class RewardPool:
         finally:
             for worker in self._workers:
                 worker.end()
+            self._pass_on()
             self._end_open()
+
+    def _pass_on(self) -> None:
+        """What workers printed since, also of those that have ended."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._output_read, 1 << 16):
+                self._printed.pass_on(data)
+                if len(data) < 1 << 16:
+                    return
 
     def _end_open(self) -> None:
         """Fails all open submissions: nothing will answer them any more."""
@@ -194,7 +211,7 @@ class RewardPool:
             submission.future.set_exception(self._failure or CancelledError())
 
     def _start(self) -> RewardProcess:
-        worker = RewardProcess(self._head, now=time.monotonic())
+        worker = RewardProcess(self._head, now=time.monotonic(), output_fd=self._output_write)
         self._ready.register(worker.results_fd, selectors.EVENT_READ)
         return worker
 
@@ -217,6 +234,8 @@ class RewardPool:
         ready = self._ready.select(timeout)
         if any(key.fd == self._wake_read for key, _ in ready):
             os.read(self._wake_read, 1 << 16)
+        if any(key.fd == self._output_read for key, _ in ready):
+            self._pass_on()
 
     def _deadline(self, worker: RewardProcess) -> float | None:
         if not worker.is_ready:

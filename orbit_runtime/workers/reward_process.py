@@ -25,9 +25,13 @@ WORKER_MODULE = "orbit_runtime.workers.reward_worker"
 
 
 class RewardProcess:
-    """Starts at once. The parent's pipe ends are non-blocking, and apart from ending, no method waits."""
+    """Starts at once. The parent's pipe ends are non-blocking, and apart from ending, no method waits.
 
-    def __init__(self, head: Mapping[str, Any], *, now: float) -> None:
+    Args:
+        output_fd: takes what the worker, and what it starts, prints.
+    """
+
+    def __init__(self, head: Mapping[str, Any], *, now: float, output_fd: int) -> None:
         calls_read, self.calls_fd = os.pipe()
         self.results_fd, results_write = os.pipe()
         self._stacks = Stacks()
@@ -36,6 +40,8 @@ class RewardProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", WORKER_MODULE, *map(str, theirs), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
+                stdout=output_fd,
+                stderr=output_fd,
                 pass_fds=theirs,
                 env=child_environment(),
                 start_new_session=True,  # its own group: killed whole, and Ctrl-C of the terminal does not reach it

@@ -40,7 +40,7 @@ def main(calls_fd: int, results_fd: int, stacks_fd: int, parent_pid: int) -> int
     confine_rewards()
     for fd in (calls_fd, results_fd, stacks_fd):
         os.set_inheritable(fd, False)  # a subprocess of a reward must not keep the pipes open
-    os.dup2(2, 1)  # what rewards print is log output, and is not lost when the worker is killed
+    # What rewards print is not lost when the worker is killed.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     with open(calls_fd, "rb") as calls:

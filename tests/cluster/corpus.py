@@ -59,6 +59,7 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
             for uri in (
                 "models/x", "/models/x", "~/x", "file:///models/x", "hf://org/name", "hf://org/name@main",
                 "s3://bucket/x", "pvc://claim/x", "builtin://tiny-adder", "${ORBIT_UNSET:-models/x}",
+                "hf://${ORBIT_UNSET:-org/name}", "hf://org/name@refs.pr.1", "hf://datasets/name", "hf://o.r-g_/n..m",
             )
         ),
         "&m {uri: builtin://tiny-adder}",
@@ -72,6 +73,8 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
     "algorithm": GOOD_ALGORITHM,
     "data": (
         "{prompts: [{uri: 'süß/数据.jsonl', promptField: 'вопрос'}], limit: }",
+        "{prompts: [{uri: 'hf://datasets/org/name@main/train.jsonl'}, {uri: 'hf://datasets/org/name/a/b c.csv'}, "
+        "{uri: 'hf://org/name/x'}]}",
         "{prompts: [{uri: a, completionField: answer, toolsField: tools}], validation: {patience: 3}}",
         "{prompts: [{uri: a}], chat: {answers: Last}, validation: {}}",
         "{prompts: [{uri: a, weight: 3}, {uri: b}], difficulty: {low: 0.1, revisitEpochs: 2}}",
@@ -152,7 +155,9 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
             (f"{{uri: '{uri}'}}", "uri")
             for uri in (
                 "bultin://x", "http://example.com/x", "az://x", "file://x", "hf://", "hf:///", "s3:///", "://x", "HF://x",
-                "configmap://x",
+                "configmap://x", "hf://x", "hf://org/name/file", "hf://org/name@", "hf://org/na me", "hf://../name",
+                "hf:///org/name", "hf://datasets/org/name", "hf://datasets/org/name@main", "hf://org/name@a/b",
+                "hf://org/name?x", "hf://org/ñame",
             )
         ),
     ),
@@ -168,6 +173,13 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{prompts: []}", "prompts"), ("{prompts: uri}", "prompts"), ("{prompts: [null]}", "prompts[0]"),
         ("{prompts: [{uri: a}, {uri: b, heft: 1}]}", "prompts[1].heft"),
         ("{prompts: [{uri: a}, {uri: 'http://example.com/x'}]}", "prompts[1].uri"),
+        *(
+            (f"{{prompts: [{{uri: '{uri}'}}]}}", "prompts[0].uri")
+            for uri in (
+                "hf://x", "hf://org/name", "hf://org/name@main", "hf://datasets/org/name", "hf://datasets/org/name@main",
+                "hf://datasets/org/name/", "hf://datasets/org/name/../x.jsonl", "hf://datasets/org/name@/x.jsonl",
+            )
+        ),
         ("{prompts: [{uri: a}], validation: {share: 1}}", "validation.share"),
         ("{prompts: [{uri: a}], difficulty: {low: 0.6}}", "difficulty.low"),
         ("{prompts: [{uri: a}], shuffle: 'true'}", "shuffle"), ("{prompts: [{uri: a}], shuffle: 1}", "shuffle"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.workers.reward_protocol import WrongAnswer
@@ -25,6 +26,7 @@ def by_text(completion: str, prompt: Prompt, fields: Mapping[str, Any], *, scale
         "spin": _spin,
         "die": lambda: os._exit(3),
         "exit": lambda: exit(4),
+        "chat": _chat,
     }
     if completion == "wrong":
         raise WrongAnswer("no number in it")
@@ -32,6 +34,15 @@ def by_text(completion: str, prompt: Prompt, fields: Mapping[str, Any], *, scale
         return actions[completion]()
     print("a reward may print", completion)
     return scale * len(completion)
+
+
+def _chat() -> float:
+    """Prints four megabytes, as Python does and as a program that it starts does."""
+    print("the first words")
+    for _ in range(2):
+        print("x" * (1 << 20))
+        subprocess.run(["head", "-c", str(1 << 20), "/dev/zero"], check=True)
+    return 1.0
 
 
 def _spin() -> None:
@@ -51,6 +62,10 @@ late = Late()
 
 async def never(completion: str, prompt: Prompt, fields: Mapping[str, Any]) -> float:
     return 1.0
+
+
+def yields(completion: str, prompt: Prompt, fields: Mapping[str, Any]) -> Iterator[float]:
+    yield 1.0
 
 
 def too_few(completion: str) -> float:

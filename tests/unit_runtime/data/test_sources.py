@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 import os
 import random
+import re
+import subprocess
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -180,7 +184,7 @@ def table_of(**columns: Any) -> Callable[[Path], None]:
 
 
 FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("long.jsonl", long_line, "line 2 is longer than 128 MiB"),
+    ("long.jsonl", long_line, "line 2 is longer than 128 MiB, .* 200,000,015 bytes"),
     ("long.csv", lambda path: path.write_bytes(b"prompt\n" + b"y" * (MAX_ROW + 1)), "line 2 is longer than 128 MiB"),
     ("cut.parquet", broken_parquet, "not Parquet that can be read"),
     ("page.parquet", broken_page, "not Parquet that can be read"),
@@ -198,6 +202,18 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("column.parquet", table_of(question=["q"]), "row 1: no key 'prompt'; the row has: 'question'"),
     ("none.parquet", table_of(prompt=pyarrow.array([], pyarrow.string())), "has no rows"),
     ("empty.parquet", lambda path: path.touch(), "is empty"),
+    ("rows.xlsx", lambda path: path.write_bytes(b"PK\x03\x04\x14"), "a zip archive, as files of Excel are"),
+    (
+        "rows.jsonl.bz2",
+        lambda path: path.write_bytes(bz2.compress(jsonl(ROWS))),
+        "packed by bzip2.*\n  fix: .*bzip2 -dk",
+    ),
+    ("rows.jsonl.xz", lambda path: path.write_bytes(lzma.compress(jsonl(ROWS))), "packed by xz"),
+    ("packed.jsonl", lambda path: path.write_bytes(gzip.compress(jsonl(ROWS))), "gzip, which its name does not say"),
+    ("parquet.jsonl", lambda path: write_parquet(path, ROWS), "Parquet, which its name does not say"),
+    ("pointer.jsonl", lambda path: path.write_text("version https://git-lfs\noid"), "git lfs pull"),
+    ("page.jsonl", lambda path: path.write_text("<!DOCTYPE html>\n<html>"), "this is a web page"),
+    ("semi.csv", lambda path: path.write_text("prompt;answer\n1+1=;2\n"), "separate cells by commas, and not by ';'"),
     ("folder", lambda path: path.mkdir(), "no files in this folder"),
     ("saved", lambda path: (path.mkdir(), (path / "state.json").write_text("{}")), "not what `datasets` writes"),
     (
@@ -213,8 +229,9 @@ def test_a_broken_source_is_one_error_that_names_it(
     name: str, write: Callable[[Path], Any], words: str, tmp_path: Path
 ) -> None:
     write(tmp_path / name)
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises(DataError) as caught:
         load_prompts([PromptSource(str(tmp_path / name))])
+    assert re.search(words, f"{caught.value}", re.DOTALL)
     assert caught.value.exit_code == 65
     assert name in str(caught.value.where)
 
@@ -229,6 +246,70 @@ def test_a_row_without_a_prompt_tells_which_field_names_the_column(tmp_path: Pat
     with pytest.raises(DataError, match="2 broken rows") as caught:
         load_prompts([source])
     assert "one JSON object a line" in str(caught.value.fix)
+
+
+TEXT = '{"prompt": "wie spät?", "answer": "früh"}\n{"prompt": "größer"}\n'
+CSV_TEXT = "prompt,answer\nwie spät?,früh\n"
+JSON_TEXT = '[{"prompt": "plain"},\n {"prompt": "größer"}]'
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words", "convert"),
+    [
+        ("a b.jsonl", TEXT.encode("utf-16"), "line 1: this file is UTF-16", "iconv -f utf-16 -t utf-8 'a b.jsonl' > "),
+        ("a.jsonl", TEXT.encode("utf-16-le"), "line 1: this file is UTF-16LE", "iconv -f utf-16le -t utf-8 a.jsonl"),
+        ("a.jsonl", TEXT.encode("utf-16-be"), "line 1: this file is UTF-16BE", "iconv -f utf-16be -t utf-8 a.jsonl"),
+        ("a.jsonl", TEXT.encode("utf-32"), "line 1: this file is UTF-32", "iconv -f utf-32 -t utf-8 a.jsonl"),
+        ("a.csv", CSV_TEXT.encode("utf-16"), "line 1: this file is UTF-16", "iconv -f utf-16 -t utf-8 a.csv"),
+        ("a.json", JSON_TEXT.encode("utf-16"), "line 1: this file is UTF-16", "iconv -f utf-16 -t utf-8 a.json"),
+        ("a.jsonl.gz", gzip.compress(TEXT.encode("utf-16")), "this file is UTF-16", "gzip -dc a.jsonl.gz | iconv"),
+        (
+            "a.jsonl",
+            TEXT.encode("latin1"),
+            r"line 1: not UTF-8 \(byte 19 .* 0xe4\)",
+            "iconv -f latin1 -t utf-8 a.jsonl",
+        ),
+        ("a.csv", CSV_TEXT.encode("latin1"), "line 2: not UTF-8", "iconv -f latin1 -t utf-8 a.csv > a.utf8.csv"),
+        ("a.json", JSON_TEXT.encode("latin1"), "line 2: not UTF-8", "iconv -f latin1 -t utf-8 a.json > a.utf8.json"),
+    ],
+)
+def test_a_file_in_another_encoding_is_named_with_the_line_and_the_command_that_converts_it(
+    name: str, data: bytes, words: str, convert: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=words) as caught:
+        load_prompts([PromptSource(str(tmp_path / name))])
+    assert name in str(caught.value.where)
+    assert convert in str(caught.value.fix)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", TEXT), ("a.csv", CSV_TEXT), ("a.json", JSON_TEXT)])
+def test_a_mark_before_utf_8_is_skipped(name: str, text: str, tmp_path: Path) -> None:
+    """As editors on Windows write it."""
+    (tmp_path / name).write_bytes(text.encode("utf-8-sig"))
+    rows = load_prompts([PromptSource(str(tmp_path / name))]).prompts_P
+    assert rows[0].messages[0]["content"] in ("wie spät?", "plain")
+
+
+def test_the_command_that_an_error_names_converts_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a b.jsonl").write_bytes(TEXT.encode("utf-16"))
+    with pytest.raises(DataError) as caught:
+        load_prompts([PromptSource(str(tmp_path / "a b.jsonl"))])
+    subprocess.run(str(caught.value.fix).removeprefix("convert it: "), shell=True, cwd=tmp_path, check=True)
+    assert len(load_prompts([PromptSource(str(tmp_path / "a b.utf8.jsonl"))]).prompts_P) == 2
+
+
+def test_finding_out_how_long_a_line_is_takes_no_memory_of_its_length(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"prompt": "q"}\n{"prompt": "')
+        file.truncate(2 << 30)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"line 2 is longer than 128 MiB, .* 2,147,483,632 bytes"):
+        load_prompts([PromptSource(str(path))])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * MAX_ROW
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", ""])

@@ -11,6 +11,7 @@ import pytest
 
 from orbit_runtime.errors import EngineDiedError
 from orbit_runtime.rollout.sglang_server import PORT_TRIES, ServerSettings, SGLangServer
+from orbit_runtime.rollout.wire import asks_for_token
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 
 PLAYED = Path(__file__).parents[2] / "fakes" / "played_taken_port.py"
@@ -23,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     played.chmod(0o755)
     monkeypatch.setenv(PYTHON_VARIABLE, str(played))
     monkeypatch.setenv("PLAYED_FOLDER", str(tmp_path))
+    (tmp_path / "foreign").write_text("silent")
     return tmp_path
 
 
@@ -58,3 +60,31 @@ def test_ports_that_are_taken_again_and_again_end_the_start_long_before_its_time
     assert caught.value.exit_code == 82
     assert str(caught.value.where).endswith("sglang.log")
     assert not server.is_alive(), "the one that could not listen is ended"
+
+
+@pytest.mark.parametrize("foreign", ["open", "closed"])
+def test_a_server_of_somebody_else_that_says_it_is_up_is_not_taken_for_ours(
+    folder: Path, foreign: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It listens on the port that ours was told to take, and answers /health with 200."""
+    (folder / "taken").write_text("1")
+    (folder / "foreign").write_text(foreign)
+    server = build(folder)
+    try:
+        server.start()
+        assert asks_for_token(server.url, seconds=30.0, headers=server.headers)
+        assert "cannot listen on port" in caplog.text
+    finally:
+        server.stop()
+
+
+def test_a_server_is_known_by_its_token(folder: Path) -> None:
+    (folder / "taken").write_text("0")
+    server = build(folder)
+    try:
+        server.start()
+        assert asks_for_token(server.url, seconds=30.0, headers=server.headers) is True
+        assert asks_for_token(server.url, seconds=30.0, headers={"Authorization": "Bearer other"}) is False
+    finally:
+        server.stop()
+    assert asks_for_token(server.url, seconds=30.0, headers=server.headers) is None, "nothing listens there"

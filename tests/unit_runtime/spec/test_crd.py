@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,8 @@ from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.crd import LIST_TYPES, build_crd, build_schema
 from orbit_runtime.spec.fields import all_fields
 from orbit_runtime.spec.generate import render_crd
+from orbit_runtime.spec.hub_address import is_model_address, is_prompts_address
+from orbit_runtime.spec.rule import MODEL_ON_HUB, PROMPTS_ON_HUB
 from orbit_runtime.spec.rules import CHECKS, TRANSITIONS, rules_at
 
 ALLOWED = {
@@ -176,3 +180,28 @@ def test_whoever_changes_the_schema_changes_a_copy() -> None:
     changed = build_schema()
     changed["properties"]["spec"]["properties"]["placement"]["properties"]["layout"]["enum"].clear()
     assert json.dumps(build_schema()) == before
+
+
+def says(cel: str, uri: str) -> bool:
+    """The few forms of CEL that the rules for a hub's addresses use, in Python."""
+    text = re.sub(r"self\.uri\.matches\(('[^']*')\)", r"bool(re.search(\1, uri, re.ASCII))", cel)
+    text = text.replace("self.uri.contains(", "uri.__contains__(").replace("self.uri.startsWith(", "uri.startswith(")
+    text = text.replace("||", " or ").replace("&&", " and ").replace("!", " not ")
+    return bool(eval(text, {"re": re, "uri": uri}))
+
+
+def test_the_api_server_takes_the_addresses_on_a_hub_that_the_runtime_takes() -> None:
+    """Every address of up to four of these pieces; the API server's own answers are in `tests/cluster/corpus.py`."""
+    pieces = ("datasets/", "org/name", "org", "/file", "/", "@main", "@", "/..", "?", "ä")
+    taken = 0
+    for count in range(1, 5):
+        for parts in itertools.product(pieces, repeat=count):
+            uri = "hf://" + "".join(parts)
+            if uri.strip("/") == "hf:":
+                continue
+            assert says(MODEL_ON_HUB.cel, uri) == is_model_address(uri), uri
+            assert says(PROMPTS_ON_HUB.cel, uri) == is_prompts_address(uri), uri
+            taken += is_model_address(uri) + is_prompts_address(uri)
+    assert taken > 100
+    assert says(MODEL_ON_HUB.cel, "models/x")
+    assert says(MODEL_ON_HUB.cel, "hf://${MODEL}")

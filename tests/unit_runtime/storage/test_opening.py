@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,13 @@ def test_a_path_and_its_file_uri_are_one_folder(tmp_path: Path) -> None:
     quoted = (tmp_path / "a b" / "ü").as_uri()
     assert "%20" in quoted
     assert open_store(quoted).get("k") == b"v"
+
+
+def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert open_store("~/runs/a").root == tmp_path / "home" / "runs" / "a"
+    assert open_store("~nobody-is-called-so/a").root == tmp_path / "~nobody-is-called-so" / "a"
 
 
 def test_opening_creates_nothing(tmp_path: Path) -> None:
@@ -39,6 +48,72 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(OutputError, match="may not write"):
         open_store(f"{tmp_path}/run")
+
+
+OPENED = """
+import os, sys
+from orbit_runtime.errors import OutputError
+from orbit_runtime.storage import open_store
+if os.geteuid() == 0:
+    # Not before: the interpreter itself may lie where others may not look.
+    os.setgroups([])
+    os.setuid(65534)
+try:
+    open_store(sys.argv[1])
+except OutputError as error:
+    print(error)
+"""
+
+
+def refusal_of(uri: str) -> str:
+    """What a user without any rights is told, in a process of its own. Root gives up its rights for it."""
+    command = [sys.executable, "-c", OPENED, uri]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+
+
+@pytest.mark.parametrize(("mode", "below", "words"), [
+    (0o500, "", "may not write"), (0o500, "run", "may not write"), (0o000, "run", "permission denied"),
+    (0o000, "deep/run", "permission denied"),
+])  # fmt: skip
+def test_a_folder_of_another_user_is_refused(mode: int, below: str, words: str) -> None:
+    # Below the system's folder: pytest's own may not be entered by others.
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "theirs"
+        folder.mkdir()
+        os.chmod(made, 0o755)
+        folder.chmod(mode if os.geteuid() else mode | 0o55 if mode else mode)
+        said = refusal_of(str(folder / below))
+        folder.chmod(0o700)
+    assert words in said
+    assert str(folder) in said
+    assert "fix: choose a folder that this user may write" in said
+
+
+def test_a_folder_that_may_not_change_is_refused_for_root_too(tmp_path: Path) -> None:
+    """Permission bits say that root may write there."""
+    folder = tmp_path / "fixed"
+    folder.mkdir()
+    if subprocess.run(["chattr", "+i", folder], check=False).returncode:
+        pytest.skip("only root can make a folder immutable, and not on every file system")
+    try:
+        for uri in (str(folder), str(folder / "run")):
+            with pytest.raises(OutputError, match=r"may not write in .*: Operation not permitted") as caught:
+                open_store(uri)
+            assert caught.value.exit_code == 73
+    finally:
+        subprocess.run(["chattr", "-i", folder], check=True)
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="file name too long") as caught:
+        open_store(str(tmp_path / ("x" * 300) / "run"))
+    assert caught.value.exit_code == 73
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a system without /proc")
+def test_a_place_where_nothing_can_be_created_is_refused() -> None:
+    with pytest.raises(OutputError, match="may not write in /proc"):
+        open_store("/proc/run")
 
 
 @pytest.mark.parametrize(

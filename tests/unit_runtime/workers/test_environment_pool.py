@@ -97,7 +97,7 @@ def test_asynchronous_environments_and_what_an_ended_episode_is_worth() -> None:
         ("no role", "crash", "no message with 'role' and 'content'"),
         ("nan", "crash", "the reward of step is nan, and no finite number"),
         ("text as reward", "crash", "the reward of step is 'good', and no finite number"),
-        ("much", "crash", "bytes at once, and 1048576 are allowed"),
+        ("much", "crash", "bytes at once, and 1,048,576 are allowed"),
         ("not json", "crash", "is not JSON"),
     ],
 )

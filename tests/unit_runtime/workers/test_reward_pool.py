@@ -16,7 +16,7 @@ import pytest
 from fakes import bad_rewards
 
 from orbit_runtime.errors import ManifestError
-from orbit_runtime.workers.reward_pool import RewardPool
+from orbit_runtime.workers.reward_pool import OUTPUT_BYTES, RewardPool
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
 from orbit_runtime.workers.reward_threads import RewardThreads
 
@@ -98,6 +98,7 @@ def test_a_worker_that_dies_costs_one_call(pool: RewardPool) -> None:
         ("fakes.bad_rewards:missing", "has no 'missing'"),
         ("fakes.bad_rewards:never", "async"),
         ("fakes.bad_rewards:late", "async"),
+        ("fakes.bad_rewards:yields", "yields; a reward returns one number"),
         ("fakes.bad_rewards:too_few", "cannot be called as (completion, prompt, fields):"),
         ("fakes.bad_rewards", "module:function"),
     ],
@@ -129,7 +130,7 @@ def test_a_syntax_error_is_named_by_its_own_line(tmp_path: Path) -> None:
 def test_no_worker_outlives_a_parent_that_was_killed_not_even_one_that_spins() -> None:
     program = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
-        "from orbit_runtime.workers.reward_pool import RewardPool\n"
+        "from orbit_runtime.workers.reward_pool import OUTPUT_BYTES, RewardPool\n"
         "from orbit_runtime.workers.reward_protocol import RewardTarget\n"
         "pool = RewardPool([RewardTarget('s', 'fakes.bad_rewards:by_text')], num_workers=2,"
         " search_path=[sys.argv[1]])\n"
@@ -218,3 +219,22 @@ def children() -> list[int]:
 
 def command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def test_megabytes_that_rewards_print_are_cut_and_the_rewards_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """From two workers, one of which ends: the limit is that of all, and what they print first is kept."""
+    with RewardPool([replace(TARGET, timeout_seconds=60.0)], num_workers=2, search_path=[TESTS]) as pool:
+        found = outcomes(pool, "chat", "chat", "die", "chat", "xx")
+    assert found == [("value", 1.0), ("value", 1.0), ("crash", None), ("value", 1.0), ("value", 4.0)]
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert "the first words" in said.err
+    assert len(said.err) < OUTPUT_BYTES + 1000
+    assert said.err.count("rewards printed too much") == 1
+    assert said.err.rstrip().endswith("write what is to be kept to a file)")
+
+
+def test_what_a_worker_prints_just_before_it_dies_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with RewardPool([TARGET], num_workers=1, search_path=[TESTS]) as pool:
+        outcomes(pool, "last words", "die")
+    assert "a reward may print last words" in capfd.readouterr().err
