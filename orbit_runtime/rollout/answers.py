@@ -78,7 +78,8 @@ class Answer:
         return self.tokens[start:end], self.logprobs[start:end], alternatives
 
     def _next_ask(self) -> Ask:
-        return Ask(f"{_PREFIX}-{next(_NUMBERS)}", self.request, tuple(self.tokens))
+        # SGLang aborts every request whose id begins with the one that it is given: none of ours may begin another.
+        return Ask(f"{_PREFIX}-{next(_NUMBERS)}.", self.request, tuple(self.tokens))
 
     def add(self, piece: Piece) -> None:
         """Raises GateError if a token was skipped or repeated, if there are more tokens than asked for, or if a

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import count
+from uuid import uuid4
 
 import pytest
 import torch
@@ -221,6 +223,23 @@ def test_what_is_submitted_while_others_are_sampled_comes_through_the_same_strea
 
     found = asyncio.run(all_of_them())
     assert sorted(each.request_id for each in found) == sorted(each.request_id for each in asked + later)
+
+
+def test_an_abort_ends_what_it_names_alone(engine: Engine, adder: Adder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang ends every request whose id begins with what it is told: 1, and 10 to 19."""
+    monkeypatch.setattr("orbit_runtime.rollout.answers._PREFIX", uuid4().hex)
+    monkeypatch.setattr("orbit_runtime.rollout.answers._NUMBERS", count(1))
+    _, tokenizer = adder
+    asked = requests_for(tokenizer, SUMS, 8, sampling=Sampling(max_new_tokens=60, ignore_eos=True))[:16]
+
+    async def all_but_one() -> list[Completion]:
+        engine.submit(asked)
+        asyncio.get_running_loop().call_later(0.05, engine.abort, [asked[0].request_id])
+        return [each async for each in engine.completions()]
+
+    found = by_id(asyncio.run(all_but_one()))
+    ended = {number: each.finish_reason for number, each in found.items() if number != asked[0].request_id}
+    assert ended == {each.request_id: "length" for each in asked[1:]}
 
 
 def test_an_aborted_completion_goes_on_under_the_next_version_with_its_tokens_and_log_probs(

@@ -316,7 +316,9 @@ def _samples(fake: FakeServer, asked: list[dict]) -> Iterator[dict | float]:
     while open_ones:
         yield fake.piece_seconds
         for index in sorted(open_ones):
-            one, is_aborted = asked[index], asked[index]["rid"] in fake.aborted
+            one = asked[index]
+            # SGLang 0.5.23: `scheduler.py`, `abort_request` compares beginnings.
+            is_aborted = any(one["rid"].startswith(rid) for rid in fake.aborted)
             limit = one["sampling_params"]["max_new_tokens"]
             upto = had[index] if is_aborted else min(limit, had[index] + fake.piece_tokens)
             reason = "abort" if is_aborted else "length" if upto == limit else None

@@ -9,6 +9,7 @@ import asyncio
 import time
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from fakes.fake_servers import Events, FakeServer, Fault, once
@@ -161,6 +162,21 @@ def test_an_aborted_completion_keeps_its_tokens_and_goes_on_under_another_versio
     assert whole.versions_T.tolist() == [1] * count + [2] * (200 - count)
     with pytest.raises(GateError, match="has ended"):
         engine.submit([replace(rest, so_far=whole)])
+
+
+def test_an_abort_ends_what_it_names_alone(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server ends every request whose id begins with what it is told: 1, and 10 to 19."""
+    monkeypatch.setattr("orbit_runtime.rollout.answers._NUMBERS", count(1))
+    engine = build(FakeServer(piece_tokens=1, piece_seconds=0.05))
+    engine.load_adapter("policy-v1", adapter(1))
+
+    async def all_but_one() -> list[Completion]:
+        engine.submit(requests(30, samples=1, tokens=20))
+        asyncio.get_running_loop().call_later(0.3, engine.abort, [0])
+        return [each async for each in engine.completions()]
+
+    found = {each.request_id: each.finish_reason for each in asyncio.run(all_but_one())}
+    assert found == {0: "abort"} | dict.fromkeys(range(1, 30), "length")
 
 
 def test_what_is_aborted_before_a_server_has_room_comes_back_empty_and_costs_no_call(build: Build) -> None:
