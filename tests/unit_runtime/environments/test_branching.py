@@ -370,7 +370,7 @@ def test_a_good_episode_leaves_its_process_to_the_next_one(pool: EnvironmentPool
         ("dies", "crash", "its process exited with 3"),
         ("hangs", "timeout", "no answer within 1 s"),
         ("waits", "timeout", "no answer within 1 s"),
-        ("big", "crash", "1048576 are allowed"),
+        ("big", "crash", "1,048,576 are allowed"),
         ("nan", "crash", "reward of rollout 1 is nan"),
     ],
 )
