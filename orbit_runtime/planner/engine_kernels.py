@@ -95,11 +95,11 @@ def choose_kernels(
 
 def _reporting_runner(model: ModelFacts, experts: Collection[str]) -> list[str]:
     """SGLang's own choice on Blackwell (`flashinfer_trtllm`), and for gpt-oss everywhere, picks experts inside the
-    kernel: 0.5.23 then reports expert 0 for every token. DeepSeek-V4's FP4 experts are always told theirs."""
-    if model.architecture.family == "deepseek_v4" or len(experts) != 1:
+    kernel: 0.5.23 then reports expert 0 for every token. DeepSeek-V4's routers are not replayed."""
+    if model.architecture.family == "deepseek_v4" or not experts:
         return []
-    (form,) = experts
-    return [EXPERTS_FLAG, REPORTING[form]]
+    # Of experts in several formats one runner must hold all; Triton's has the fewest conditions.
+    return [EXPERTS_FLAG, REPORTING[min(experts)] if len(experts) == 1 else "triton"]
 
 
 def find_unadaptable(model: ModelFacts) -> str | None:

@@ -65,7 +65,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "qwen3-30b-a3b deterministic": ("rollout.deterministic=true",),
     "kimi-k2-6 replay": ("rollout.routerReplay=Replay",),
     "kimi-k2-6-oft replay": ("rollout.routerReplay=Replay",),
-    "deepseek-v4-flash replay": ("rollout.routerReplay=Replay",),
     "glm-4-5 replay": ("rollout.routerReplay=Replay",),
     "gpt-oss-120b replay": ("rollout.routerReplay=Replay",),
     "qwen3-30b-a3b OFT replay": (OFT, "rollout.routerReplay=Record"),
@@ -218,8 +217,6 @@ def test_experts_are_reported_by_runners_that_are_told_them(told: dict[str, dict
     assert runners == {
         "kimi-k2-6 replay": "marlin", "kimi-k2-6-oft replay": "marlin", "glm-4-5 replay": "triton",
         "gpt-oss-120b replay": "marlin", "qwen3-30b-a3b OFT replay": "triton", "qwen3-30b-a3b-nvfp4 replay": "marlin",
-        # It routes FP4 experts before the kernel, as `is_fp4_experts` tells it.
-        "deepseek-v4-flash replay": "flashinfer_mxfp4",
     }  # fmt: skip
 
 
