@@ -232,6 +232,7 @@ def _plan_kernels(resolved: Resolved, facts: PolicyFacts, model: ModelFacts) -> 
         spec.model.activation_precision,
         adapts_experts=adapts_experts,
         engine_arguments=spec.rollout.engine_arguments,
+        reports_experts=spec.rollout.router_replay != "None",
     )
 
 

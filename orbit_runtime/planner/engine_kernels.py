@@ -29,6 +29,8 @@ PLUGIN_VARIABLE = "ORBIT_SGLANG_WEIGHT_ONLY"
 EXCHANGE = "moe-a2a-backend"
 """The engine argument that sends tokens to experts by programs which multiply with DeepGEMM alone."""
 NVFP4_FLAG, MXFP4_FLAG, EXPERTS_FLAG = "--fp4-gemm-backend", "--flashinfer-mxfp4-moe-precision", "--moe-runner-backend"
+REPORTING = {"BF16": "triton", "FP8": "triton", "INT4": "marlin", "NVFP4": "flashinfer_cutlass", "MXFP4": "marlin"}
+"""Format of routed experts → a runner that takes its experts from SGLang's router, which is what is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,19 @@ class EngineKernels:
 
 
 def choose_kernels(
-    model: ModelFacts, activations: str, *, adapts_experts: bool, engine_arguments: Mapping[str, Any]
+    model: ModelFacts,
+    activations: str,
+    *,
+    adapts_experts: bool,
+    engine_arguments: Mapping[str, Any],
+    reports_experts: bool = False,
 ) -> EngineKernels:
     """
     Args:
         activations: `model.activationPrecision`.
         adapts_experts: whether LoRA adapts routed experts, whose kernels are then chosen for it.
         engine_arguments: `rollout.engineArguments`.
+        reports_experts: whether completions report the experts of their tokens.
     """
     arguments: list[str] = []
     variables: dict[str, str] = {}
@@ -83,6 +91,8 @@ def choose_kernels(
     exchanges = engine_arguments.get(EXCHANGE, "none") != "none"
     if is_blockwise and not exchanges:
         variables[DEEPGEMM_VARIABLE] = "0"
+    if reports_experts and not (adapts_experts or exchanges or EXPERTS_FLAG in arguments):
+        arguments += _reporting_runner(model, experts)
     return EngineKernels(
         tuple(arguments),
         variables,
@@ -92,6 +102,31 @@ def choose_kernels(
         keeps_fp8=FP8_VARIABLE in variables and model.quantised_by != "modelopt",
         family=model.architecture.family,
     )
+
+
+def _reporting_runner(model: ModelFacts, experts: Collection[str]) -> list[str]:
+    """SGLang's own choice on Blackwell (`flashinfer_trtllm`), and for gpt-oss everywhere, picks experts inside the
+    kernel: 0.5.23 then reports expert 0 for every token. DeepSeek-V4's routers are not replayed."""
+    if model.architecture.family == "deepseek_v4" or not experts:
+        return []
+    # Of experts in several formats one runner must hold all; Triton's has the fewest conditions.
+    return [EXPERTS_FLAG, REPORTING[min(experts)] if len(experts) == 1 else "triton"]
+
+
+def find_unadaptable(model: ModelFacts) -> str | None:
+    """Why SGLang 0.5.23 has no LoRA on these routed experts on any GPU; None if it has, or has on some.
+
+    `rollout.sglang_experts.MOE_RUNNERS` lists the layouts that it has kernels for; MXFP4 is `planner.support`'s.
+    """
+    is_converted = model.quantised_by == "compressed-tensors"
+    for stored in model.weights:
+        if stored.weight.role not in EXPERTS or not stored.weight.is_linear:
+            continue
+        if stored.format == "FP8" and (is_converted or not stored.block):
+            return "FP8 that is not in blocks of its original publisher's"
+        if stored.format == "NVFP4" and is_converted:
+            return "NVFP4 of compressed-tensors"
+    return None
 
 
 def _formats(model: ModelFacts, roles: Collection[Role]) -> set[str]:

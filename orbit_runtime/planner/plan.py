@@ -18,7 +18,7 @@ from orbit_runtime.planner.advice import advise
 from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.devices import Devices
 from orbit_runtime.planner.engine_arguments import FIELD, find_contradictions
-from orbit_runtime.planner.engine_kernels import EXCHANGE, choose_kernels
+from orbit_runtime.planner.engine_kernels import EXCHANGE, choose_kernels, find_unadaptable
 from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout, objection
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
@@ -135,6 +135,7 @@ def plan(
     problems = (
         *whole_problems(run.spec, model.precision, model.architecture.num_experts),
         *_unsupported(support),
+        *_experts_problem(model, job, machine),
         *_sampling_problem(run, job),
         *(() if refusal is None else (Problem(refusal.message, refusal.where or "spec", refusal.fix or ""),)),
         *_copies_problem(job),
@@ -206,6 +207,16 @@ def _sampling_problem(run: OrbitRun, job: Job) -> list[Problem]:
     except UnsupportedError as error:
         return [Problem(error.message, error.where or "spec.rollout.sampling", error.fix or "", fix_suffices=True)]
     return []
+
+
+def _experts_problem(model: ModelFacts, job: Job, machine: Machine) -> list[Problem]:
+    if machine.gpu is None or job.engine != "SGLang" or not job.adapts_experts_by_lora:
+        return []
+    why = find_unadaptable(model)
+    if why is None:
+        return []
+    message = f"SGLang 0.5.23 has no LoRA on routed experts in {why}"
+    return [Problem(message, "spec.adapter.experts", "write None, or adapter.type: OFT, or use another checkpoint")]
 
 
 def _copies_problem(job: Job) -> list[Problem]:

@@ -19,6 +19,9 @@ ROW_PARALLEL = ("o_proj", "o_b_proj", "down_proj")
 KEYS = ("k_proj", "v_proj")
 CPU_MULTIPLE = 32
 """On a CPU, SGLang pads inner widths to a multiple of this per process; adapters would then no longer fit."""
+MARLIN_COLUMNS, MARLIN_FORMATS = 64, ("NVFP4", "INT4")
+"""SGLang 0.5.23's Marlin kernel for experts multiplies that many columns at a time, and pads these formats to nothing
+(`kernels/jit/csrc/gemm/marlin_moe`): other widths end the server at its first pass."""
 FIELD = "spec.rollout.tensorParallel"
 
 
@@ -103,6 +106,12 @@ def _cuts(stored: StoredWeight, size: int, heads: int, *, on_cpu: bool, family: 
         yield (
             f"on a CPU SGLang cuts {weight.module} at multiples of {CPU_MULTIPLE}, but each of {size} processes would "
             f"have {width // size}"
+        )
+    by_marlin = weight.role == "routed_expert" and not on_cpu and stored.format in MARLIN_FORMATS
+    if by_marlin and width // size % MARLIN_COLUMNS:
+        yield (
+            f"each of {size} GPUs has {width // size} {'columns' if is_row_parallel else 'rows'} of {weight.module}, "
+            f"and Marlin multiplies {MARLIN_COLUMNS} at a time"
         )
     # On a CPU the base is unpacked; and SGLang cuts the experts of gpt-oss regardless of where blocks end.
     if stored.block is None or on_cpu or (family == "gpt_oss" and weight.role == "routed_expert"):

@@ -303,13 +303,13 @@ def check_attached(layers: Collection[str]) -> None:
 def deterministic_attention(family: str, capability: tuple[int, int]) -> str | None:
     """The attention back end to set in deterministic mode; None if SGLang's own choice fits.
 
-    For gpt-oss on a B200 SGLang picks TensorRT-LLM's, then refuses to start because its sums depend on the batch
-    (0.5.23: `model_overrides/gpt_oss.py`, `choices.py`).
+    For gpt-oss and for latent attention on a B200 SGLang picks TensorRT-LLM's, then refuses to start because its sums
+    depend on the batch (0.5.23: `model_overrides/gpt_oss.py`, `deepseek_v2.py`, `choices.py`).
 
     Args:
         capability: CUDA's, major and minor.
     """
-    return "triton" if family == "gpt_oss" and capability[0] == 10 else None
+    return "triton" if family in ("gpt_oss", "deepseek_v3", "kimi_k2") and capability[0] == 10 else None
 
 
 def check_deterministic(device: str) -> None:

@@ -12,6 +12,7 @@ from orbit_runtime.planner import Machine, plan
 from orbit_runtime.planner.engine_kernels import (
     DEEPGEMM_VARIABLE,
     EXCHANGE,
+    EXPERTS_FLAG,
     FP8_VARIABLE,
     PLUGIN_VARIABLE,
     EngineKernels,
@@ -27,10 +28,20 @@ NONE: dict[str, str] = {}
 
 
 def chosen(
-    repository: str, activations: str = "WeightOnly", *, adapts_experts: bool = False, **arguments: object
+    repository: str,
+    activations: str = "WeightOnly",
+    *,
+    adapts_experts: bool = False,
+    reports_experts: bool = False,
+    **arguments: object,
 ) -> EngineKernels:
-    model = card_facts(repository)
-    return choose_kernels(model, activations, adapts_experts=adapts_experts, engine_arguments=arguments)
+    return choose_kernels(
+        card_facts(repository),
+        activations,
+        adapts_experts=adapts_experts,
+        engine_arguments=arguments,
+        reports_experts=reports_experts,
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,6 +108,60 @@ def test_a_base_that_sglang_would_quantise_anew_is_told() -> None:
     run = build(repository, rollout={"engine": "SGLang", "engineArguments": exchange})
     notes = plan(run, card_facts(repository), Machine(find_gpu("B200"), 8, 4096 * 2**30)).notes
     assert any("quantises the base's FP8 anew on Blackwell" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("repository", "activations", "runner"),
+    [
+        ("moonshotai/Kimi-K2.6", "WeightOnly", "marlin"),
+        ("Qwen/Qwen3-235B-A22B", "WeightOnly", "triton"),
+        ("Qwen/Qwen3-235B-A22B-FP8", "FP8", "triton"),
+        ("zai-org/GLM-4.5-FP8", "WeightOnly", "triton"),
+        ("nvidia/Qwen3-235B-A22B-NVFP4", "WeightOnly", "marlin"),
+        ("nvidia/Qwen3-235B-A22B-NVFP4", "NVFP4", "flashinfer_cutlass"),
+        ("openai/gpt-oss-120b", "WeightOnly", "marlin"),
+    ],
+)
+def test_experts_are_reported_by_a_runner_that_is_told_them(repository: str, activations: str, runner: str) -> None:
+    told = chosen(repository, activations, reports_experts=True).arguments
+    assert (told.count(EXPERTS_FLAG), told[told.index(EXPERTS_FLAG) + 1]) == (1, runner)
+
+
+def test_no_runner_is_asked_for_where_none_reports_or_one_is_chosen_already() -> None:
+    kimi = "moonshotai/Kimi-K2.6"
+    assert EXPERTS_FLAG not in chosen(kimi).arguments
+    assert EXPERTS_FLAG not in chosen(kimi, adapts_experts=True, reports_experts=True).arguments
+    exchange = {EXCHANGE: "deepep", "ep-size": 8}
+    assert EXPERTS_FLAG not in chosen(kimi, reports_experts=True, **exchange).arguments
+    assert EXPERTS_FLAG not in chosen("Qwen/Qwen3-4B", reports_experts=True).arguments
+
+
+@pytest.mark.parametrize(
+    ("repository", "method", "refused"),
+    [
+        ("zai-org/GLM-4.5-FP8", "", True),
+        ("Qwen/Qwen3-30B-A3B-FP8", "fp8", False),
+        ("Qwen/Qwen3-30B-A3B-FP8", "compressed-tensors", True),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", "modelopt", False),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", "compressed-tensors", True),
+        ("moonshotai/Kimi-K2.6", "compressed-tensors", False),
+    ],
+)
+def test_lora_on_experts_that_no_kernel_of_sglang_takes_is_refused_by_the_plan(
+    repository: str, method: str, refused: bool
+) -> None:
+    model = replace(card_facts(repository), quantised_by=method)
+    machine = Machine(find_gpu("B200"), 8, 4096 * 2**30)
+    told = []
+    for experts in ("SharedOuter", "None"):
+        run = build(repository, adapter={"type": "LoRA", "experts": experts}, rollout={"engine": "SGLang"})
+        told.append(
+            [each for each in plan(run, model, machine).problems if "no LoRA on routed experts" in each.message]
+        )
+    assert [bool(each) for each in told] == [refused, False]
+    assert all(each.where == "spec.adapter.experts" for each in told[0])
+    on_cpu = build(repository, adapter={"type": "LoRA"}, rollout={"engine": "SGLang"})
+    assert not any("no LoRA on routed" in each.message for each in plan(on_cpu, model, Machine(None)).problems)
 
 
 def test_the_plug_in_knows_the_variable() -> None:

@@ -135,6 +135,17 @@ def test_the_plan_shows_servers_and_divides_the_engines_part() -> None:
     assert cut.to_json()["server_gpus"] == 4
 
 
+def test_experts_are_cut_as_marlin_multiplies_them() -> None:
+    """768 columns over eight GPUs are 96 on each, and its kernel takes 64 at a time; 1536 are 192."""
+    wide, narrow = "nvidia/Qwen3-235B-A22B-NVFP4", "nvidia/Qwen3-30B-A3B-NVFP4"
+    assert planned(Machine(B200, 8), wide, rollout={"engine": "SGLang"}).server_gpus == 8
+    assert planned(Machine(B200, 8), narrow, rollout={"engine": "SGLang"}).server_gpus == 4
+    found = find_refusal(*job(narrow, tensorParallel=8), 8)
+    assert found is not None
+    assert "has 96" in found.message
+    assert "Marlin multiplies 64 at a time" in found.message
+
+
 def test_gpus_that_serve_nothing_are_told_with_the_reason() -> None:
     (told,) = [note for note in planned(Machine(B200, 8), FP8).notes if "are unused" in note]
     assert told.startswith("4 of 8 GPUs are unused: each of 8 GPUs has 192 rows of")

@@ -145,8 +145,9 @@ def test_the_flag_is_given_where_the_run_asks_for_it() -> None:
 
 
 def test_attention_is_chosen_where_sglangs_own_choice_would_not_start() -> None:
-    assert deterministic_attention("gpt_oss", (10, 0)) == "triton"
-    assert deterministic_attention("gpt_oss", (9, 0)) is None
+    for family in ("gpt_oss", "deepseek_v3", "kimi_k2"):
+        assert deterministic_attention(family, (10, 0)) == "triton"
+        assert deterministic_attention(family, (9, 0)) is None
     assert deterministic_attention("qwen3_moe", (10, 0)) is None
     on_gpu = replace(SETTINGS, device="cuda", deterministic=True)
     assert "--attention-backend" not in server_arguments(on_gpu, 1)
