@@ -11,7 +11,6 @@ compressed-tensors' and DeepSeek's FP8. Exports of ModelOpt and llm-compressor g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from orbit_runtime.adapters.names import SHARED_INPUTS
@@ -25,9 +24,9 @@ def check_fused_scales(folder: Path, *, keeps_fp8: bool) -> None:
     """Raises UnsupportedError (78) if projections that SGLang fuses have different scales for a whole tensor.
 
     Args:
-        keeps_fp8: whether the server gives each row of FP8 its tensor's scale.
+        keeps_fp8: whether the server gives each row of FP8 its tensor's scale in linear layers; in experts none does.
     """
-    if unequal := find_unequal(folder, NVFP4_ENDINGS if keeps_fp8 else (*NVFP4_ENDINGS, FP8_ENDING)):
+    if unequal := find_unequal(folder, keeps_fp8=keeps_fp8):
         first = ", ".join(unequal[0])
         others = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
         raise UnsupportedError(
@@ -38,15 +37,12 @@ def check_fused_scales(folder: Path, *, keeps_fp8: bool) -> None:
         )
 
 
-def find_unequal(folder: Path, endings: Sequence[str] = NVFP4_ENDINGS) -> list[tuple[str, ...]]:
-    """The modules of each such group, in the order of their names.
-
-    Args:
-        endings: of the tensors that are scales.
-    """
+def find_unequal(folder: Path, *, keeps_fp8: bool) -> list[tuple[str, ...]]:
+    """The modules of each such group, in the order of their names."""
     scales: dict[str, bytes] = {}
     by_file: dict[Path, dict[str, TensorInfo]] = {}
     for name, (path, info) in read_folder(folder).items():
+        endings = NVFP4_ENDINGS if keeps_fp8 and ".experts." not in name else (*NVFP4_ENDINGS, FP8_ENDING)
         ending = next((each for each in endings if name.endswith(each)), None)
         if ending is not None and all(size == 1 for size in info.shape):
             by_file.setdefault(path, {})[name.removesuffix(ending)] = info

@@ -17,7 +17,7 @@ from tests.integration.tiny_families import make_family
 @pytest.mark.parametrize("layout", ["NVFP4", "NVFP4ModelOpt"])
 def test_different_scales_are_named_and_a_conversion_gives_one(layout: str, tmp_path: Path) -> None:
     packed, plain = make_family(tmp_path, "qwen3_moe", layout)
-    unequal = find_unequal(packed)
+    unequal = find_unequal(packed, keeps_fp8=True)
     queries = {f"model.layers.0.self_attn.{each}_proj" for each in "qkv"}
     assert queries in map(set, unequal)
     assert any(".experts.3.gate_proj" in group[0] for group in unequal)
@@ -34,15 +34,20 @@ def test_scales_of_rows_groups_and_blocks_are_nobody_elses(layout: str, tmp_path
     check_fused_scales(packed, keeps_fp8=False)
 
 
-@pytest.mark.parametrize("keeps_fp8", [True, False])
-def test_fp8_with_a_scale_for_a_whole_tensor_depends_on_the_servers_class(keeps_fp8: bool, tmp_path: Path) -> None:
-    packed, _ = make_family(tmp_path, "qwen3", "FP8")
+@pytest.mark.parametrize(
+    ("family", "keeps_fp8", "is_refused"), [("qwen3", True, False), ("qwen3", False, True), ("qwen3_moe", True, True)]
+)
+def test_fp8_with_a_scale_for_a_whole_tensor_depends_on_the_servers_class(
+    family: str, keeps_fp8: bool, is_refused: bool, tmp_path: Path
+) -> None:
+    packed, _ = make_family(tmp_path, family, "FP8")
     tensors = load_file(packed / "model.safetensors")
     for name in [name for name in tensors if name.endswith(".weight_scale")]:
         tensors[name] = tensors[name].max().reshape(1)
     save_file(tensors, packed / "model.safetensors")
-    if keeps_fp8:
-        check_fused_scales(packed, keeps_fp8=True)
+    if not is_refused:
+        check_fused_scales(packed, keeps_fp8=keeps_fp8)
         return
-    with pytest.raises(UnsupportedError, match="as one matrix with one scale"):
-        check_fused_scales(packed, keeps_fp8=False)
+    with pytest.raises(UnsupportedError, match="as one matrix with one scale") as caught:
+        check_fused_scales(packed, keeps_fp8=keeps_fp8)
+    assert (".experts." in str(caught.value)) == keeps_fp8
