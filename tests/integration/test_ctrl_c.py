@@ -128,7 +128,8 @@ def test_a_second_ctrl_c_during_the_start_ends_it_at_once(tmp_path: Path) -> Non
     command.press_ctrl_c()
     assert command.end() == 75
     assert "Traceback" not in command.said
-    assert "stopped on request" in command.said
+    # The first one may have been answered by then: torch was imported, and nothing more begins.
+    assert re.search("stopped on request|starts again", command.said), command.said
 
 
 def test_ctrl_c_ends_a_measurement_of_parity_too(tmp_path: Path) -> None:
