@@ -85,9 +85,7 @@ def choose_kernels(
         elif not adapts_experts:
             rounded.append("routed experts in MXFP4")
     # DeepSeek-V4's scales are powers of two as they are, and its attention needs DeepGEMM.
-    is_blockwise = model.architecture.family != "deepseek_v4" and any(
-        each.format == "FP8" and each.block for each in model.weights if each.weight.role in (*DENSE, *EXPERTS)
-    )
+    is_blockwise = model.architecture.family != "deepseek_v4" and _has_blocks_of_fp8(model, (*DENSE, *EXPERTS))
     exchanges = engine_arguments.get(EXCHANGE, "none") != "none"
     if is_blockwise and not exchanges:
         variables[DEEPGEMM_VARIABLE] = "0"
@@ -137,5 +135,8 @@ def _has_weight_only_fp8(model: ModelFacts) -> bool:
     """Not beside latent attention, and not in blocks that compressed-tensors wrote."""
     if model.architecture.family in LATENT:
         return False
-    is_blockwise = any(each.format == "FP8" and each.block for each in model.weights if each.weight.role in DENSE)
-    return not (is_blockwise and model.quantised_by == "compressed-tensors")
+    return not (model.quantised_by == "compressed-tensors" and _has_blocks_of_fp8(model, DENSE))
+
+
+def _has_blocks_of_fp8(model: ModelFacts, roles: Collection[Role]) -> bool:
+    return any(each.format == "FP8" and each.block for each in model.weights if each.weight.role in roles)

@@ -3,7 +3,7 @@
 Belongs here: that one product and its gradient. Does not belong here: log-probs (`logprobs`), other linear layers.
 
 A logit of 20 is a multiple of 1/8 in BF16, so that policy and sampler, whose hidden states differ by a last bit, get
-log-probs that differ by far more (MiniMax-M1, arXiv:2506.13585, section 3.2). SGLang does the same with
+log-probs that differ by far more (MiniMax-M1, arXiv:2506.13585). SGLang does the same with
 `--enable-fp32-lm-head`, which servers of a BF16 run are started with.
 """
 
