@@ -8,10 +8,13 @@ process without threads.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,11 @@ class RunLauncher:
         self._write({"ended": pid})
         code = self._read()["code"]
         return None if code is None else int(code)
+
+    def tell_stacks(self, pid: int) -> None:
+        """Has a child that should have ended write the stacks of its threads to stderr, for who looks for the cause."""
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
 
     def run(self, manifest: dict[str, Any], out: str, environment: dict[str, str] | None = None) -> int:
         self.start(manifest, out, environment)
@@ -98,6 +106,7 @@ def main() -> None:
     import orbit_runtime.training.torch_trainer  # noqa: F401
     from orbit_runtime.cli.main import run_command
 
+    faulthandler.register(signal.SIGUSR1)
     answer = os.dup(1)
     os.dup2(2, 1)
     os.write(answer, b'{"ready": true}\n')

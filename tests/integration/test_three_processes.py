@@ -100,7 +100,9 @@ class Processes:
     def _await(self, kind: str, seconds: float = 100.0) -> int:
         deadline = time.monotonic() + seconds
         while (code := self._launcher.ended(self._pids[kind])) is None:
-            assert time.monotonic() < deadline, f"the {kind} goes on"
+            if time.monotonic() > deadline:
+                self._launcher.tell_stacks(self._pids[kind])
+                pytest.fail(f"the {kind} goes on")
             time.sleep(0.02)
         return code
 
