@@ -194,11 +194,13 @@ def _narrow(values: Tensor) -> Tensor | None:
     if values.dtype == torch.bfloat16:
         return values
     if values.dtype == torch.float32 and values.device.type == "cpu":
-        # The upper half of each: a fifth of the time that comparing takes.
+        # The upper half of each: a fraction of the time that comparing takes.
         words = values.detach().numpy().view(np.uint32)
         if np.bitwise_or.reduce(words) & 0xFFFF:
             return None
-        return torch.from_numpy((words >> 16).astype(np.uint16)).view(torch.bfloat16)
+        upper = np.empty(words.shape, np.uint16)
+        np.right_shift(words, 16, out=upper, casting="unsafe")
+        return torch.from_numpy(upper).view(torch.bfloat16)
     narrow = values.to(torch.bfloat16)
     # Compared as integers: NaN equals nothing, and the sign of a zero must count.
     bits = _BITS[values.element_size()]
