@@ -13,11 +13,8 @@ from benchmarks.harness import ROOT
 from benchmarks.programs import load_results, measures, program_of, programs
 
 BEFORE_COMMITS_WERE_NAMED = {
-    "adapter_transports",
     "frozen_linear_vs_libraries",
     "operator_scale",
-    "parity_by_format",
-    "sglang_publish",
 }
 """Results without a commit. One that is measured again leaves this list; none may come to it."""
 SPEED_TABLE = [
