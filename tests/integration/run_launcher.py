@@ -8,15 +8,15 @@ process without threads.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from orbit_runtime.workers.stacks import STACK_SECONDS, STACK_SIGNAL, tell_stacks
 
 
 class RunLauncher:
@@ -55,8 +55,8 @@ class RunLauncher:
 
     def tell_stacks(self, pid: int) -> None:
         """Has a child that should have ended write the stacks of its threads to stderr, for who looks for the cause."""
-        os.kill(pid, signal.SIGUSR1)
-        time.sleep(1.0)
+        os.kill(pid, STACK_SIGNAL)
+        time.sleep(STACK_SECONDS)
 
     def run(self, manifest: dict[str, Any], out: str, environment: dict[str, str] | None = None) -> int:
         self.start(manifest, out, environment)
@@ -106,7 +106,8 @@ def main() -> None:
     import orbit_runtime.training.torch_trainer  # noqa: F401
     from orbit_runtime.cli.main import run_command
 
-    faulthandler.register(signal.SIGUSR1)
+    # Children inherit it.
+    tell_stacks(2)
     answer = os.dup(1)
     os.dup2(2, 1)
     os.write(answer, b'{"ready": true}\n')
