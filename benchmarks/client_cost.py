@@ -68,10 +68,10 @@ def _steps(rig: Any, publication: Any, steps: int, tokens: int) -> tuple[float, 
     """Medians over steps; the first is not counted."""
     from orbit_runtime.environments.single_turn import SingleTurn
     from orbit_runtime.loop.collector import Collector
-    from orbit_runtime.loop.signals import StopFlag
     from orbit_runtime.loop.staleness import measure_staleness
     from orbit_runtime.workers.reward_protocol import RewardTarget
     from orbit_runtime.workers.reward_threads import RewardThreads
+    from orbit_runtime.workers.signals import StopFlag
 
     trains, everything = [], []
     sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)

@@ -62,9 +62,9 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
     check_port(host, port)
     folder = fetch_named(options.model)
     to_stderr("importing torch")
-    from orbit_runtime.loop.signals import stop_on_signals
     from orbit_runtime.serve.open import Asked, open_models
     from orbit_runtime.serve.server import start_serving
+    from orbit_runtime.workers.signals import stop_on_signals
 
     stopped = threading.Event()
     with stop_on_signals() as stop:

@@ -60,12 +60,12 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
     from orbit_runtime.observability.server import check_port
 
     check_port(host, port)
-    from orbit_runtime.loop.signals import stop_on_signals
     from orbit_runtime.services.building import open_manifest
     from orbit_runtime.services.engine_host import build_inference_host
     from orbit_runtime.services.host import start_host
     from orbit_runtime.services.trainer_host import build_trainer_host
     from orbit_runtime.storage.download import Patience
+    from orbit_runtime.workers.signals import stop_on_signals
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -153,10 +153,10 @@ def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_js
 
     def train(progress: Progress) -> RunResult:
         from orbit_runtime.api.before import check_before_run
-        from orbit_runtime.loop.signals import interrupt_on_terminate
         from orbit_runtime.services.building import check_apart, kinds_of
         from orbit_runtime.services.children import Children
         from orbit_runtime.services.connection import Connection
+        from orbit_runtime.workers.signals import interrupt_on_terminate
 
         check_apart(manifest.spec)
         progress.stage("checking the plan")

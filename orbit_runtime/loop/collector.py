@@ -19,8 +19,8 @@ from orbit_runtime.loop.buffer import Kept, RolloutBuffer, Taken
 from orbit_runtime.loop.collect import MAX_STOPPED, Collected, Evidence, build_groups, gather_stopped
 from orbit_runtime.loop.event_loops import CallersThread, EventLoop, OwnThread, Started
 from orbit_runtime.loop.publish import Publication
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.types import Engine, Prompt
+from orbit_runtime.workers.signals import StopFlag
 from orbit_runtime.workers.signs import sign
 
 STOP_SECONDS = 0.2

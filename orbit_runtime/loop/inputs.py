@@ -15,13 +15,13 @@ from typing import Any
 
 from orbit_runtime.errors import StoppedOnRequest
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.observability.progress import format_seconds
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.download import Patience, Transfer
 from orbit_runtime.storage.inputs import Fetched, Kind, fetch_input
 from orbit_runtime.storage.opening import read_deadline
+from orbit_runtime.workers.signals import StopFlag
 
 NOTE_SECONDS = 10.0
 NAP_SECONDS = 0.2

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from orbit_runtime.errors import StoppedOnRequest
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner import Machine
@@ -23,6 +22,7 @@ from orbit_runtime.workers.garbage_collection import gc_paused
 from orbit_runtime.workers.host_memory import usable_memory
 from orbit_runtime.workers.joined_nodes import joined_nodes, ray_address
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
+from orbit_runtime.workers.signals import StopFlag
 
 
 def machine_facts() -> MachineFacts:

@@ -29,7 +29,6 @@ from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_rows, step_name
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
 from orbit_runtime.planner.sampling import check_engine
@@ -37,6 +36,7 @@ from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import NotFound, Store
 from orbit_runtime.types import Completion, Sampling, Tokenizer
+from orbit_runtime.workers.signals import StopFlag
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.build import Parts

@@ -23,7 +23,6 @@ from orbit_runtime.loop.materials import open_episode_materials
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import Given
-from orbit_runtime.loop.signals import stop_on_signals
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
@@ -36,6 +35,7 @@ from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec import MachineFacts, OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.types import Request
+from orbit_runtime.workers.signals import stop_on_signals
 
 if TYPE_CHECKING:
     from orbit_runtime.parity.locate import Location

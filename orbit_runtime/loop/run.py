@@ -47,7 +47,6 @@ from orbit_runtime.loop.resume import (
 from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
 from orbit_runtime.loop.show import Show, StartTimes
 from orbit_runtime.loop.sides import Given, Sides
-from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.stalled import end_stalled
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
@@ -64,6 +63,7 @@ from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.whole import check_whole
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
+from orbit_runtime.workers.signals import StopFlag, stop_on_signals
 from orbit_runtime.workers.signs import silent_seconds
 from orbit_runtime.workers.stalls import watch_stalls
 

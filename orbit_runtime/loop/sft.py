@@ -47,7 +47,6 @@ from orbit_runtime.loop.resume import restored_wrongly
 from orbit_runtime.loop.row import with_checkpoint
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import Opened, Sides, TrainerStart
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.trainers import (
     build_side,
@@ -66,6 +65,7 @@ from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.types import AdapterFiles, Prompt, Sample, UpdateResult
 from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
+from orbit_runtime.workers.signals import StopFlag
 
 ROWS_SECONDS = 5.0
 """Interval at which rows are stored together: a step may take milliseconds, and a write to the store longer."""

@@ -11,12 +11,12 @@ from typing import Any
 
 from orbit_runtime.errors import StoppedOnRequest
 from orbit_runtime.loop.keep import checkpoint_prefix
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.trackers import Tracking
+from orbit_runtime.workers.signals import StopFlag
 
 
 class Show:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.spec import MachineFacts, Resolved
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.types import Engine, Tokenizer
+from orbit_runtime.workers.signals import StopFlag
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.trainers import TrainerSide

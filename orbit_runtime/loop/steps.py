@@ -21,12 +21,12 @@ from orbit_runtime.loop.measure import measure
 from orbit_runtime.loop.parity import check_again, step_limits
 from orbit_runtime.loop.resample import collect_informative, what_is_missing
 from orbit_runtime.loop.row import check_parity, prompt_numbers, step_row, with_checkpoint
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.sleep import check_first_wake, engine_asleep
 from orbit_runtime.loop.staleness import check_staleness, measure_staleness, with_stale
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.stopped import tell_stopped
 from orbit_runtime.types import Prompt
+from orbit_runtime.workers.signals import StopFlag
 
 
 def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:

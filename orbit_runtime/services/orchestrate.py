@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.loop.engines import build_servers, routed_layers
 from orbit_runtime.loop.sides import EngineOrder, Opened
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.trainers import TrainerSide
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.rollout.served_engine import ServedEngine
@@ -31,6 +30,7 @@ from orbit_runtime.services.remote_servers import RemoteDesk, RemoteServer
 from orbit_runtime.services.remote_trainer import RemoteTrainer
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
 from orbit_runtime.types import Engine
+from orbit_runtime.workers.signals import StopFlag
 
 EQUAL = ("threads", "torch", "instructions")
 """Facts of `rounding`: if two processes differ in them, their passes round differently."""

@@ -17,11 +17,11 @@ from orbit_runtime.errors import DataError, EngineDiedError, GateError
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.publish import Publication
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.staleness import check_staleness, measure_staleness, with_stale
 from orbit_runtime.types import AdapterFiles, Completion, Prompt, Request, Rollout, Sample, Sampling
 from orbit_runtime.workers.reward_protocol import RewardTarget
 from orbit_runtime.workers.reward_threads import RewardThreads
+from orbit_runtime.workers.signals import StopFlag
 
 
 class Letters:

@@ -10,13 +10,13 @@ import pytest
 from orbit_runtime.errors import StoppedOnRequest, UsageError
 from orbit_runtime.loop.inputs import Inputs, build_patience, transfer_line
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage.download import Patience, Transfer
 from orbit_runtime.storage.inputs import code_digest
+from orbit_runtime.workers.signals import StopFlag
 from tests.integration.killing import small_manifest
 
 MIB = 2**20

@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM as a flag that the loop reads between stages.
 
-Belongs here: turning signals into a stop request. Does not belong here: what stopping does (`steps`).
+Belongs here: turning signals into a stop request. Does not belong here: what stopping does (`loop`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 
 ASKED_TWICE = """
 import os, signal, sys, threading, time
-from orbit_runtime.loop.signals import stop_on_signals
+from orbit_runtime.workers.signals import stop_on_signals
 
 told = threading.Event()
 try:
@@ -32,7 +32,7 @@ except KeyboardInterrupt:
 STUBBORN = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from orbit_runtime.loop.signals import interrupt_on_terminate
+from orbit_runtime.workers.signals import interrupt_on_terminate
 from orbit_runtime.services.children import Children
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
