@@ -4,7 +4,7 @@
     transport.json        how the bytes are sent, and the size of each file
 
 Received bytes are not hashed here, and neither are files that are read: the proof of the publish reads the slots back,
-and their digest must be the published one, whatever carried the bytes (decision 106).
+and their digest must be the published one, whatever carried the bytes (decision 12).
 
 Belongs here: the ticket, and which parts of an adapter are sent separately. Does not belong here: sending
 (`rollout.handover`), receiving (`sglang_plugin.arrival`), the broadcast group (`group`).

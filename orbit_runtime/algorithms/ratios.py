@@ -29,7 +29,7 @@ def _repeated(values_D: Tensor, lengths_D: Tensor) -> Tensor:
 
 
 class _SampleSums(torch.autograd.Function):
-    """`[T]` → `[D]`. Torch's own scatter and index sums add in the order in which threads arrive (decision 87)."""
+    """`[T]` → `[D]`. Torch's own scatter and index sums add in the order in which threads arrive (decision 5)."""
 
     @staticmethod
     def forward(ctx: Any, values_T: Tensor, lengths_D: Tensor) -> Tensor:

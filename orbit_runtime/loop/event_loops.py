@@ -4,7 +4,7 @@ Belongs here: starting coroutines from the loop's thread, and waiting for them. 
 
 Torch keeps a team of threads for each thread that computes. With an engine in this process, two threads that compute
 would be two teams on the same cores, whose threads then sleep between operations instead of waiting for the next one (a
-step of the quickstart: 0.57 s instead of 0.35 s, decision 102). So an event loop has its own thread only where it is to
+step of the quickstart: 0.57 s instead of 0.35 s, decision 10). So an event loop has its own thread only where it is to
 go on while the loop trains.
 """
 

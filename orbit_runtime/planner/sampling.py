@@ -1,7 +1,7 @@
 """Which sampling settings each kind of engine supports with log-probs of the distribution that it samples from.
 
 One row for each setting, or combination of settings, that a kind of engine lacks, and why. `orbit validate`,
-`orbit plan`, the operator and a run use it: `docs/decisions/0098-sampling-that-an-engine-gives.md`.
+`orbit plan`, the operator and a run use it: `docs/decisions/0015-sglang-numbers.md`.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ def _build_bucket(rows: list[Row], device: torch.device) -> Bucket:
 def gather_rows(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`source[index]`, whose backward sums the rows with the same index in their order.
 
-    No single operation does so on both kinds of device (docs/decisions/0087). The backward of indexing adds atomically
+    No single operation does so on both kinds of device (decision 5). The backward of indexing adds atomically
     on a CPU, and after a sort on a GPU. That of an embedding gives each thread its own rows on a CPU, where it is also
     the fastest, and has a race on a GPU (pytorch/pytorch#187687).
     """

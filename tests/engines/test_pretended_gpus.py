@@ -188,7 +188,7 @@ def flags(arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
 def test_what_sglang_decides_itself_is_what_orbit_counts_on(gpu: str, told: dict[str, dict[str, Any]]) -> None:
     for name, case in told.items():
         found, is_v4, deterministic = case["resolved"], name.startswith("deepseek"), name.endswith("deterministic")
-        # "auto" is BF16 with the plug-in (decision 152); DeepSeek-V4's attention prescribes its own.
+        # "auto" is BF16 with the plug-in (decision 15); DeepSeek-V4's attention prescribes its own.
         assert found["kv_cache_dtype"] == ("fp8_e4m3" if is_v4 else "auto"), name
         assert not found["disable_overlap_schedule"], name
         assert found["cuda_graph_config"]["decode"]["backend"] == "full", name

@@ -1,4 +1,4 @@
-"""No pass of the product adds in an order that nobody fixed: docs/decisions/0087.
+"""No pass of the product adds in an order that nobody fixed: docs/decisions/0005-same-bits.md.
 
 Belongs here: the operations of single passes. Does not belong here: whole runs (`tests/integration/test_same_bits.py`).
 """
