@@ -28,12 +28,12 @@ from benchmarks import harness
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.buffer import AdapterBuffer
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
-from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
+from orbit_runtime.rollout.transport import Broadcast, SharedMemory, Transport
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.types import AdapterFiles, AdapterManifest
 
 MEASURES = (
-    "orbit_runtime/rollout/handover.py", "orbit_runtime/sglang_plugin/arrival.py", "orbit_runtime/adapters/state.py",
+    "orbit_runtime/rollout/transport.py", "orbit_runtime/sglang_plugin/arrival.py", "orbit_runtime/adapters/state.py",
     "orbit_runtime/adapters/ticket.py",
 )  # fmt: skip
 COPIES = {"the engine": (0, 1)}
@@ -115,7 +115,7 @@ def take_files(folder: Path) -> int:
 
 def measure_load(repetitions: int) -> list[harness.Comparison]:
     from benchmarks.sglang_rig import Chosen, started
-    from orbit_runtime.rollout.desk import FolderDesk
+    from orbit_runtime.rollout.transport import FolderDesk
 
     chosen, numbers = Chosen(), itertools.count()
     with started("LoRA", transport=chosen) as rig:

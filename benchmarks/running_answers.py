@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 if TYPE_CHECKING:
-    from orbit_runtime.rollout.served import Server
+    from orbit_runtime.rollout.server_types import Server
 
 STREAMS = 8
 TOKENS = 200

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.running_answers import Gaps, watch
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.rollout.served import Server
+from orbit_runtime.rollout.server_types import Server
 from orbit_runtime.types import Request, Sampling
 from orbit_runtime.workers.waiting import wait_asleep
 

@@ -26,11 +26,9 @@ from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.rollout.desk import FolderDesk
-from orbit_runtime.rollout.handover import Handover, Transport
-from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
-from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.rollout.transport import FolderDesk, Handover, Transport
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.types import AdapterFiles, Sampling

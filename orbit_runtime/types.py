@@ -101,7 +101,7 @@ class Request:
     alternatives: int = 0
     """Most probable tokens to report for each position."""
     is_streamed: bool = False
-    """Report its tokens as they come, if the engine supports it (`rollout.news`)."""
+    """Report its tokens as they come, if the engine supports it (`rollout.streaming`)."""
 
 
 @dataclass(frozen=True, slots=True)

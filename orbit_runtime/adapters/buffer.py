@@ -5,7 +5,7 @@ The memory is an anonymous file (`memfd_create`): this process maps it, servers 
 /dev/shm, whose size in a container is unrelated to the machine's memory. Once written it is sealed: neither this
 process nor any other can change it.
 
-Belongs here: that memory. Does not belong here: announcing it to servers (`rollout.handover`), its contents (`state`).
+Belongs here: that memory. Does not belong here: announcing it to servers (`rollout.transport`), its contents (`state`).
 """
 
 from __future__ import annotations

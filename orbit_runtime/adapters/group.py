@@ -5,7 +5,8 @@ with GPUs: SGLang keeps adapters in host memory, and NCCL's watchdog would termi
 
 A generation is a group with fixed members. A failed member ends it for all; the trainer then opens another.
 
-Belongs here: opening, joining, one broadcast. Does not belong here: what is sent (`ticket`), when (`rollout.handover`).
+Belongs here: opening, joining, one broadcast. Does not belong here: what is sent, and when (`ticket`,
+`rollout.transport`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Received bytes are not hashed here, and neither are files that are read: the pro
 and their digest must be the published one, whatever carried the bytes (decision 12).
 
 Belongs here: the ticket, and which parts of an adapter are sent separately. Does not belong here: sending
-(`rollout.handover`), receiving (`sglang_plugin.arrival`), the broadcast group (`group`).
+(`rollout.transport`), receiving (`sglang_plugin.arrival`), the broadcast group (`group`).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 
 if TYPE_CHECKING:
     from orbit_runtime.policy.facts import PolicyFacts
-    from orbit_runtime.rollout.served_teacher import ServedTeacher
+    from orbit_runtime.rollout.teacher_servers import ServedTeacher
 
 SHORT_CANARY, LONG_CANARY = 32, 512
 """Tokens. Digests need few; where log-probs must carry the proof alone, many are weighed together."""

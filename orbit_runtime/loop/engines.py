@@ -75,10 +75,9 @@ def build_servers(order: EngineOrder) -> ServedEngine:
 
 
 def _start(order: EngineOrder) -> ServedEngine:
-    from orbit_runtime.rollout.desk import FolderDesk
-    from orbit_runtime.rollout.handover import build_transport
+    from orbit_runtime.rollout.served_engine import start_engine
     from orbit_runtime.rollout.sglang_server import sleeping_parts
-    from orbit_runtime.rollout.starting import start_engine
+    from orbit_runtime.rollout.transport import FolderDesk, build_transport
 
     resolved, rollout = order.resolved, order.resolved.run.spec.rollout
     scratch = Path(order.closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))

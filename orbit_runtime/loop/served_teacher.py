@@ -1,7 +1,7 @@
 """A teacher behind endpoints: attached with the engine, and asked about each rollout as it ends.
 
 Belongs here: from the manifest to its servers, and what they say on the rollout. Does not belong here: asking a
-server (`rollout.served_teacher`), whether a teacher is worth learning from (`teacher`), the divergence
+server (`rollout.teacher_servers`), whether a teacher is worth learning from (`teacher`), the divergence
 (`algorithms.distillation`).
 
 What it says is part of the rollout: it is kept in checkpoints with it, and a replay asks nobody.
@@ -25,7 +25,7 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Prompt, Rollout, Tokenizer, TokenSource
 
 if TYPE_CHECKING:
-    from orbit_runtime.rollout.served_teacher import ServedTeacher
+    from orbit_runtime.rollout.teacher_servers import ServedTeacher
 
 FIELD = "spec.algorithm.teacher.endpoints"
 
@@ -69,7 +69,7 @@ def attach_teacher(
     if teacher is None or teacher.type != "Served":
         return None
     from orbit_runtime.rollout.attached import REFUSED_SECONDS, Endpoint, Wanted, attach_engine
-    from orbit_runtime.rollout.served_teacher import ServedTeacher
+    from orbit_runtime.rollout.teacher_servers import ServedTeacher
 
     headers = all_headers(FIELD, teacher.endpoints, os.environ)
     endpoints = [Endpoint(each.url, "Folder", own) for each, own in zip(teacher.endpoints, headers, strict=True)]

@@ -1,7 +1,7 @@
 """Which tokens precede each target of a packed batch, for the repetition penalty.
 
 Belongs here: their positions by sequence, and masks for a chunk of targets. Does not belong here: the penalty itself
-(`algorithms.distribution`), an engine's rows (`rollout.logits`).
+(`algorithms.distribution`), an engine's rows (`rollout.sampling`).
 
 Legend: `R` targets, `V` vocabulary, `B` branches, `S` distinct tokens of all branches together.
 """

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import EngineDiedError, GateError, ModelError, UnsupportedError
 from orbit_runtime.planner.sampling import Kind, check_sampling, shaping_fields
-from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.replica import Replica, Whose
-from orbit_runtime.rollout.served import About, Api, LostError
 from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.server_types import About, Api, LostError
 from orbit_runtime.rollout.sglang_api import SGLangApi
+from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.rollout.vllm_api import VllmApi
 from orbit_runtime.rollout.wire import REFUSED, Wire, build_client, is_serving, why_not_serving
 from orbit_runtime.types import Sampling, Tokenizer

@@ -1,7 +1,7 @@
-"""Keys and values of the rows being decoded, and the attention plan over them.
+"""Keys and values of the rows being decoded, with the attention plan over them; without a cache, the rows' tokens.
 
 Belongs here: one preallocated block per engine; rows are packed densely so that a decode step reads views, not copies.
-Does not belong here: which request a row serves (`rows`).
+Does not belong here: which request a row serves (`rows`), computing rows again (`policy.whole_rows`).
 
 Legend: `Y` layers, `B` rows, `K` key/value heads, `S` positions, `D` head size, `H` query heads.
 """
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from orbit_runtime.policy.attention import Kernel, Look, attend_rows, softmax_with_sinks
 from orbit_runtime.policy.packed import PackedBatch, PackedPlan
+from orbit_runtime.policy.whole_rows import WholeRows
 
 
 class KVCache:
@@ -183,3 +184,43 @@ class DecodePlan:
             sinks_NG = look.sinks_H.to(scores_NGS.dtype).expand(len(q_BHD), -1).reshape(scores_NGS.shape[:-1])
             weights_NGS = softmax_with_sinks(scores_NGS, sinks_NG)
         return torch.bmm(weights_NGS.to(values_NSD.dtype), values_NSD).view(len(q_BHD), -1)
+
+
+class TokenHistory:
+    """`[B, S]` token ids; rows `[0, n)` are live. Positions after a row's newest hold arbitrary values."""
+
+    def __init__(self) -> None:
+        self._tokens_BS = torch.empty(0, 0, dtype=torch.long)
+
+    def reserve(self, num_rows: int, num_positions: int, *, live: int) -> None:
+        """Makes room; `live` rows keep their contents."""
+        old = self._tokens_BS
+        num_rows, num_positions = max(num_rows, old.shape[0]), max(num_positions, old.shape[1])
+        if (num_rows, num_positions) != old.shape:
+            self._tokens_BS = torch.zeros(num_rows, num_positions, dtype=torch.long, device=old.device)
+            self._tokens_BS[:live, : old.shape[1]] = old[:live]
+
+    def keep_prompts(
+        self,
+        first_row: int,
+        prompt_of_row: torch.Tensor,
+        starts_P: torch.Tensor,
+        lengths_P: torch.Tensor,
+        batch: PackedBatch,
+        _plan: PackedPlan,
+    ) -> None:
+        self._tokens_BS = self._tokens_BS.to(batch.token_ids_T.device)
+        for offset, prompt in enumerate(prompt_of_row.tolist()):
+            start, length = int(starts_P[prompt]), int(lengths_P[prompt])
+            self._tokens_BS[first_row + offset, :length] = batch.token_ids_T[start : start + length]
+
+    def move_rows(self, source: torch.Tensor, target: torch.Tensor, num_positions: int) -> None:
+        """Copies whole rows; `source` and `target` are disjoint."""
+        self._tokens_BS[target, :num_positions] = self._tokens_BS[source, :num_positions]
+
+    def plan(self, token_B: torch.Tensor, positions_B: np.ndarray, _kernel: Kernel) -> WholeRows:
+        """The rows with their newest tokens appended."""
+        newest_B = torch.from_numpy(positions_B).to(token_B.device)
+        rows = self._tokens_BS[: len(token_B)]
+        rows[torch.arange(len(rows), device=rows.device), newest_B] = token_B
+        return WholeRows(rows[:, : int(positions_B.max()) + 1], newest_B)

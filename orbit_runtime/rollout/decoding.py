@@ -24,11 +24,10 @@ from orbit_runtime.policy.logprobs import token_scores
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan
 from orbit_runtime.policy.routing import Routing
-from orbit_runtime.rollout.cache import KVCache
-from orbit_runtime.rollout.history import TokenHistory
-from orbit_runtime.rollout.news import News
+from orbit_runtime.rollout.cache import KVCache, TokenHistory
 from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
 from orbit_runtime.rollout.sampling import draw, most_probable, uniforms
+from orbit_runtime.rollout.streaming import News
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
 PREFILL_TOKENS = 16384

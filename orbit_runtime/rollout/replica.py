@@ -1,7 +1,7 @@
 """One copy of an engine: a server, the adapters it must hold, and how it is brought back when lost.
 
-Belongs here: everything about one server. Does not belong here: the choice among several (`answer_queue`, `routing`),
-the API of each kind of server (`sglang_api`, `vllm_api`).
+Belongs here: everything about one server. Does not belong here: the choice among several (`answer_queue`), the
+API of each kind of server (`sglang_api`, `vllm_api`).
 
 A lost server gets no work until it responds again and holds every adapter that it must, each one verified: through the
 plug-in by its digest, and without the plug-in by the log-probs that it gave when it was proven.
@@ -19,8 +19,8 @@ from typing import Any, Literal
 from orbit_runtime.adapters.patience import seconds_for
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError, UnsupportedError
-from orbit_runtime.rollout.handover import Handover
-from orbit_runtime.rollout.served import About, Api, Call, Loaded, LostError, Piece, Server, Sleeping
+from orbit_runtime.rollout.server_types import About, Api, Call, Loaded, LostError, Piece, Server, Sleeping
+from orbit_runtime.rollout.transport import Handover
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 from orbit_runtime.workers.sglang_launch import PINNED_SGLANG
 from orbit_runtime.workers.signs import sign

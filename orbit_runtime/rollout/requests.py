@@ -1,4 +1,4 @@
-"""What all engines share: checks of requests and slot names, and sampling without an event loop.
+"""What all engines share: checks of requests and slot names, a completion's end and text, and sampling without a loop.
 
 Belongs here: what no engine does differently. Does not belong here: queues, which each engine has.
 """
@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import suppress
 
 from orbit_runtime.errors import DataError, GateError, OrbitError
-from orbit_runtime.types import Completion, Engine, FinishReason, Request
+from orbit_runtime.types import Completion, Engine, FinishReason, Request, Sampling, Tokenizer
 
 UNFINISHED: tuple[FinishReason, ...] = ("abort", "deadline")
 
@@ -79,3 +79,17 @@ async def end_all(engine: Engine) -> None:
 
 async def _next(stream: AsyncGenerator[Completion]) -> Completion | None:
     return await anext(stream, None)
+
+
+def end_ids(sampling: Sampling, eos_ids: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that end a completion, given the model's own end tokens."""
+    own = () if sampling.ignore_eos else tuple(eos_ids)
+    return (*own, *sampling.stop_token_ids)
+
+
+def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], sampling: Sampling) -> str:
+    """Decoded text, without the token that ended it and cut at the first stop string."""
+    kept = tokens[:-1] if tokens and tokens[-1] in end_ids(sampling, tokenizer.eos_ids) else tokens
+    text = tokenizer.decode(kept)
+    cuts = [at for at in (text.find(stop) for stop in sampling.stop) if at >= 0]
+    return text[: min(cuts)] if cuts else text

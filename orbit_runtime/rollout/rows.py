@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from orbit_runtime.rollout.logits import RowLogits
-from orbit_runtime.rollout.news import NONE, Alternatives, News, part_of
-from orbit_runtime.rollout.sampling import Truncation
-from orbit_runtime.rollout.text import end_ids
+from orbit_runtime.rollout.requests import end_ids
+from orbit_runtime.rollout.sampling import RowLogits, Truncation
+from orbit_runtime.rollout.streaming import NONE, Alternatives, News, part_of
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Request
 
 Segment = tuple[str | None, int, int]

@@ -23,11 +23,21 @@ from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.likeliest import MISSING, Likeliest, from_rows
-from orbit_runtime.rollout.news import LEAST_LOGPROB, NONE, Alternatives
-from orbit_runtime.rollout.request_fields import given_fields
-from orbit_runtime.rollout.served import About, Ask, Call, Piece, Sleeping, build_piece, number
-from orbit_runtime.rollout.text import end_ids
+from orbit_runtime.rollout.requests import end_ids
+from orbit_runtime.rollout.server_types import (
+    MISSING,
+    About,
+    Ask,
+    Call,
+    Likeliest,
+    Piece,
+    Sleeping,
+    build_piece,
+    from_rows,
+    given_fields,
+    number,
+)
+from orbit_runtime.rollout.streaming import LEAST_LOGPROB, NONE, Alternatives
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import FLOATS, TOKENS, AdapterFiles, Cached, RoutedExperts, Scored
 

@@ -19,7 +19,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.names import SGLANG_TARGETS, SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.planner.engine_kernels import EngineKernels
-from orbit_runtime.rollout.served import Sleeping
+from orbit_runtime.rollout.server_types import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_experts import expert_arguments
 from orbit_runtime.rollout.wire import asks_for_token, is_serving

@@ -15,10 +15,18 @@ from typing import Any
 
 from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.errors import GateError, UnsupportedError
-from orbit_runtime.rollout.likeliest import Likeliest, from_rows
-from orbit_runtime.rollout.request_fields import given_fields
-from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
-from orbit_runtime.rollout.text import end_ids
+from orbit_runtime.rollout.requests import end_ids
+from orbit_runtime.rollout.server_types import (
+    About,
+    Call,
+    Likeliest,
+    Piece,
+    Sleeping,
+    build_piece,
+    from_rows,
+    given_fields,
+    number,
+)
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import AdapterFiles, Scored
 

@@ -16,7 +16,7 @@ import orjson
 
 from orbit_runtime.adapters.patience import seconds_for
 from orbit_runtime.errors import CredentialsError, GateError, UnsupportedError
-from orbit_runtime.rollout.served import LostError, Server
+from orbit_runtime.rollout.server_types import LostError, Server
 
 REQUEST_SECONDS = 3600.0
 """Longest that one request other than a completion may take. A server that hangs is noticed long before, by asking for

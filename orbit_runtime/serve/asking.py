@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from orbit_runtime.rollout.news import Alternatives, News, with_more
+from orbit_runtime.rollout.streaming import Alternatives, News, with_more
 from orbit_runtime.serve.answers import Part
 from orbit_runtime.serve.channel import Abort, Change, Changed, Choice, Refusal, Step, Submit
 from orbit_runtime.serve.errors import APIError

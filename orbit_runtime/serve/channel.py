@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from orbit_runtime.planner.sampling import Kind
-from orbit_runtime.rollout.news import Alternatives, News
+from orbit_runtime.rollout.streaming import Alternatives, News
 from orbit_runtime.serve.names import Served
 from orbit_runtime.serve.requests import Limits
 from orbit_runtime.types import FinishReason, Sampling

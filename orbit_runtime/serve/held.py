@@ -21,7 +21,7 @@ from orbit_runtime.loop.sides import EngineOrder
 from orbit_runtime.planner.assumptions import SERVER_SLOTS
 from orbit_runtime.planner.sampling import Kind
 from orbit_runtime.policy import Policy
-from orbit_runtime.rollout.news import StreamingEngine
+from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.serve.policies import Replacing
 from orbit_runtime.spec import Resolved
 

@@ -27,8 +27,8 @@ from orbit_runtime.model_info.settings import check_model_folder, load_settings
 from orbit_runtime.planner.sampling import Kind
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.rollout.news import StreamingEngine
-from orbit_runtime.rollout.replaceable import ReplaceableEngine
+from orbit_runtime.rollout.streaming import StreamingEngine
+from orbit_runtime.rollout.torch_engine import ReplaceableEngine
 from orbit_runtime.serve.held import Held, open_servers
 from orbit_runtime.serve.names import POLICY, check_one_source
 from orbit_runtime.serve.policies import Base, Policies, Replacing, config_of, open_policy

@@ -33,7 +33,7 @@ from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, check_pr
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.rollout.replaceable import ReplaceableEngine
+from orbit_runtime.rollout.torch_engine import ReplaceableEngine
 from orbit_runtime.serve.checkpoints import Checkpoint, ModelProof, check_checkpoint, load_checked, prove_checkpoint
 from orbit_runtime.serve.errors import APIError
 from orbit_runtime.serve.names import POLICY, Served

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from orbit_runtime.errors import EngineDiedError, GateError, ModelError, OrbitError, UsageError
-from orbit_runtime.rollout.news import StreamingEngine
+from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.serve.channel import (
     Abort,
     Change,

@@ -19,9 +19,8 @@ from orbit_runtime.loop.engines import build_servers, routed_layers
 from orbit_runtime.loop.sides import EngineOrder, Opened
 from orbit_runtime.loop.trainers import TrainerSide
 from orbit_runtime.policy.facts import PolicyFacts
-from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.rollout.sglang_server import check_served
-from orbit_runtime.rollout.starting import start_engine
 from orbit_runtime.services.building import check_apart
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import sweep, try_to_share

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_server import local_host
+from orbit_runtime.rollout.transport import Handover
 from orbit_runtime.rollout.wire import asks_for_token, is_serving
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import travelling

@@ -21,10 +21,9 @@ from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.loop.engines import plan_servers, starts_at_once
 from orbit_runtime.loop.trainers import adapter_config
 from orbit_runtime.model_info.content import kept_weights_digest
-from orbit_runtime.rollout.desk import FolderDesk
-from orbit_runtime.rollout.handover import build_transport
+from orbit_runtime.rollout.served_engine import start_servers
 from orbit_runtime.rollout.sglang_server import SGLangServer, check_served
-from orbit_runtime.rollout.starting import start_servers
+from orbit_runtime.rollout.transport import FolderDesk, build_transport
 from orbit_runtime.services.building import Asked, common_facts
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host

@@ -23,11 +23,9 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
-from orbit_runtime.rollout.desk import FolderDesk
-from orbit_runtime.rollout.handover import Transport
-from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets, server_arguments
-from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.rollout.transport import FolderDesk, Transport
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE, run_token

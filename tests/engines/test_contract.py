@@ -21,9 +21,8 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.rollout.requests import end_all, sample
+from orbit_runtime.rollout.requests import answer_text, end_all, sample
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import AdapterFiles, Completion, Engine, Sampling
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
@@ -227,8 +226,8 @@ def test_what_is_submitted_while_others_are_sampled_comes_through_the_same_strea
 
 def test_an_abort_ends_what_it_names_alone(engine: Engine, adder: Adder, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang ends every request whose id begins with what it is told: 1, and 10 to 19."""
-    monkeypatch.setattr("orbit_runtime.rollout.answers._PREFIX", uuid4().hex)
-    monkeypatch.setattr("orbit_runtime.rollout.answers._NUMBERS", count(1))
+    monkeypatch.setattr("orbit_runtime.rollout.answer_queue._PREFIX", uuid4().hex)
+    monkeypatch.setattr("orbit_runtime.rollout.answer_queue._NUMBERS", count(1))
     _, tokenizer = adder
     asked = requests_for(tokenizer, SUMS, 8, sampling=Sampling(max_new_tokens=60, ignore_eos=True))[:16]
 

@@ -10,10 +10,10 @@ import pytest
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.requests import sample
+from orbit_runtime.rollout.served_engine import start_engine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
-from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.engines.servers import LORA, OFT, load_adder

@@ -22,10 +22,8 @@ from orbit_runtime.loop.engines import routed_layers
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.facts import describe
-from orbit_runtime.rollout.desk import FolderDesk
-from orbit_runtime.rollout.handover import SharedMemory
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
 from orbit_runtime.rollout.sglang_server import (
     ServerSettings,
@@ -33,7 +31,7 @@ from orbit_runtime.rollout.sglang_server import (
     check_served,
     lora_targets,
 )
-from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.rollout.transport import FolderDesk, SharedMemory
 from orbit_runtime.types import AdapterFiles, Request, Sampling
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.engines.test_contract import policy_logprobs

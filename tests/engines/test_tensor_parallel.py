@@ -16,9 +16,9 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy.snapshot import take_snapshot
-from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.transport import Broadcast, SharedMemory, Transport
 from orbit_runtime.types import AdapterFiles, Request, Sampling
 from tests.engines.servers import OFT, Adder, attach, server_of, start_server
 from tests.engines.test_contract import policy_logprobs

@@ -16,8 +16,8 @@ from orbit_runtime.adapters.files import MODEL_FILE
 from orbit_runtime.adapters.ticket import NOT_ARRIVED, read_ticket
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove
-from orbit_runtime.rollout.handover import Broadcast, Handover, SharedMemory, Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.transport import Broadcast, Handover, SharedMemory, Transport
 from orbit_runtime.types import AdapterFiles
 from tests.engines.servers import OFT, Adder, desk_of, post_to, start_server
 from tests.engines.test_sglang_faults import canary, policy_scores

@@ -22,7 +22,7 @@ from orbit_runtime.environments.opponents import ToolUse
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.environments.tool_calls import parameter_schemas
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.rollout.text import answer_text
+from orbit_runtime.rollout.requests import answer_text
 from orbit_runtime.serve.answers import Form, Part
 from orbit_runtime.serve.requests import ChatBody, parse_body
 from orbit_runtime.types import FLOATS, TOKENS, Completion, Prompt, Sampling

@@ -33,9 +33,8 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.packed import Branch, build_packed
 from orbit_runtime.policy.seen import build_seen
-from orbit_runtime.rollout.logits import RowLogits
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.rollout.sampling import Truncation, draw, uniforms
+from orbit_runtime.rollout.sampling import RowLogits, Truncation, draw, uniforms
 from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request, Sampling

@@ -24,10 +24,10 @@ from safetensors.torch import save
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
+from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.serve.open import Opened
 from orbit_runtime.serve.policies import Base, Policies

@@ -19,7 +19,7 @@ from orbit_runtime.errors import EngineDiedError, GateError, ModelError
 from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.rollout.desk import FolderDesk
+from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.services.building import Asked, common_facts
 from orbit_runtime.services.host import Host
 from orbit_runtime.services.server_host import ServerCalls

@@ -8,7 +8,7 @@ import pytest
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.planner.sampling import IS_SET, LACKS, Kind, check_sampling, shaping_fields
-from orbit_runtime.rollout.request_fields import given_fields
+from orbit_runtime.rollout.server_types import given_fields
 from orbit_runtime.types import Sampling
 
 SET: dict[str, Sampling] = {

@@ -6,6 +6,7 @@ The servers are fakes (`tests/fakes/fake_servers.py`); a real SGLang keeps the s
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,8 +14,11 @@ from itertools import count
 
 import pytest
 from fakes.fake_servers import Events, FakeServer, Fault, once
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orbit_runtime.errors import GateError
+from orbit_runtime.rollout.answer_queue import BLOCK_TOKENS, SLACK, PrefixRouter
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import Completion, Request, Sampling
 from tests.unit_runtime.rollout.test_served_engine import Build, adapter, build, check_whole, requests
@@ -166,7 +170,7 @@ def test_an_aborted_completion_keeps_its_tokens_and_goes_on_under_another_versio
 
 def test_an_abort_ends_what_it_names_alone(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server ends every request whose id begins with what it is told: 1, and 10 to 19."""
-    monkeypatch.setattr("orbit_runtime.rollout.answers._NUMBERS", count(1))
+    monkeypatch.setattr("orbit_runtime.rollout.answer_queue._NUMBERS", count(1))
     engine = build(FakeServer(piece_tokens=1, piece_seconds=0.05))
     engine.load_adapter("policy-v1", adapter(1))
 
@@ -236,3 +240,76 @@ def test_a_request_id_is_under_way_once_and_its_adapter_is_not_taken_away(build:
         engine.unload_adapter("policy-v1")
     check_whole([*asked, replace(asked[0], request_id=9)], list(running))
     engine.unload_adapter("policy-v1")
+
+
+SYSTEM = list(range(1000, 1000 + 3 * BLOCK_TOKENS))
+
+
+def test_the_next_turn_of_a_conversation_goes_where_its_first_turns_are_cached() -> None:
+    router = PrefixRouter(3, capacity=64)
+    turns = {talk: [*range(talk * 100, talk * 100 + 40)] for talk in range(6)}
+    idle = {"loads": [0, 0, 0], "alive": [True] * 3}
+    first = {}
+    for talk, tokens in turns.items():
+        first[talk] = router.choose("policy-v1", tokens, 1, loads=[talk % 3 == 1, talk % 3 == 2, 0], alive=[True] * 3)
+    for talk in (3, 1, 5, 0, 4, 2):
+        assert router.choose("policy-v1", [*turns[talk], 7, 8, 9], 1, **idle) == first[talk]
+
+
+def test_another_version_of_the_policy_shares_no_cache() -> None:
+    router = PrefixRouter(2, capacity=64)
+    assert router.choose("policy-v1", SYSTEM, 1, loads=[1, 0], alive=[True, True]) == 1
+    assert router.choose("policy-v1", SYSTEM, 1, loads=[0, 0], alive=[True, True]) == 1
+    assert router.choose("policy-v2", SYSTEM, 1, loads=[0, 0], alive=[True, True]) == 0
+
+
+def test_a_prefix_that_all_prompts_share_does_not_send_them_all_to_one() -> None:
+    router, loads = PrefixRouter(4, capacity=1000), [0, 0, 0, 0]
+    draws = random.Random(0)
+    for _ in range(200):
+        chosen = router.choose(None, [*SYSTEM, draws.randrange(10**6)], 4, loads=loads, alive=[True] * 4)
+        assert chosen is not None
+        loads[chosen] += 4
+        assert max(loads) <= SLACK * sum(loads) / 4 + 4
+    assert min(loads) > 0
+
+
+def test_a_dead_server_gets_nothing_and_where_all_are_busy_or_dead_nobody_is_chosen() -> None:
+    router = PrefixRouter(2, capacity=8)
+    assert router.choose(None, SYSTEM, 4, loads=[0, 0], alive=[False, True]) == 1
+    assert router.choose(None, SYSTEM, 4, loads=[0, 0], alive=[False, False]) is None
+    assert router.choose(None, SYSTEM, 4, loads=[8, 6], alive=[True, True]) is None
+    assert router.choose(None, SYSTEM, 20, loads=[8, 0], alive=[True, True]) == 1, "more than fits goes to an idle one"
+
+
+def test_a_restarted_server_is_known_to_have_an_empty_cache() -> None:
+    router = PrefixRouter(2, capacity=8)
+    assert router.choose(None, SYSTEM, 1, loads=[1, 0], alive=[True, True]) == 1
+    router.forget(1)
+    assert router.choose(None, SYSTEM, 1, loads=[0, 0], alive=[True, True]) == 0
+
+
+def test_what_it_remembers_is_bounded() -> None:
+    router = PrefixRouter(1, capacity=8, kept_blocks=10)
+    for start in range(0, 100 * BLOCK_TOKENS, BLOCK_TOKENS):
+        router.choose(None, [*range(start, start + BLOCK_TOKENS)], 1, loads=[0], alive=[True])
+    assert len(router._seen[0]) == 10
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 16)), min_size=1, max_size=60),
+    st.lists(st.booleans(), min_size=3, max_size=3),
+)
+def test_whatever_comes_the_chosen_one_lives_and_is_not_over_its_bound(
+    asked: list[tuple[int, int]], alive: list[bool]
+) -> None:
+    router, loads = PrefixRouter(3, capacity=40), [0, 0, 0]
+    for prompt, cost in asked:
+        chosen = router.choose("a", [prompt] * 50, cost, loads=loads, alive=alive)
+        if chosen is None:
+            assert not any(alive) or all(load for load, lives in zip(loads, alive, strict=True) if lives)
+            continue
+        assert alive[chosen]
+        assert loads[chosen] == 0 or loads[chosen] + cost <= 40
+        loads[chosen] += cost

@@ -14,7 +14,6 @@ import pytest
 from fakes.fake_servers import FakeServer, dies_at
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
@@ -25,6 +24,7 @@ from orbit_runtime.rollout.sglang_server import (
     deterministic_attention,
     server_arguments,
 )
+from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request

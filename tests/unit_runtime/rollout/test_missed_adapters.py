@@ -14,11 +14,10 @@ from fakes.fake_servers import FakeServer, dies_at, once
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import GateError
 from orbit_runtime.observability.metrics import RunMetrics
-from orbit_runtime.rollout.desk import FolderDesk
-from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
+from orbit_runtime.rollout.transport import Broadcast, FolderDesk, SharedMemory, Transport
 from orbit_runtime.rollout.wire import Wire, build_client
 from tests.unit_runtime.rollout.test_served_engine import Words, adapter
 

@@ -22,12 +22,12 @@ from orbit_runtime.adapters.files import expected_applied_digest, files_digest
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove
-from orbit_runtime.rollout.desk import FolderDesk
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.rollout.served import LostError, Sleeping
 from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.server_types import LostError, Sleeping
 from orbit_runtime.rollout.sglang_api import SGLangApi
+from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.rollout.vllm_api import VllmApi
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.types import AdapterFiles, Completion, Request, Sampling, Scored

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from array import array
 
-from orbit_runtime.rollout.news import News
+from orbit_runtime.rollout.streaming import News
 from orbit_runtime.serve.answers import Part
 from orbit_runtime.serve.asking import Engine
 from orbit_runtime.serve.channel import Choice, Step

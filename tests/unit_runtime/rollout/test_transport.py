@@ -25,6 +25,7 @@ import torch
 
 from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.adapters.group import Group, join
+from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.adapters.ticket import (
     NotArrivedError,
     Ticket,
@@ -34,9 +35,11 @@ from orbit_runtime.adapters.ticket import (
     split_carried,
     with_config,
 )
-from orbit_runtime.errors import ModelError
-from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
+from orbit_runtime.digests import hash_pieces
+from orbit_runtime.errors import GateError, ModelError
+from orbit_runtime.rollout.transport import EXPLAIN_FILE, Broadcast, FolderDesk, SharedMemory, Transport
 from orbit_runtime.sglang_plugin.arrival import files_of, receive
+from orbit_runtime.storage import Part, Stored, open_store
 from orbit_runtime.types import AdapterFiles
 
 ALONE = {"replica 0": (0, 1)}
@@ -146,7 +149,7 @@ def named_memory(size: int) -> list[str]:
 def test_shared_memory_has_no_name_and_ends_with_a_killed_run(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from orbit_runtime.rollout.handover import SharedMemory\n"
+        "from orbit_runtime.rollout.transport import SharedMemory\n"
         "from orbit_runtime.types import AdapterFiles\n"
         "files = {'adapter_config.json': b'{}', 'adapter_model.safetensors': b'x' * 5_000_003}\n"
         "with SharedMemory().carry(AdapterFiles(1, files, 'sha256:ab'), Path(sys.argv[1]), {'a': (0, 1)}):\n"
@@ -275,7 +278,7 @@ def test_an_adapter_larger_than_dev_shm_goes_through_memory(tmp_path: Path) -> N
         "import subprocess, sys\nfrom pathlib import Path\n"
         "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', '/dev/shm'], check=True)\n"
         "from orbit_runtime.adapters.files import files_digest\n"
-        "from orbit_runtime.rollout.handover import SharedMemory\n"
+        "from orbit_runtime.rollout.transport import SharedMemory\n"
         "from orbit_runtime.sglang_plugin.arrival import files_of\n"
         "from orbit_runtime.types import AdapterFiles\n"
         "files = {'adapter_config.json': b'{}', 'adapter_model.safetensors': bytes(range(256)) * 20_000}\n"
@@ -291,3 +294,48 @@ def test_an_adapter_larger_than_dev_shm_goes_through_memory(tmp_path: Path) -> N
         [*alone, sys.executable, "-c", code, str(tmp_path / "v1")], capture_output=True, text=True, timeout=120
     )
     assert (run.stdout, run.returncode) == ("No space left on device\nTrue\n", 0), run.stderr
+
+
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(200))}
+
+
+def stored(folder: Path) -> AdapterFiles:
+    store, pieces = open_store(str(folder)), {name: hash_pieces([data]) for name, data in FILES.items()}
+    for name, data in FILES.items():
+        store.put(f"adapters/policy-v1/{name}", data)
+    parts = {name: Part(f"adapters/policy-v1/{name}", each) for name, each in pieces.items()}
+    return AdapterFiles(1, Stored(store, parts), "tree:1", pieces)
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in folder.iterdir()}
+
+
+def test_files_are_written_once_a_server_asks_and_are_gone_when_it_is_dropped(tmp_path: Path) -> None:
+    desk = FolderDesk(tmp_path / "desk")
+    desk.take("policy-v1", AdapterFiles(1, FILES, "tree:1"))
+    assert read(desk.home("policy-v1")) == {}
+    folder = desk.files("policy-v1")
+    assert read(folder) == FILES
+    assert desk.files("policy-v1") == folder
+    with desk.explaining("policy-v1") as places:
+        assert list(places) == [folder]
+        assert read(folder) == {**FILES, EXPLAIN_FILE: b""}
+    assert read(folder) == FILES
+    with desk.carry("policy-v1", {}) as handover:
+        assert handover is None
+    desk.drop("policy-v1")
+    assert not folder.exists()
+    assert desk.names() == ()
+
+
+def test_a_file_that_was_changed_in_the_store_is_not_handed_over(tmp_path: Path) -> None:
+    adapter, desk = stored(tmp_path / "run"), FolderDesk(tmp_path / "desk")
+    assert adapter_bytes(adapter) == sum(map(len, FILES.values()))
+    desk.take("policy-v1", adapter)
+    key = "adapters/policy-v1/adapter_model.safetensors"
+    open_store(str(tmp_path / "run")).put(key, bytes(200))
+    with pytest.raises(GateError, match=f"{key} is not what the trainer wrote there"):
+        desk.files("policy-v1")
+    open_store(str(tmp_path / "run")).put(key, FILES["adapter_model.safetensors"])
+    assert read(desk.files("policy-v1")) == FILES

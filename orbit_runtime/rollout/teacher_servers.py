@@ -13,11 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from orbit_runtime.errors import EngineDiedError, GateError, UnsupportedError
-from orbit_runtime.rollout.likeliest import Likeliest, check_likeliest
-from orbit_runtime.rollout.news import LEAST_LOGPROB
 from orbit_runtime.rollout.replica import TRIES, Replica
-from orbit_runtime.rollout.served import LostError
 from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.server_types import Likeliest, LostError, check_likeliest
+from orbit_runtime.rollout.streaming import LEAST_LOGPROB
 from orbit_runtime.types import FLOATS, TopTokens
 
 SEQUENCES = 32

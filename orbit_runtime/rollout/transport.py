@@ -1,29 +1,35 @@
-"""How a published adapter's bytes reach servers that run Orbit's plug-in, other than as files.
+"""How published adapters reach an engine's servers: as files in a folder that both see, or faster on the way there.
 
-Belongs here: sending, which copies may still receive it, and when it is over. Does not belong here: receiving
-(`sglang_plugin.arrival`), the load call (`replica`), files, which always work (`served.Loaded`).
+Belongs here: folders and files, the transports, which copies may still receive an adapter, and when that is over. Does
+not belong here: receiving (`sglang_plugin.arrival`), the call that makes a server load one (`replica`).
 
-`SharedMemory` is host memory: SGLang keeps adapters there and copies them into its slots itself, so passing GPU memory
-would only move the bytes twice more. `Broadcast` reaches every server at once, on other machines too.
+Transports need Orbit's plug-in in the servers. `SharedMemory` is host memory: SGLang keeps adapters there and copies
+them into its slots itself, so passing GPU memory would only move the bytes twice more. `Broadcast` reaches every server
+at once, on other machines too.
 """
 
 from __future__ import annotations
 
 import secrets
+import shutil
 import threading
 from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from orbit_runtime.adapters.buffer import opening_of, shared
 from orbit_runtime.adapters.patience import seconds_for, total_bytes
 from orbit_runtime.adapters.ticket import as_tensor, blocks, carried_bytes, write_ticket
+from orbit_runtime.digests import first_difference
+from orbit_runtime.errors import GateError
+from orbit_runtime.storage import Stored
 from orbit_runtime.types import AdapterFiles
 
 if TYPE_CHECKING:
     from orbit_runtime.adapters.group import Group
+
 
 BROADCAST_SECONDS = 30.0
 """Limit for joining; a server handles no requests meanwhile."""
@@ -193,3 +199,112 @@ def build_transport(kind: Literal["Auto", "File", "SharedMemory", "Broadcast"]) 
     if kind == "File":
         return None
     return SharedMemory() if kind == "SharedMemory" else Broadcast()
+
+
+EXPLAIN_FILE = "explain"
+"""File beside an adapter's files that asks the plug-in for the difference between them and the slot."""
+
+
+class Desk(Protocol):
+    """Safe to use from several threads; each adapter is taken and dropped once."""
+
+    def take(self, name: str, adapter: AdapterFiles) -> None:
+        """Holds an adapter from now on, under a name that was never used before."""
+        ...
+
+    def files(self, name: str) -> Path:
+        """The folder with its files, as servers see it. Safe to call twice.
+
+        Raises:
+            OrbitError: they cannot be put there, or are not what was published.
+        """
+        ...
+
+    def carry(self, name: str, copies: Mapping[str, tuple[int, int]]) -> AbstractContextManager[Handover | None]:
+        """Keeps its bytes available to these copies other than as files; None if they come as files.
+
+        Args:
+            copies: see `Transport.carry`.
+        """
+        ...
+
+    def explaining(self, name: str) -> AbstractContextManager[Sequence[Path]]:
+        """Within it the plug-in reports how a slot differs from what lies here; yields the places, as servers see
+        them. For one caller at a time."""
+        ...
+
+    def drop(self, name: str) -> None: ...
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        ...
+
+
+class FolderDesk:
+    """A folder of this machine, which the servers see under the same path."""
+
+    def __init__(self, folder: Path, transport: Transport | None = None) -> None:
+        """Args: transport: how adapters reach servers; None: as files, and so where it fails. Closed with the desk."""
+        self._folder = folder
+        self._transport = transport
+        self._adapters: dict[str, AdapterFiles] = {}
+        self._writing = threading.Lock()
+
+    def home(self, name: str) -> Path:
+        """The folder of its files, which are written when a server first loads from files."""
+        return self._folder / name
+
+    def ticket(self, name: str) -> Path:
+        """The folder given to servers that load by the transport."""
+        return self.home(name) / "ticket"
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._adapters)
+
+    def take(self, name: str, adapter: AdapterFiles) -> None:
+        self.home(name).mkdir(parents=True)
+        self._adapters[name] = adapter
+
+    def files(self, name: str) -> Path:
+        return self._write(name, self.home(name))
+
+    def carry(self, name: str, copies: Mapping[str, tuple[int, int]]) -> AbstractContextManager[Handover | None]:
+        if self._transport is None:
+            return nullcontext()
+        return self._transport.carry(self._adapters[name], self.ticket(name), copies)
+
+    @contextmanager
+    def explaining(self, name: str) -> Iterator[Sequence[Path]]:
+        homes = [home for home in (self.home(name), self.ticket(name)) if home.is_dir()]
+        for home in homes:
+            (self._write(name, home) / EXPLAIN_FILE).touch()
+        try:
+            yield homes
+        finally:
+            for home in homes:
+                (home / EXPLAIN_FILE).unlink()
+
+    def drop(self, name: str) -> None:
+        """The files go too: a server that loads a name again by itself finds nothing."""
+        del self._adapters[name]
+        shutil.rmtree(self.home(name))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _write(self, name: str, folder: Path) -> Path:
+        adapter = self._adapters[name]
+        with self._writing:
+            for file in adapter.files:
+                if not (folder / file).exists():
+                    (folder / file).write_bytes(_proven(adapter, file))
+        return folder
+
+
+def _proven(adapter: AdapterFiles, file: str) -> memoryview:
+    """A file's bytes. Raises GateError for one of a store that somebody has changed since it was published."""
+    files, content = adapter.files, adapter.files[file]
+    if isinstance(files, Stored) and adapter.pieces and first_difference(content, adapter.pieces[file]) is not None:
+        raise GateError(f"{files.parts[file].key} is not what the trainer wrote there", where=files.store.uri)
+    return memoryview(content)

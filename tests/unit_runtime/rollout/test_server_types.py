@@ -11,9 +11,9 @@ import pytest
 
 from orbit_runtime.errors import GateError, OrbitError, UnsupportedError
 from orbit_runtime.loop.served_teacher import FIELD
-from orbit_runtime.rollout.served_teacher import ANSWER_BYTES, ENTRY_BYTES, SEQUENCES, ServedTeacher
+from orbit_runtime.rollout.teacher_servers import ANSWER_BYTES, ENTRY_BYTES, SEQUENCES, ServedTeacher
 from tests.fakes.fake_servers import FakeServer, dies_at, once
-from tests.unit_runtime.rollout.test_served_teacher import TOKENS, servers, teacher
+from tests.unit_runtime.rollout.test_teacher_servers import TOKENS, servers, teacher
 
 __all__ = ["servers"]
 

@@ -12,7 +12,7 @@ import pytest
 from orbit_runtime.errors import CredentialsError, EngineDiedError, GateError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.loop.served_teacher import FIELD
 from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
-from orbit_runtime.rollout.served_teacher import SEQUENCES, ServedTeacher
+from orbit_runtime.rollout.teacher_servers import SEQUENCES, ServedTeacher
 from orbit_runtime.types import Sampling
 from tests.fakes.fake_servers import CUT, FakeServer, dies_at, once
 from tests.unit_runtime.rollout.test_served_engine import Words
