@@ -21,11 +21,11 @@ from orbit_runtime.errors import EXIT_DONE, UsageError
 from orbit_runtime.model_info.settings import check_model_folder
 from orbit_runtime.serve.names import check_one_source
 from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
+from orbit_runtime.workers.run_token import SERVE_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.serve.requests import Limits
 
-TOKEN_VARIABLE = "ORBIT_SERVE_TOKEN"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -52,7 +52,7 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
         taken. OrbitError: model or adapters cannot be served.
     """
-    host, port, token = read_door(options.listen, options.token_file, TOKEN_VARIABLE)
+    host, port, token = read_door(options.listen, options.token_file, SERVE_VARIABLE)
     limits = read_limits(options.limits)
     adapters = dict(_named(each) for each in options.adapters)
     check_named(options.source, options.model, list(adapters.values()))

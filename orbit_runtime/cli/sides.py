@@ -20,6 +20,7 @@ from orbit_runtime.cli.output import print_json
 from orbit_runtime.cli.run import run_with
 from orbit_runtime.cli.serve import read_door, read_token
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, StoppedOnRequest, UsageError
+from orbit_runtime.workers.run_token import SERVICE_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.run import RunResult
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from orbit_runtime.services.connection import Connection
     from orbit_runtime.spec import OrbitRun
 
-TOKEN_VARIABLE = "ORBIT_SERVICE_TOKEN"
 CHILD_PATIENCE_SECONDS = 2400.0
 """Longer than ranks may take to start (`workers.ranks`), whose error says more."""
 
@@ -54,7 +54,7 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
     """
     from orbit_runtime.spec import load_manifest
 
-    host, port, token = read_door(options.listen, options.token_file, TOKEN_VARIABLE)
+    host, port, token = read_door(options.listen, options.token_file, SERVICE_VARIABLE)
     manifest = load_manifest(options.file, options.overrides)
     check_can_train()
     from orbit_runtime.observability.server import check_port
@@ -132,7 +132,7 @@ def run_orchestrator(
     if not 0 < patience < float("inf"):
         raise UsageError(f"{patience} is not a valid time to wait", where="--patience", fix="write seconds")
     manifest = load_manifest(file, overrides)
-    token = read_token(token_file, os.environ, TOKEN_VARIABLE)
+    token = read_token(token_file, os.environ, SERVICE_VARIABLE)
 
     def train(progress: Progress) -> RunResult:
         from orbit_runtime.services.building import kinds_of

@@ -6,7 +6,6 @@ Belongs here: their life cycles. Does not belong here: calls to them (`connectio
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from tempfile import TemporaryDirectory
 from orbit_runtime import errors
 from orbit_runtime.errors import EngineDiedError, OrbitError
 from orbit_runtime.workers.ports import HeldPort
+from orbit_runtime.workers.run_token import new_token, token_pipe
 
 MOST_STARTS = 20
 END_SECONDS = 30.0
@@ -30,7 +30,7 @@ class Children:
 
     def __init__(self, kinds: Sequence[str], file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> None:
         """Args: kinds: `trainer`, `inference`."""
-        self.token = secrets.token_urlsafe(32)
+        self.token = new_token()
         self._file = file
         self._overrides = overrides
         self._note = note
@@ -90,21 +90,27 @@ class Children:
 
     def _start(self, kind: str) -> None:
         self._starts += 1
+        # A reward that may read other processes' environments finds no token there.
+        token = token_pipe(self.token)
         command = [
             sys.executable, "-P", "-m", "orbit_runtime.cli.main", kind, str(self._file),
             "--listen", f"127.0.0.1:{self._ports[kind].number}", "--end-with-input",
+            "--token-file", f"/dev/fd/{token}",
             *(part for each in self._overrides for part in ("--set", each)),
         ]  # fmt: skip
-        with self._log(kind).open("wb") as log:
-            self._processes[kind] = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                env={**os.environ, "ORBIT_SERVICE_TOKEN": self.token},
-                # Ctrl-C of a terminal is for the orchestrator, which ends them once its step is kept.
-                start_new_session=True,
-            )
+        try:
+            with self._log(kind).open("wb") as log:
+                self._processes[kind] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=log,
+                    pass_fds=(token,),
+                    # Ctrl-C of a terminal is for the orchestrator, which ends them once its step is kept.
+                    start_new_session=True,
+                )
+        finally:
+            os.close(token)
 
     def _log(self, kind: str) -> Path:
         return Path(self._scratch.name) / f"{kind}.log"

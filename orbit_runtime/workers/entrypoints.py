@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.workers.reward_process import child_environment
+
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 CHECK_SECONDS = 120.0
 FROM_PYTHON = "given:from_python"
@@ -132,10 +134,9 @@ def check_elsewhere(target: str, names: Sequence[str], search_path: Sequence[str
         TargetError: see `load_function`; or the import does not end.
     """
     asked = json.dumps([target, list(names), [*search_path, *(folder or os.getcwd() for folder in sys.path)]])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", __name__, asked]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, env=child_environment())
     except subprocess.TimeoutExpired:
         raise TargetError(f"importing {target!r} takes more than {CHECK_SECONDS:g} s") from None
     # The user's module may print as well.

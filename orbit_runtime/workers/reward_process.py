@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.workers.run_token import SERVE_VARIABLE, SERVICE_VARIABLE
 from orbit_runtime.workers.stacks import Stacks
 
 PACKAGE_ROOT = str(Path(__file__).parents[2])
@@ -134,10 +135,11 @@ def search_path_of(folders: Sequence[str]) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """The parent's environment, with Orbit importable and without a thread pool in every worker."""
+    """The environment of a process that runs a user's code: the parent's without the tokens of its ports, with Orbit
+    importable and without a thread pool in every worker."""
     inherited = os.environ.get("PYTHONPATH")
     return {
         "OMP_NUM_THREADS": "1",
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in (SERVE_VARIABLE, SERVICE_VARIABLE)},
         "PYTHONPATH": os.pathsep.join([*([inherited] if inherited else []), PACKAGE_ROOT]),
     }

@@ -19,6 +19,8 @@ TOKEN_VARIABLE = "ORBIT_TOKEN_FILE"
 """Path of the token file of a `Split` pod. If unset, the run makes a token of its own."""
 PIPE_VARIABLE = "ORBIT_SGLANG_TOKEN_FD"
 """Descriptor from which a server reads its token."""
+SERVE_VARIABLE, SERVICE_VARIABLE = "ORBIT_SERVE_TOKEN", "ORBIT_SERVICE_TOKEN"
+"""Tokens that the clients of `orbit serve`, and the three processes of a run, present."""
 
 
 def new_token() -> str:

@@ -23,7 +23,7 @@ def look_around(
         "opened": sorted(opened(processes)),
         "signalled": [pid for pid in processes if can_signal(pid)],
         "answers": [ask(url) for url in urls],
-        "variable": os.environ.get("ORBIT_TOKEN_FILE"),
+        "variables": [name for name in os.environ if name.startswith("ORBIT_") and "TOKEN" in name],
         "temporary": own_file(),
     }
     Path(report).write_text(json.dumps(found))

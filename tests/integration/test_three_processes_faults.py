@@ -332,6 +332,8 @@ def test_a_child_of_orbit_rl_that_ends_with_a_mistake_of_the_user_is_not_started
     (tmp_path / "run.json").write_text(json.dumps(asked))
     notes: list[str] = []
     with Children(("trainer",), tmp_path / "run.json", (), notes.append) as children:
+        shown = [Path(f"/proc/{children.pid('trainer')}/{each}").read_bytes() for each in ("environ", "cmdline")]
+        assert children.token.encode() not in b"".join(shown), "rewards of root may read it"
         os.waitid(os.P_PID, children.pid("trainer"), os.WEXITED | os.WNOWAIT)
         with pytest.raises(ModelError, match=r"the trainer process ended: .*nowhere"):
             children.check()

@@ -13,6 +13,7 @@ import pytest
 
 from orbit_runtime.errors import OutputError
 from orbit_runtime.workers.confine import landlock_version
+from orbit_runtime.workers.entrypoints import check_elsewhere
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE, run_token, shared_token
 
 ROOT = Path(__file__).parents[3]
@@ -23,6 +24,7 @@ LOOK = """
 import json, os, sys
 from orbit_runtime.workers.reward_pool import RewardPool
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
+from orbit_runtime.workers.entrypoints import check_elsewhere
 from orbit_runtime.workers.run_token import new_token, shared_token
 from pathlib import Path
 
@@ -74,9 +76,17 @@ def test_a_reward_opens_and_signals_no_process_of_the_run(tmp_path: Path, prefix
 def test_a_reward_of_a_split_pod_reads_no_token(tmp_path: Path, token_folder: Path) -> None:
     found = look(tmp_path, prefix=[], ORBIT_TOKEN_FILE=str(token_folder / "token"))
     assert (found["opened"], found["signalled"], found["seen in"]) == ([], [], [])
-    assert found["variable"] is None
+    assert found["variables"] == []
     assert found["temporary"] == "mine"
     assert len((token_folder / "token").read_text()) > 40, "it stands there all the same"
+
+
+def test_no_code_of_a_user_inherits_a_token_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert look(tmp_path, prefix=[], ORBIT_SERVICE_TOKEN="secret", ORBIT_SERVE_TOKEN="secret")["variables"] == []
+    monkeypatch.setenv("ORBIT_SERVICE_TOKEN", "secret")
+    module = "import os\nassert 'ORBIT_SERVICE_TOKEN' not in os.environ, 'it is here'\n\ndef f(text): ...\n"
+    (tmp_path / "looks_when_imported.py").write_text(module)
+    check_elsewhere("looks_when_imported:f", ["text"], [str(tmp_path)])
 
 
 def test_without_confinement_the_reward_would_have_seen_all_of_it(tmp_path: Path, token_folder: Path) -> None:
