@@ -57,12 +57,12 @@ TABLE: dict[str, dict[str, Any]] = {
     "check of an entry point": {"own group": False, "own session": False},
     "server": {"streams": ["device", "file", "file"], "hands on": ["pipe"]},
 }
-USERS_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+TOKENS = ("ORBIT_SERVE_TOKEN", "ORBIT_SERVICE_TOKEN")
+USERS_ENVIRONMENT = {"OMP_NUM_THREADS": "1", **dict.fromkeys(TOKENS)}
 ENVIRONMENT: dict[str, dict[str, str]] = {
-    "check of an entry point": {},
     "server": {"HF_HUB_OFFLINE": "1", "ORBIT_SGLANG_PARENT": str(os.getpid()), "OWN": "1"},
 }
-"""What a child's environment has beside its parent's, and Orbit on PYTHONPATH."""
+"""What differs from its parent's, by kind, beside Orbit on PYTHONPATH; None for a variable that is taken away."""
 
 
 def rewards(path: Path) -> None:
@@ -154,6 +154,8 @@ def test_a_child_may_do_what_its_kind_may(
     """Args: calls: counted by a variable of a module, which a cell has from its template and keeps."""
     for name in ("ORBIT_ATTEMPT", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+    for name in TOKENS:
+        monkeypatch.setenv(name, "secret")
     start(tmp_path / "seen")
     looks = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
     assert [each.pop("calls") for each in looks] == calls
@@ -204,7 +206,7 @@ def from_outside(pid: int) -> dict[str, Any]:
     """What the kernel says of another process."""
     folder = Path(f"/proc/{pid}")
     given = dict(each.split("=", 1) for each in (folder / "environ").read_text().split("\0") if each)
-    names = (os.environ.keys() | given.keys()) - {"PYTEST_CURRENT_TEST"}
+    names = (os.environ.keys() | given.keys()) - {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
     return {
         "streams": [os.readlink(folder / "fd" / str(each)).partition(":")[0] for each in range(3)],
         "own session": os.getsid(pid) == pid,
@@ -234,8 +236,9 @@ def test_trainer_and_inference_are_apart_and_end_with_their_input(tmp_path: Path
         for kind in ("trainer", "inference"):
             seen = from_outside(children.pid(kind))
             assert (seen["streams"][:2], seen["own session"]) == (["pipe", "/dev/null"], True)
-            assert seen["changed"] == {"ORBIT_SERVICE_TOKEN"}
+            assert seen["changed"] == set()
             assert b"--end-with-input" in command(children.pid(kind))
+            assert children.token.encode() not in command(children.pid(kind))
 
 
 def command(pid: int) -> bytes:
