@@ -13,7 +13,7 @@ from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Verdict as Judged
 from orbit_runtime.planner import judge
-from orbit_runtime.planner.asked import asked_machine
+from orbit_runtime.planner.job import asked_machine
 from orbit_runtime.spec import OrbitRun
 
 Verdict = tuple[str, str, str]

@@ -2,7 +2,7 @@
 
 Belongs here: how each setting of `types.Sampling` changes logits, over any number of rows. Does not belong here: draws
 (`rollout.sampling`), which tokens were seen before (`policy.seen`), which settings a server supports
-(`planner.sampling`).
+(`planner.support.sampling`).
 
 The order is that of transformers' processors (`GenerationMixin._get_logits_processor`, 5.x): logit bias, repetition
 penalty, temperature, top-k, top-p of the top-k tokens, min-p. Log-probs are renormalised over the remaining tokens.

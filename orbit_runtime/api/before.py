@@ -108,10 +108,9 @@ def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:
     Raises:
         UnsupportedError: (78) the model cannot be divided by these sizes, or not by this version.
     """
-    from orbit_runtime.planner.division import check_division
     from orbit_runtime.planner.job import build_job
     from orbit_runtime.planner.layout import asked_layout
-    from orbit_runtime.planner.verdict import plan_as_run
+    from orbit_runtime.planner.verdict import check_division, plan_as_run
 
     machine = this_machine(run.spec.placement)
     if model is None:

@@ -17,7 +17,7 @@ from orbit_runtime.model_info.checkpoint import Headers, headers_facts
 from orbit_runtime.model_info.layouts import StoredLinear, check_head, read_linears
 from orbit_runtime.model_info.quantization import PRECISIONS, QuantFormat, parse_quantization
 from orbit_runtime.model_info.weights import EXPERT, Architecture, ModelFacts, Weight
-from orbit_runtime.planner.support import FAMILY_NAMES, MOE_FAMILIES, Combination, find_support
+from orbit_runtime.planner.support.combinations import FAMILY_NAMES, MOE_FAMILIES, Combination, find_support
 
 PLACES = (("Torch", "Torch", 1), ("Torch", "SGLang", 1), ("Megatron", "SGLang", 8))
 """Ways to run: trainer, engine and number of GPUs."""

@@ -242,7 +242,7 @@ def _local_subjects(
     progress.stage("importing torch")
     from orbit_runtime.loop.evaluate import open_models
     from orbit_runtime.loop.kept import Kept, kept_steps
-    from orbit_runtime.planner.whole import check_adapted
+    from orbit_runtime.planner.support.manifests import check_adapted
     from orbit_runtime.storage import open_store
 
     check_adapted(run.spec)

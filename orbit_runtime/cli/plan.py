@@ -44,7 +44,7 @@ def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool
 
 def find_machine(run: OrbitRun, gpu: str | None) -> Machine:
     """The machine that `--gpu` or `placement.gpuProduct` names, with the manifest's number of GPUs; else this one."""
-    from orbit_runtime.planner.asked import asked_machine
+    from orbit_runtime.planner.job import asked_machine
 
     if gpu is None and (run.spec.placement.gpus == 0 or run.spec.placement.gpu_product is None):
         return this_machine(run.spec.placement)

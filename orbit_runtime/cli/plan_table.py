@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orbit_runtime.planner import Plan
-from orbit_runtime.planner.devices import gpu_names
+from orbit_runtime.planner.job import gpu_names
 from orbit_runtime.planner.parts import PHASES, Phase
 
 BAR_WIDTH = 64

@@ -30,7 +30,7 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     from orbit_runtime.environments.asked import check_local_inputs, code_path
     from orbit_runtime.evaluation.tasks import task_specs, telling_fields
     from orbit_runtime.model_info.builtin_models import builtin_folder
-    from orbit_runtime.planner.sampling import check_engine, check_teacher_sampling
+    from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 
     run = load_manifest(file, overrides)
@@ -71,7 +71,7 @@ def _check_sizes(run: OrbitRun, folder: Path) -> list[str]:
     """Returns what of the manifest's parallel sizes only `orbit plan` can know, for it asks elsewhere, or is where the
     run will be."""
     from orbit_runtime.api.before import local_facts
-    from orbit_runtime.planner.division import check_sizes, has_sizes
+    from orbit_runtime.planner.verdict import check_sizes, has_sizes
 
     if not has_sizes(run):
         return []

@@ -55,7 +55,7 @@ from orbit_runtime.loop.trainers import (
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
-from orbit_runtime.planner.sampling import check_engine, check_teacher_sampling, sampling_of
+from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, sampling_of
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec

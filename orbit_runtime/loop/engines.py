@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from orbit_runtime.errors import CredentialsError, ManifestError, UnsupportedError
 from orbit_runtime.loop.sides import EngineOrder
-from orbit_runtime.planner.sampling import sampling_of
+from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Server
@@ -26,8 +26,8 @@ from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.model_info.weights import ModelFacts
-    from orbit_runtime.planner.engine_kernels import EngineKernels
-    from orbit_runtime.planner.serving_memory import ServerMemory
+    from orbit_runtime.planner.serving import ServerMemory
+    from orbit_runtime.planner.support.kernels import EngineKernels
     from orbit_runtime.policy import Policy
     from orbit_runtime.policy.facts import PolicyFacts
     from orbit_runtime.rollout.served_engine import ServedEngine
@@ -221,7 +221,7 @@ class Serving:
 
 
 def _plan_kernels(resolved: Resolved, facts: PolicyFacts, model: ModelFacts) -> EngineKernels:
-    from orbit_runtime.planner.engine_kernels import choose_kernels
+    from orbit_runtime.planner.support.kernels import choose_kernels
     from orbit_runtime.rollout.sglang_experts import LORA_LAYOUTS, served_experts
 
     adapts_experts = served_experts(facts.adapter, facts.layers) in LORA_LAYOUTS
@@ -244,8 +244,7 @@ def _plan_serving(resolved: Resolved, model: ModelFacts | None, folder: Path) ->
     from orbit_runtime.loop.machine import gpu_machine
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner import Machine
-    from orbit_runtime.planner.devices import split_devices
-    from orbit_runtime.planner.job import build_job
+    from orbit_runtime.planner.job import build_job, split_devices
     from orbit_runtime.planner.serving import check_servers
     from orbit_runtime.planner.verdict import plan_as_run
 

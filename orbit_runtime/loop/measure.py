@@ -31,7 +31,7 @@ from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_rows, step_name
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
-from orbit_runtime.planner.sampling import check_engine
+from orbit_runtime.planner.support.sampling import check_engine
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import NotFound, Store

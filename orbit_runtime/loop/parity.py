@@ -29,7 +29,7 @@ from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.parity.preflight import Preflight, build_sequences, check_preflight, measure_preflight
 from orbit_runtime.parity.statistics import ParityLimits, build_limits
-from orbit_runtime.planner.sampling import sampling_of
+from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec import MachineFacts, OrbitRun, resolve

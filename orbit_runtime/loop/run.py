@@ -60,7 +60,7 @@ from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.versions import installed_versions
-from orbit_runtime.planner.whole import check_whole
+from orbit_runtime.planner.support.manifests import check_whole
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 from orbit_runtime.workers.signals import StopFlag, stop_on_signals

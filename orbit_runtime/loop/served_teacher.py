@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from orbit_runtime.data.samples import spread, trained
 from orbit_runtime.environments.episodes import Environment, Episode, Played
 from orbit_runtime.loop.engines import PROBES, all_headers
-from orbit_runtime.planner.sampling import sampling_of
+from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Prompt, Rollout, Tokenizer, TokenSource
 

@@ -21,8 +21,8 @@ from orbit_runtime.errors import InternalError, OrbitError, UnsupportedError
 from orbit_runtime.loop.machine import rounding_facts
 from orbit_runtime.loop.rank_places import THREAD_VARIABLES, rank_devices, threads_of_a_rank
 from orbit_runtime.loop.sides import TrainerStart
-from orbit_runtime.planner.sampling import sampling_of
-from orbit_runtime.planner.whole import check_adapted
+from orbit_runtime.planner.support.manifests import check_adapted
+from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec

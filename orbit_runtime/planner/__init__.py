@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.plan import Plan, check_fits, plan
-from orbit_runtime.planner.problem import Problem
+from orbit_runtime.planner.support import Problem
 from orbit_runtime.planner.verdict import Verdict, check_verdict, judge
 
 __all__ = ["Machine", "Plan", "Problem", "Verdict", "check_fits", "check_verdict", "judge", "plan"]

@@ -1,6 +1,7 @@
-"""The facts of a manifest and a machine on which memory depends.
+"""The machine, its division between trainer and engine, and the facts of a manifest on which memory depends.
 
-Belongs here: reading these fields, with `Auto` for trainer and engine resolved for the machine.
+Belongs here: reading these fields, with `Auto` for trainer and engine resolved for the machine; dividing the GPUs of
+`placement`, one answer for the plan, the run and the operator's pod.
 Does not belong here: arithmetic (`parts`), or whether anything is supported (`support`).
 """
 
@@ -10,10 +11,63 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from orbit_runtime.model_info.gpus import GPUCard
-from orbit_runtime.planner.devices import Devices, split_devices
+from orbit_runtime.errors import UsageError
+from orbit_runtime.model_info.gpus import CARDS, GPUCard, find_gpu
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.placement import Placement
+from orbit_runtime.spec.quantities import read_quantity
 from orbit_runtime.spec.teacher import TeacherType
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Example: a trainer on GPU 0 and engines on the other seven: `Devices(range(1), range(1, 8))`.
+
+    GPUs are numbered over the whole machine, or over all nodes; in a `Split` pod each container numbers its own from 0.
+    """
+
+    trainer: range
+    engine: range
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether no GPU belongs to both the trainer and the engine."""
+        return len(self.engine) > 0 and not set(self.trainer) & set(self.engine)
+
+    def servers(self, count: int, size: int) -> tuple[range, ...]:
+        """The GPUs of each of `count` servers: `size` consecutive ones."""
+        first = self.engine.start
+        return tuple(range(first + index * size, first + (index + 1) * size) for index in range(count))
+
+
+def split_devices(placement: Placement, num_gpus: int, nodes: int = 1) -> Devices:
+    """`Colocated`: both have all GPUs. `Split`: the trainer has the first `trainerGpus`, or half; the engine the rest.
+
+    Over several nodes, `num_gpus` in all, the engine has the first, where the run is, and the trainer the others.
+
+    A machine with at most one GPU is not split. The engine keeps at least one GPU: `device_problem` tells whether the
+    machine has enough for `trainerGpus`.
+    """
+    if nodes > 1:
+        return Devices(range(num_gpus // nodes, num_gpus), range(num_gpus // nodes))
+    if placement.layout != "Split" or num_gpus < 2:
+        return Devices(range(num_gpus), range(num_gpus))
+    first = min(placement.trainer_gpus or num_gpus // 2, num_gpus - 1)
+    return Devices(range(first), range(first, num_gpus))
+
+
+def device_problem(placement: Placement, num_gpus: int) -> str | None:
+    """Why `trainerGpus` is impossible on a machine with this many GPUs; None if it is possible."""
+    asked = placement.trainer_gpus
+    if placement.layout != "Split" or asked is None or num_gpus < 2 or asked < num_gpus:
+        return None
+    return f"the trainer's {asked} GPUs leave the engine none of this machine's {num_gpus}"
+
+
+def gpu_names(gpus: range) -> str:
+    """Example: `gpu_names(range(1, 8)) == "GPUs 1-7"`."""
+    return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]}-{gpus[-1]}"
+
 
 ExpertLayout = Literal["SharedOuter", "Shared", "PerExpert", "None"]
 
@@ -199,3 +253,31 @@ def _critic_rank(run: OrbitRun) -> int | None:
 
 def _decide(asked: str, chosen: str) -> str:
     return chosen if asked == "Auto" else asked
+
+
+def asked_machine(run: OrbitRun, gpu: str | None = None) -> Machine | None:
+    """`placement.gpus` on each node, of the type that `gpu` or `placement.gpuProduct` names; the CPU if no GPU is
+    requested.
+
+    None if the manifest requests GPUs without naming the type.
+
+    Raises:
+        UsageError: the GPU is unknown.
+    """
+    placement = run.spec.placement
+    memory, disk = placement.resources.memory, placement.model_cache.size_limit
+    host = read_quantity(memory) if memory else None
+    if gpu is None and placement.gpus == 0:
+        return Machine(None, 0, host, read_quantity(disk) if disk else None)
+    name = gpu or placement.gpu_product
+    if name is None:
+        return None
+    card = find_gpu(name)
+    if card is None:
+        raise UsageError(
+            f"`{name}` is not a GPU that the planner knows",
+            where="--gpu" if gpu else "spec.placement.gpuProduct",
+            fix=f"name one of {', '.join(each.name for each in CARDS)}",
+        )
+    gpus, nodes = max(1, placement.gpus), placement.nodes
+    return Machine(card, gpus * nodes, host, read_quantity(disk) if disk else None, nodes)

@@ -14,21 +14,18 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import assumptions as known
 from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
-from orbit_runtime.planner.advice import advise
 from orbit_runtime.planner.assumptions import GIB
-from orbit_runtime.planner.devices import Devices
-from orbit_runtime.planner.engine_arguments import FIELD, find_contradictions
-from orbit_runtime.planner.engine_kernels import EXCHANGE, choose_kernels, find_unadaptable
-from orbit_runtime.planner.job import Job, Machine, build_job
+from orbit_runtime.planner.job import Devices, Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout, objection
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
-from orbit_runtime.planner.problem import Problem
-from orbit_runtime.planner.sampling import check_engine, check_teacher_sampling
-from orbit_runtime.planner.search import Choice, capacity_of, choose
-from orbit_runtime.planner.serving import find_objection, find_refusal, server_gpus
-from orbit_runtime.planner.serving_memory import ServerMemory, server_memory
-from orbit_runtime.planner.support import Combination, Support, find_support
-from orbit_runtime.planner.whole import whole_problems
+from orbit_runtime.planner.search import Choice, advise, capacity_of, choose
+from orbit_runtime.planner.serving import ServerMemory, find_objection, find_refusal, server_gpus, server_memory
+from orbit_runtime.planner.support import Problem
+from orbit_runtime.planner.support.combinations import Combination, Support, find_support
+from orbit_runtime.planner.support.kernels import EXCHANGE, choose_kernels, find_unadaptable
+from orbit_runtime.planner.support.manifests import whole_problems
+from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling
+from orbit_runtime.planner.support.served import FIELD, find_contradictions
 from orbit_runtime.spec import OrbitRun
 
 

@@ -1,18 +1,25 @@
-"""Our own SGLang servers on several GPUs: how many GPUs each takes, and over how many a model can be cut.
+"""Our own SGLang servers: how many GPUs each takes, over how many a model can be cut, and their memory settings.
 
-Belongs here: SGLang 0.5.23's rules for cutting. Does not belong here: bytes (`parts`), starting servers (`rollout`).
+Belongs here: how SGLang 0.5.23 cuts and counts. Does not belong here: bytes (`parts`), starting servers (`rollout`).
 
-A column-parallel layer is cut by its rows, a row-parallel one by its columns; heads are distributed whole.
+A column-parallel layer is cut by its rows, a row-parallel one by its columns; heads are distributed whole. SGLang
+measures the free memory M of a GPU before it loads a model, and sizes its cache so that base, adapter slots and cache
+together take `--mem-fraction-static` of M (`kv_pool_runtime.py`); `--max-total-tokens` bounds the cache.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
+from orbit_runtime.planner import assumptions as known
 from orbit_runtime.planner.adapter_size import adapted_weights
 from orbit_runtime.planner.job import Job
+from orbit_runtime.planner.parts import base_bytes
+from orbit_runtime.planner.search import Choice
 
 ROW_PARALLEL = ("o_proj", "o_b_proj", "down_proj")
 """Targets whose input is cut; other linears are cut by their output."""
@@ -22,7 +29,7 @@ CPU_MULTIPLE = 32
 MARLIN_COLUMNS, MARLIN_FORMATS = 64, ("NVFP4", "INT4")
 """SGLang 0.5.23's Marlin kernel for experts multiplies that many columns at a time, and pads these formats to nothing
 (`kernels/jit/csrc/gemm/marlin_moe`): other widths end the server at its first pass."""
-FIELD = "spec.rollout.tensorParallel"
+TENSOR_PARALLEL = "spec.rollout.tensorParallel"
 
 
 def server_gpus(model: ModelFacts, job: Job, num_gpus: int) -> int:
@@ -61,7 +68,7 @@ def find_refusal(model: ModelFacts, job: Job, num_gpus: int) -> UnsupportedError
         return UnsupportedError(why, where="spec.rollout.replicas", fix=f"write replicas: {num_gpus} or less")
     sizes = range(1, (job.asked_server_gpus or 1) + 1)
     fitting = [str(size) for size in sizes if find_objection(model, job, size, num_gpus) is None]
-    return UnsupportedError(why, where=FIELD, fix=f"write tensorParallel: {' or '.join(fitting)}")
+    return UnsupportedError(why, where=TENSOR_PARALLEL, fix=f"write tensorParallel: {' or '.join(fitting)}")
 
 
 def check_servers(model: ModelFacts, job: Job, num_gpus: int) -> int:
@@ -122,3 +129,43 @@ def _cuts(stored: StoredWeight, size: int, heads: int, *, on_cpu: bool, family: 
             f"each of {size} GPUs has {width // size} {'columns' if is_row_parallel else 'rows'} of {weight.module}, "
             f"a scale covers {block}"
         )
+
+
+LARGEST_FRACTION = 0.98
+SLACK = 0.01
+"""Added to the fraction: the tokens bound the cache, and the fraction must not fall short of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Example: 65,536 tokens in what is left beside a 4B model's trainer: `ServerMemory(65536, 4, 0.61)`."""
+
+    kv_tokens: int
+    """Tokens that its KV cache holds."""
+    adapter_slots: int
+    """Adapters that it can hold on the device at once; the plan counts unused slots too."""
+    fraction: float
+    """Fraction of the memory free at its start that base, adapter slots and KV cache take."""
+
+
+def server_memory(choice: Choice) -> ServerMemory | None:
+    """The settings of each server; None on a CPU, where its memory is the machine's, and without our own servers."""
+    setting, sizes = choice.setting, choice.sizes
+    if not setting.job.samples:
+        return None
+    if setting.machine.gpu is None or setting.job.engine != "SGLang" or choice.capacity is None:
+        return None
+    rollout = sizes.phases["rollout"]
+    cache = rollout.get("KV cache", 0)
+    own = base_bytes(setting, "engine") + rollout.get("adapter slots", 0) + cache
+    beside = 0 if setting.job.is_split else _trainer_bytes(rollout)
+    free = choice.capacity - beside - rollout.get("runtime (engine)", 0)
+    tokens = cache * setting.job.max_sequence // sizes.kv_bytes_per_sequence if sizes.kv_bytes_per_sequence else 0
+    fraction = math.ceil(1000 * min(LARGEST_FRACTION, own / max(1, free) + SLACK)) / 1000
+    return ServerMemory(tokens, known.SERVER_SLOTS, fraction)
+
+
+def _trainer_bytes(rollout: dict[str, int]) -> int:
+    """Bytes that the trainer holds on the device while the engine samples."""
+    names = ("base (trainer)", "base (trainer), replicated", "runtime (trainer)", "adapter", "optimizer")
+    return sum(rollout.get(name, 0) for name in names)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import EngineDiedError, GateError, ModelError, UnsupportedError
-from orbit_runtime.planner.sampling import Kind, check_sampling, shaping_fields
+from orbit_runtime.planner.support.sampling import Kind, check_sampling, shaping_fields
 from orbit_runtime.rollout.replica import Replica, Whose
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.server_types import About, Api, LostError

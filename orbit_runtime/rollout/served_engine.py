@@ -223,7 +223,7 @@ class ServedEngine:
         return self._queue.news()
 
     def kinds(self) -> set[str]:
-        """Of its servers, as `planner.sampling` names them."""
+        """Of its servers, as `planner.support.sampling` names them."""
         abouts = [replica.about for replica in self.replicas if replica.about]
         return {
             "SGLang without plug-in" if about.kind == "SGLang" and about.plugin is None else about.kind

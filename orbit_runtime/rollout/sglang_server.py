@@ -18,7 +18,7 @@ from typing import Literal
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.names import SGLANG_TARGETS, SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.engine_kernels import EngineKernels
+from orbit_runtime.planner.support.kernels import EngineKernels
 from orbit_runtime.rollout.server_types import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_experts import expert_arguments

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OrbitError
-from orbit_runtime.planner.sampling import Kind
+from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.serve.answers import LAST_EVENT, Form, Sent, event
 from orbit_runtime.serve.asking import Engine, Job
 from orbit_runtime.serve.channel import Choice

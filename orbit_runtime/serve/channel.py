@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from orbit_runtime.planner.sampling import Kind
+from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.rollout.streaming import Alternatives, News
 from orbit_runtime.serve.names import Served
 from orbit_runtime.serve.requests import Limits

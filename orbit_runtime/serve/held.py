@@ -19,7 +19,7 @@ from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.loop.engines import all_headers, build_servers
 from orbit_runtime.loop.sides import EngineOrder
 from orbit_runtime.planner.assumptions import SERVER_SLOTS
-from orbit_runtime.planner.sampling import Kind
+from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.policy import Policy
 from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.serve.policies import Replacing
@@ -90,7 +90,7 @@ def open_servers(
 
 
 def _kind(resolved: Resolved, found: set[str]) -> Kind:
-    """The kind of the servers, for `planner.sampling`."""
+    """The kind of the servers, for `planner.support.sampling`."""
     if "vLLM" in found:
         return "vLLM"
     if resolved.run.spec.rollout.deterministic:

@@ -24,7 +24,7 @@ from orbit_runtime.loop.trainers import adapter_config, build_policy
 from orbit_runtime.model_info.builtin_models import any_builtin_folder
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.model_info.settings import check_model_folder, load_settings
-from orbit_runtime.planner.sampling import Kind
+from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.streaming import StreamingEngine

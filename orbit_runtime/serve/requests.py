@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orbit_runtime.environments.tool_calls import write_tool_call
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.sampling import Kind, check_sampling
+from orbit_runtime.planner.support.sampling import Kind, check_sampling
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.serve.errors import APIError
 from orbit_runtime.types import Sampling

@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p in SGLang: makes its log-probs those of the distribution from which it draws.
 
 Belongs here: the hook of its sampler. Does not belong here: which tokens are removed (`algorithms.distribution`), which
-settings are refused (`planner.sampling`).
+settings are refused (`planner.support.sampling`).
 
 SGLang 0.5.23 reports log-probs of the softmax before truncation, and measures top-p's mass without regard to top-k; on
 a GPU it differs again with min-p (`layers/sampler.py`). It takes the logarithm of `probs` after drawing. The hook

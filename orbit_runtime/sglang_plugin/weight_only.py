@@ -1,7 +1,7 @@
 """FP8 that compressed-tensors wrote, multiplied without rounding activations.
 
 Belongs here: the hook that chooses SGLang's weight-only class for linear layers. Does not belong here: formats that
-SGLang has a flag or a variable for (`planner.engine_kernels`), experts, for which it has no such class.
+SGLang has a flag or a variable for (`planner.support.kernels`), experts, for which it has no such class.
 
 SGLang 0.5.23 uses `CompressedTensorsW8A16Fp8` (Marlin) only on GPUs without FP8, or for checkpoints that describe no
 activations.

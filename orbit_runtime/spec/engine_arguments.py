@@ -1,7 +1,7 @@
 """`rollout.engineArguments`: which of SGLang's flags a manifest may pass, and which are Orbit's own.
 
 Belongs here: names, kinds and bounds, of SGLang 0.5.23. Does not belong here: whether they fit a model and its GPUs
-(`planner.engine_arguments`), or the flags that Orbit writes (`rollout.sglang_server`).
+(`planner.support.served`), or the flags that Orbit writes (`rollout.sglang_server`).
 
 A flag is in the table if a publish is still proven with it and if it names no file, no code and no address.
 """

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.adapters.names import SGLANG_TARGETS
-from orbit_runtime.planner.engine_kernels import DEEPGEMM_VARIABLE, FP8_VARIABLE, MXFP4_FLAG, NVFP4_FLAG
-from orbit_runtime.planner.support import PINNED
+from orbit_runtime.planner.support.combinations import PINNED
+from orbit_runtime.planner.support.kernels import DEEPGEMM_VARIABLE, FP8_VARIABLE, MXFP4_FLAG, NVFP4_FLAG
 from orbit_runtime.rollout.sglang_experts import MOE_RUNNERS
 from orbit_runtime.rollout.sglang_server import deterministic_attention
 from orbit_runtime.sglang_plugin import deepseek_v4

@@ -18,7 +18,7 @@ from orbit_runtime.loop.replay import replay
 from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.loop.trainers import decide_division
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.planner.support import Combination, find_support
+from orbit_runtime.planner.support.combinations import Combination, find_support
 from orbit_runtime.spec import OrbitRun, load_manifest, resolve
 from orbit_runtime.storage import open_store
 from tests.integration.killing import adapter_digests, small_manifest

@@ -1,7 +1,7 @@
 """Every setting of sampling against transformers' own processors, and trainer against engine, alone and in pairs.
 
 Belongs here: that tokens are drawn from the distribution that log-probs are told of. Does not belong here: what servers
-can give (`planner.sampling`).
+can give (`planner.support.sampling`).
 """
 
 from __future__ import annotations

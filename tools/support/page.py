@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orbit_runtime.planner.support import FAMILY_NAMES, FORMATS, MOE_FAMILIES, PINNED, Combination, find_support
+from orbit_runtime.planner.support.combinations import (
+    FAMILY_NAMES,
+    FORMATS,
+    MOE_FAMILIES,
+    PINNED,
+    Combination,
+    find_support,
+)
 from orbit_runtime.rollout.sglang_experts import MOE_RUNNERS
 
 LAYOUTS = ("SharedOuter", "Shared", "PerExpert", "None")

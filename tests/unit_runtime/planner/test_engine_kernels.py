@@ -9,7 +9,7 @@ import pytest
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.planner import Machine, plan
-from orbit_runtime.planner.engine_kernels import (
+from orbit_runtime.planner.support.kernels import (
     DEEPGEMM_VARIABLE,
     EXCHANGE,
     EXPERTS_FLAG,

@@ -17,7 +17,7 @@ from orbit_runtime.planner import Machine, Plan, check_fits, plan
 from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.job import Asked, build_job
 from orbit_runtime.planner.layout import Layout, possible_layouts
-from orbit_runtime.planner.support import (
+from orbit_runtime.planner.support.combinations import (
     FAMILY_NAMES,
     FORMATS,
     LIMITS,

@@ -15,8 +15,7 @@ from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, check_fits, plan
-from orbit_runtime.planner.devices import Devices
-from orbit_runtime.planner.job import Job, build_job
+from orbit_runtime.planner.job import Devices, Job, build_job
 from orbit_runtime.planner.serving import check_servers, find_refusal, server_gpus
 from tests.unit_runtime.planner.test_planner import build, planned
 

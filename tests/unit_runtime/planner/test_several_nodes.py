@@ -9,7 +9,7 @@ import pytest
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.model_info.cards import find_card_facts
 from orbit_runtime.planner import judge
-from orbit_runtime.planner.asked import asked_machine
+from orbit_runtime.planner.job import asked_machine
 from orbit_runtime.planner.verdict import Verdict
 from orbit_runtime.spec import MachineFacts, OrbitRun, load_manifest, resolve
 from orbit_runtime.spec.placement import Placement

@@ -17,7 +17,7 @@ from fakes.ports import free_port
 
 from orbit_runtime import __version__
 from orbit_runtime.errors import EngineDiedError, OutputError, UnsupportedError, UsageError
-from orbit_runtime.planner.engine_kernels import (
+from orbit_runtime.planner.support.kernels import (
     DEEPGEMM_VARIABLE,
     FP8_VARIABLE,
     MXFP4_FLAG,

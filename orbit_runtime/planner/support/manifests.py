@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.problem import Problem
+from orbit_runtime.planner.support import Problem
 from orbit_runtime.spec.run import RunSpec
 
 FIELD = "spec.adapter.type"
