@@ -26,7 +26,7 @@ from orbit_runtime.training.state import CRITIC_PART, PART, TEACHER_PART, build_
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.training.values import LocalValues, ValueModel
-from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
+from orbit_runtime.types import AdapterManifest, AdapterSink, Computed, Sample, Scored, StateWriter, UpdateResult
 
 
 class TorchTrainer:
@@ -51,20 +51,8 @@ class TorchTrainer:
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         return self._updater.update(samples_D)
 
-    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = self._updater.logprobs(samples_D)
-        return [columns[index] for index in range(len(samples_D))]
-
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = self._updater.reference_logprobs(samples_D)
-        return [columns[index] for index in range(len(samples_D))]
-
-    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = self._updater.values(samples_D)
-        return [columns[index] for index in range(len(samples_D))]
-
-    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = self._updater.teacher_logprobs(samples_D)
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
+        columns = self._updater.column(name, samples_D)
         return [columns[index] for index in range(len(samples_D))]
 
     # --- publishing and proof ---

@@ -35,7 +35,7 @@ from orbit_runtime.training.passes import Passes, TrainingPass
 from orbit_runtime.training.schedule import learning_rate
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.teacher import Teacher
-from orbit_runtime.types import FLOATS, Sample, StateWriter, UpdateResult
+from orbit_runtime.types import FLOATS, Computed, Sample, StateWriter, UpdateResult
 
 
 class Updater:
@@ -346,25 +346,9 @@ class Updater:
         all_R = self._passes.logprobs(micro, self._settings.sampling, adapter=adapter, routed_TLC=routed_TLC)
         return all_R[micro.trained_R]
 
-    def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Log-probs under the current policy: columns of the samples that this replica computes, by index."""
-        return self._read(samples_D, partial(self._passed, adapter=True))
-
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Columns of the samples that this replica computes, by index."""
-        return self._read(samples_D, partial(self._passed, adapter=False))
-
-    def values(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        assert self.critic is not None, "the algorithm has a critic"
-        return self._read(samples_D, self.critic.values)
-
-    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        assert self.teacher is not None, "the algorithm has a teacher"
-        teacher, sampling = self.teacher, self._settings.sampling
-        return self._read(samples_D, lambda micro: teacher.logprobs(micro, sampling, self._replayed(micro)))
-
-    def _read(self, samples_D: Sequence[Sample], read: Callable[[MicroBatch], torch.Tensor]) -> dict[int, array[float]]:
-        """A column of `read`'s value for each trained token, for the samples that this replica computes."""
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        """As `Trainer.column`: of the samples that this replica computes, by their index."""
+        read = self._reader(name)
         columns: dict[int, array[float]] = {}
         parts = pack_micro_batches(samples_D, self._settings.micro_batch_tokens)
         for number, counts in deal(len(parts), self._passes.replica):
@@ -377,6 +361,17 @@ class Updater:
                 column_T[np.flatnonzero(samples_D[index].loss_mask_T)] = piece.numpy()
                 columns[index] = array(FLOATS, column_T.tobytes())
         return columns
+
+    def _reader(self, name: Computed) -> Callable[[MicroBatch], torch.Tensor]:
+        """Computes a column's value for each trained token of a micro-batch."""
+        if name == "value":
+            assert self.critic is not None, "the algorithm has a critic"
+            return self.critic.values
+        if name == "teacher":
+            assert self.teacher is not None, "the algorithm has a teacher"
+            teacher, sampling = self.teacher, self._settings.sampling
+            return lambda micro: teacher.logprobs(micro, sampling, self._replayed(micro))
+        return partial(self._passed, adapter=name == "policy")
 
 
 _TOKEN_MEANS = ("kl", "kl_old", "clip_fraction", "dropped_fraction", "entropy", "teacher_divergence")

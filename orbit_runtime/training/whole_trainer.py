@@ -24,7 +24,7 @@ from orbit_runtime.training.passes import LocalPasses
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.state import PART, build_state, unpack_state
 from orbit_runtime.training.updater import Updater
-from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
+from orbit_runtime.types import AdapterManifest, AdapterSink, Computed, Sample, Scored, StateWriter, UpdateResult
 
 SHARD_BYTES = 5 * 10**9
 """Maximum file size, as Hugging Face's writers use; a larger tensor has a file of its own."""
@@ -50,14 +50,11 @@ class WholeTrainer:
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         return self._updater.update(samples_D)
 
-    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = self._updater.logprobs(samples_D)
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
+        if name != "policy":
+            raise InternalError("a model that trains as a whole keeps no base to compare with")
+        columns = self._updater.column(name, samples_D)
         return [columns[index] for index in range(len(samples_D))]
-
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        raise InternalError("a model that trains as a whole keeps no base to compare with")
-
-    values = teacher_logprobs = reference_logprobs
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         """Both results are the model's: there is no adapter to remove."""

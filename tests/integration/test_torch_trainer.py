@@ -84,7 +84,7 @@ def with_advantage(samples: list[Sample], value: float) -> list[Sample]:
 
 
 def with_reference(samples: list[Sample], trainer: TorchTrainer) -> list[Sample]:
-    return with_column(samples, "reference", trainer.reference_logprobs(samples))
+    return with_column(samples, "reference", trainer.column("reference", samples))
 
 
 def gradients(trainer: TorchTrainer, samples: list[Sample]) -> dict[str, torch.Tensor]:
@@ -249,7 +249,7 @@ def test_a_step_without_samples_trains_nothing_and_counts(folder: Path) -> None:
 def test_parity_statistics_are_those_of_the_given_logprobs(folder: Path) -> None:
     trainer = build(folder)
     samples = samples_of(2)
-    moved = [array("f", (value + 0.5 for value in column)) for column in trainer.reference_logprobs(samples)]
+    moved = [array("f", (value + 0.5 for value in column)) for column in trainer.column("reference", samples)]
     metrics = trainer.update(with_column(samples, "sampled", moved)).metrics
     # B starts at zero, so the adapted policy is the reference: every token differs by exactly the planted half.
     assert metrics["parity_mean"] == pytest.approx(0.5, abs=1e-5)
