@@ -120,7 +120,7 @@ def test_its_rank_may_be_another(folder: Path) -> None:
     critic = trainer._updater.critic
     assert critic is not None
     assert {p.shape[0] for name, p in critic.parameters.items() if name.endswith("lora_A")} == {2}
-    assert {p.shape[0] for name, p in trainer._masters.items() if name.endswith("lora_A")} == {4}
+    assert {p.shape[0] for name, p in trainer._masters.parameters.items() if name.endswith("lora_A")} == {4}
 
 
 def test_what_comes_after_the_last_token_is_valued_whatever_token_stands_for_it(folder: Path) -> None:

@@ -343,9 +343,9 @@ def test_an_average_and_a_lag_worked_out(folder: Path) -> None:
         history.clear()
         for seed in range(3):
             trainer.update(with_teacher(trainer, samples_of(seed)))
-            history.append({name: each.detach().clone() for name, each in trainer._masters.items()})
+            history.append({name: each.detach().clone() for name, each in trainer._masters.parameters.items()})
         held = trainer._updater.teacher._masters.parameters  # type: ignore[union-attr]
-        start = build(folder, None)._masters
+        start = build(folder, None)._masters.parameters
         for name, value in held.items():
             if trainer is lagged:
                 assert torch.equal(value, history[1][name])
@@ -363,7 +363,7 @@ def test_cutting_into_micro_batches_changes_no_gradient(folder: Path) -> None:
         student = taught_by(folder, files)
         student._updater._settings = replace(student._settings, micro_batch_tokens=tokens)
         student.update(samples_of(1))
-        digests.append({name: each.detach().clone() for name, each in student._masters.items()})
+        digests.append({name: each.detach().clone() for name, each in student._masters.parameters.items()})
     for name, value in digests[0].items():
         torch.testing.assert_close(value, digests[1][name], rtol=0, atol=2e-5)
 

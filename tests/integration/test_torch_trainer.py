@@ -87,11 +87,15 @@ def with_reference(samples: list[Sample], trainer: TorchTrainer) -> list[Sample]
     return with_column(samples, "reference", trainer.column("reference", samples))
 
 
+def num_parameters(trainer: TorchTrainer) -> int:
+    return sum(master.numel() for master in trainer._masters.parameters.values())
+
+
 def gradients(trainer: TorchTrainer, samples: list[Sample]) -> dict[str, torch.Tensor]:
     """The gradient that an update applies, read back from Adam's first moment after one step."""
     trainer.update(samples)
     return {
-        name: trainer._optimizer.state[parameter]["exp_avg"] * 10
+        name: trainer._updater.optimizer.state[parameter]["exp_avg"] * 10
         for name, parameter in trainer._policy.injected.masters.parameters.items()
     }
 
@@ -129,8 +133,8 @@ def test_however_any_batch_is_packed_its_loss_and_gradient_are_the_same(
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     masters = [trainer._policy.injected.masters.parameters for trainer in (packed, single)]
     for name, parameter in masters[0].items():
-        found = packed._optimizer.state[parameter]["exp_avg"]
-        expected = single._optimizer.state[masters[1][name]]["exp_avg"]
+        found = packed._updater.optimizer.state[parameter]["exp_avg"]
+        expected = single._updater.optimizer.state[masters[1][name]]["exp_avg"]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -148,10 +148,6 @@ class MegatronTrainer:
         """The adapter's parameters, over all ranks."""
         return self._held
 
-    @property
-    def trainable_parameters(self) -> int:
-        return self.facts.report.trainable_parameters
-
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         self._let_be_read()
         results = self._call("update", tuple(samples_D))
