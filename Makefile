@@ -23,7 +23,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 
 PURE := agents api errors types seeds spec storage workers model_info planner algorithms data environments observability
 # Types of these are checked too, except what they get from torch.
-TORCH := loop rollout training
+TORCH := loop rollout sides training
 # What is run by long commands alone; a name that is gone would otherwise be found on the day when it is needed.
 RARELY_RUN := benchmarks tools tests/engines tests/gpu tests/megatron tests/ranks
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
@@ -115,8 +115,8 @@ check: dev ## lint, types, import layers, budgets, stale generated files
 	@# Tells; a result that is old fails nothing.
 	$(BIN)/python -m benchmarks.programs
 
-# Files that are made from the code; with --check a generator fails where one is stale. The first writes crds/, which the chart's reads.
-GENERATORS = tools.reference.generate $(filter-out tools.reference.generate,$(subst /,.,$(basename $(wildcard tools/*/generate.py))))
+# A package that describes itself to people or to a cluster has a generate.py; with --check it fails where a file is stale.
+GENERATORS = $(subst /,.,$(basename $(wildcard orbit_runtime/*/generate.py tools/*/generate.py)))
 generate = @set -e; for module in $(GENERATORS); do echo "python -m $$module $(1)"; $(BIN)/python -m $$module $(1); done
 
 crds docs: dev ## regenerate crds/, docs/reference/ and the generated files of charts/ from the code

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Buffer, Mapping
+from collections.abc import Buffer, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from orbit_runtime.adapters.names import is_outer, layer_of
 from orbit_runtime.digests import first_difference
-from orbit_runtime.errors import ModelError
+from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.model_info.headers import Header, parse_header
 from orbit_runtime.spec.adapter import NEUMANN_TERMS
 from orbit_runtime.storage import NotFound, Store, open_store
@@ -32,6 +32,12 @@ REFUSED_FIELDS: dict[str, Any] = {
     "modules_to_save": None, "block_share": False,
 }  # fmt: skip
 """Fields of PEFT's configuration that would change the arithmetic, each with the only value that Orbit supports."""
+ADAPTERS = "adapters/"
+"""Folder of the adapters that a run published."""
+
+
+def adapter_name(version: int) -> str:
+    return f"policy-v{version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,3 +284,37 @@ def _check_names(adapter: AdapterFolder) -> None:
             raise ModelError(f"lora_A and lora_B of {module} have different ranks", where=where)
         if of_experts and len({shape[0] for shape in shapes} - {1}) > 1:
             raise ModelError(f"the tensors of {module} are of different numbers of experts", where=where)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An adapter, and the name that it has here."""
+
+    name: str
+    uri: str
+
+
+def kept_steps(store: Store, steps: Sequence[int] | None, *, first: bool, option: str = "--steps") -> list[Kept]:
+    """The adapters that a run kept, by step: those asked for, or all.
+
+    Args:
+        first: whether to include step 0 if no steps are given; its adapter is not the bare base.
+        option: of the command line, that named the steps.
+
+    Raises:
+        UsageError: the folder holds no adapter, or lacks one that was asked for.
+    """
+    kept = sorted(int(name.rstrip("/").rpartition("policy-v")[2]) for name in list_bundles(store, ADAPTERS))
+    if not kept:
+        raise UsageError(
+            "this folder holds no adapter", where=store.uri, fix="name the folder of a run that has started"
+        )
+    lacking = sorted({*(steps or ())} - {*kept})
+    if lacking:
+        raise UsageError(
+            f"the run keeps no adapter of step {', '.join(map(str, lacking))}; it keeps: {', '.join(map(str, kept))}",
+            where=f"{store.uri}, {option}",
+            fix="choose from those; a larger spec.checkpoint.keep keeps more",
+        )
+    wanted = [step for step in kept if step or first] if steps is None else sorted({*steps})
+    return [Kept(f"step-{step}", f"{store.uri}/{ADAPTERS}{adapter_name(step)}") for step in wanted]

@@ -121,7 +121,7 @@ def _adapter_of_step(run: str | None, step: int | None) -> dict[str, str]:
     """Its name and address, if a step is named. Raises UsageError if the run does not keep it."""
     if run is None or step is None:
         return {}
-    from orbit_runtime.loop.kept import kept_steps
+    from orbit_runtime.checkpoints.adapter_folder import kept_steps
     from orbit_runtime.storage import open_store
 
     kept = kept_steps(open_store(run, writable=False), [step], first=True, option="--step")

@@ -240,8 +240,8 @@ def _local_subjects(
     models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None, progress: Progress
 ) -> Sequence[Subject]:
     progress.stage("importing torch")
+    from orbit_runtime.checkpoints.adapter_folder import Kept, kept_steps
     from orbit_runtime.loop.evaluate import open_models
-    from orbit_runtime.loop.kept import Kept, kept_steps
     from orbit_runtime.planner.support.manifests import check_adapted
     from orbit_runtime.storage import open_store
 

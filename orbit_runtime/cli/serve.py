@@ -115,7 +115,7 @@ def fetch_named(model: str | None) -> Path | None:
     """
     if model is None or local_folder(model) is not None:
         return None
-    from orbit_runtime.loop.inputs import fetch_model
+    from orbit_runtime.sides.inputs import fetch_model
 
     return fetch_model(model, to_stderr)
 

@@ -8,42 +8,41 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbit_runtime.algorithms.table import Algorithm
-from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.pass_rates import Bounds, PassRates
 from orbit_runtime.data.prompts import PromptTable, check_lengths
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.build import build_environment
-from orbit_runtime.environments.episodes import Environment
-from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.loop.content import Names, content_digests
-from orbit_runtime.loop.engine_ahead import EngineAhead, may_start_ahead
-from orbit_runtime.loop.engines import (
+from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.loop.looking import Bisect
+from orbit_runtime.loop.materials import EpisodeMaterials, Given
+from orbit_runtime.loop.measure import build_held_out, check_held_out_sampling
+from orbit_runtime.loop.parts import Parts
+from orbit_runtime.loop.publish import Publisher
+from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.versions import PolicyVersions
+from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.parity.statistics import base_limit
+from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, sampling_of
+from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
+from orbit_runtime.sides.content import content_digests
+from orbit_runtime.sides.engines import (
+    EngineAhead,
     build_engine,
     change_limit,
     check_token_ids,
+    may_start_ahead,
 )
-from orbit_runtime.loop.inputs import Inputs
-from orbit_runtime.loop.keep import Checkpoints
-from orbit_runtime.loop.keeper import Keeper
-from orbit_runtime.loop.looking import Bisect
-from orbit_runtime.loop.materials import EpisodeMaterials
-from orbit_runtime.loop.measure import HeldOut, build_held_out, check_held_out_sampling
-from orbit_runtime.loop.publish import Publisher
-from orbit_runtime.loop.served_teacher import TaughtEnvironment, attach_teacher
-from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.sides import EngineOrder, Given, Opened, TrainerStart
-from orbit_runtime.loop.teacher import CONTENT as TEACHER
-from orbit_runtime.loop.teacher import check_base, teacher_digest
-from orbit_runtime.loop.trainers import (
-    TrainerSide,
+from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.interface import EngineOrder, Opened, TrainerStart
+from orbit_runtime.sides.teacher import CONTENT as TEACHER
+from orbit_runtime.sides.teacher import TaughtEnvironment, attach_teacher, check_base, teacher_digest
+from orbit_runtime.sides.trainers import (
     adapter_config,
     build_side,
     check_rank_packages,
@@ -52,86 +51,20 @@ from orbit_runtime.loop.trainers import (
     load_algorithm,
     load_loss,
 )
-from orbit_runtime.loop.versions import PolicyVersions
-from orbit_runtime.model_info.content import kept_weights_digest
-from orbit_runtime.parity.statistics import base_limit
-from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, sampling_of
-from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
+from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.types import Engine, Tokenizer, Trainer
+from orbit_runtime.types import Engine, Tokenizer
 from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 
 if TYPE_CHECKING:
-    from orbit_runtime.policy.facts import PolicyFacts
-    from orbit_runtime.rollout.teacher_servers import ServedTeacher
+    pass
 
 SHORT_CANARY, LONG_CANARY = 32, 512
 """Tokens. Digests need few; where log-probs must carry the proof alone, many are weighed together."""
 CANARY_ANSWER_TOKENS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunParts:
-    """What every kind of run has. Nothing here chooses anything any more."""
-
-    run: OrbitRun
-    resolved: Resolved
-    store: Store
-    execution: Execution
-    keeper: Keeper
-    prompts: PromptStream
-    side: TrainerSide
-    algorithm: Algorithm
-    names: Names
-    content: Mapping[str, str]
-    """Digests of the model, the prompts and the code, by name."""
-    inputs: Inputs
-    sequences: tuple[tuple[int, ...], ...]
-    """Real prompts as token ids: what preflight measures on."""
-    show: Show
-
-    @property
-    def spec(self) -> RunSpec:
-        return self.run.spec
-
-    @property
-    def trainer(self) -> Trainer:
-        return self.side.trainer
-
-    @property
-    def facts(self) -> PolicyFacts:
-        return self.side.facts
-
-    @property
-    def identity(self) -> str:
-        """Digest of all that changes the run's numbers: settings, model and prompts."""
-        return identity_digest(self.run, self.content)
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        keep = self.spec.checkpoint.keep
-        return Checkpoints(self.store, self.execution, self.keeper, self.trainer, self.identity, keep)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts(RunParts):
-    """Everything that a loop of rollouts needs besides, built and checked."""
-
-    environment: Environment
-    engine: Engine
-    publisher: Publisher
-    versions: PolicyVersions
-    reference_fields: tuple[str, ...]
-    """Columns of the prompts that hold the expected answer."""
-    held_out: HeldOut | None = None
-    """What the policy is measured on while it trains; None: nothing."""
-    teacher: AdapterFolder | None = None
-    """The adapter that teaches, as it was read."""
-    served_teacher: ServedTeacher | None = None
-    """The servers that teach."""
 
 
 def build_parts(

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.adapters.files import files_digest
-from orbit_runtime.checkpoints.adapter_folder import open_adapter
+from orbit_runtime.checkpoints.adapter_folder import Kept, open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.asking import OnePolicy, asking_one
-from orbit_runtime.loop.kept import Kept
-from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.measure import EngineEpisode
-from orbit_runtime.loop.trainers import build_policy
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.rollout.torch_engine import TorchEngine
+from orbit_runtime.sides.machine import machine_facts
+from orbit_runtime.sides.trainers import build_policy
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience

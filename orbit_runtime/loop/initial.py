@@ -7,22 +7,20 @@ files (`checkpoints`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.adapters.files import MODEL_FILE, files_digest, plain_key
+from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_address, open_adapter
 from orbit_runtime.errors import ModelError
-from orbit_runtime.loop.content import WEIGHTS
 from orbit_runtime.loop.state import RunState
+from orbit_runtime.sides.content import WEIGHTS
 from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.spec.run import RunSpec
 
 if TYPE_CHECKING:
-    from orbit_runtime.loop.build import RunParts
-    from orbit_runtime.training.megatron.outline import Outline
+    from orbit_runtime.loop.parts import RunParts
 
 FIELD = "spec.adapter.initFrom"
 CONTENT = "content.adapter"
@@ -117,61 +115,3 @@ def begin_with(parts: RunParts, state: RunState, initial: Initial) -> None:
         state.warn(f"{FIELD}: the adapter does not record its base; only its shapes were compared")
     parts.side.begin(initial.folder, initial.digest)
     parts.show.note(f"beginning with the adapter {initial.folder.place}")
-
-
-def initial_state(outline: Outline, adapter: AdapterFolder) -> dict[str, bytes]:
-    """The state that a trainer loads: the adapter's values as masters, and an optimizer that has not begun.
-
-    Published values are BF16, so the masters start from BF16 values.
-
-    Args:
-        outline: the parts of the trainer's adapter.
-
-    Raises:
-        ModelError: (66) the adapter wraps other modules, lays out experts differently, has shapes that do not fit this
-            base, is not finite, or has different rotations for layers that share one.
-    """
-    import torch
-
-    from orbit_runtime.adapters.names import join_tensors
-    from orbit_runtime.adapters.state import parse_tensors
-    from orbit_runtime.adapters.tensorfile import are_finite, dump
-    from orbit_runtime.training.state import PART
-
-    where = f"{adapter.place}/{MODEL_FILE}"
-    named = parse_tensors(adapter.files, MODEL_FILE)
-    tensors = {plain_key(name): each for name, each in named.items()}
-    wanted = {name for held in outline.values() for name in held.file_names}
-    if lacking := sorted(wanted - tensors.keys()):
-        raise ModelError(
-            f"the adapter has nothing for {lacking[0]}: {len(lacking)} of {len(wanted)} tensors are missing",
-            where=where,
-            fix="write the `spec.adapter.targets` and `experts` of the run that made it",
-        )
-    if left := sorted(tensors.keys() - wanted):
-        raise ModelError(
-            f"it adapts {left[0].rpartition('.')[0]}, which this run's adapter does not: {len(left)} tensors "
-            "cannot be used",
-            where=where,
-            fix="write the `spec.adapter.targets` and `experts` of the run that made it",
-        )
-    if not are_finite(tensors.values()):
-        raise ModelError("a tensor is not finite", where=where, fix="take another checkpoint of that training")
-    masters: dict[str, torch.Tensor] = {}
-    for key, held in outline.items():
-        value = join_tensors(held.file_names, tensors).float()
-        if tuple(value.shape) != tuple(held.place.shape):
-            raise ModelError(
-                f"{key} has the shape {list(value.shape)}, this base takes {list(held.place.shape)}",
-                where=where,
-                fix="it was trained on another base: take one of this model",
-            )
-        master = f"{held.owner}.{key.rpartition('.')[2]}"
-        if not torch.equal(masters.setdefault(f"master/{master}", value), value):
-            raise ModelError(
-                f"{key} and {master} differ, and share one rotation here, as their layers share an input",
-                where=where,
-                fix="take an adapter that Orbit trained",
-            )
-    counters = {"counters": json.dumps({"steps": 0, "updates": 0}, sort_keys=True)}
-    return {PART: dump(masters, torch.float32, counters)}

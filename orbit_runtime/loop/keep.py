@@ -6,29 +6,27 @@ Belongs here: the content of a checkpoint and the order in which it is written. 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, adapter_name
 from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
 from orbit_runtime.loop.collect import Collected, Evidence
 from orbit_runtime.loop.keeper import Keeper
-from orbit_runtime.loop.publish import ADAPTERS, MODELS, adapter_name
+from orbit_runtime.loop.publish import MODELS
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.storage import (
     Bundle,
-    Content,
+    CheckpointParts,
     Execution,
-    Part,
     Store,
     prune_bundles,
     restate_bundle,
-    standing_content,
     write_bundle,
 )
 from orbit_runtime.types import Group, Trainer
@@ -156,26 +154,6 @@ def load_rollouts(bundle: Bundle) -> tuple[Kept, ...]:
         if name in bundle.parts:
             return load_kept(bytes(bundle.parts[name]), where=f"{bundle.prefix}/{name}")
     return ()
-
-
-class CheckpointParts:
-    """A `StateWriter` that collects the parts of a checkpoint until they are read."""
-
-    def __init__(self, folder: str) -> None:
-        """Args: folder: the checkpoint's folder."""
-        self.folder = folder
-        self.contents: dict[str, Content] = {}
-        self.is_read = threading.Event()
-
-    def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
-        self.contents[name] = Content(size, pieces)
-
-    def stand(self, parts: Mapping[str, Part]) -> None:
-        """Adds parts that another process wrote to the folder."""
-        self.contents |= {name: standing_content(part) for name, part in parts.items()}
-
-    def wait(self) -> None:
-        self.is_read.wait()
 
 
 def _facts(state: RunState, cursor: Mapping[str, Any], identity: str) -> dict[str, Any]:

@@ -1,14 +1,19 @@
 """What a run works on, opened before torch is imported: a wrong path or a missing reward is reported in a second.
 
-Belongs here: prompts or demonstrations, the processes of rewards and environment, and their order. Does not belong
-here: reading files (`data`), starting processes (`workers`), the model (`build`).
+Belongs here: what the caller passes besides the manifest, prompts or demonstrations, the processes of rewards and
+environment, and their order. Does not belong here: reading files (`data`), starting processes (`workers`), the model
+(`build`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.demonstrations import Demonstration, read_demonstrations
@@ -17,18 +22,58 @@ from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
 from orbit_runtime.environments.build import build_scorer
 from orbit_runtime.evaluation.tasks import EvalTask
-from orbit_runtime.loop.content import Names
-from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.measure import open_held_out
-from orbit_runtime.loop.served_teacher import check_servers
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.sides import Given
-from orbit_runtime.loop.teacher import open_teacher
+from orbit_runtime.sides.content import PREFIX, Names
+from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.interface import Sides
+from orbit_runtime.sides.teacher import check_servers, open_teacher
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Prompt
 from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.reward_protocol import RewardScorer
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a caller passes besides the manifest."""
+
+    rewards: Mapping[str, Callable[..., Any]] | None = None
+    """Functions by reward name."""
+    loss: Callable[..., Any] | None = None
+    """Replaces the function that `spec.algorithm.entrypoint` names."""
+    advantages: Callable[..., Any] | None = None
+    """Replaces the function that `spec.algorithm.advantage.entrypoint` names."""
+    search_path: Sequence[str] = field(default=())
+    """Folders searched for entry points after `environment.code`."""
+    sides: Sides | None = None
+    """None if both run in this process or are started by it."""
+
+    @property
+    def functions(self) -> list[str]:
+        """Descriptions of the functions given from Python."""
+        found = [f"reward {name}" for name in sorted(self.rewards or {})]
+        return [*found, *(name for name in ("loss", "advantages") if getattr(self, name) is not None)]
+
+    def digests(self) -> dict[str, str]:
+        """Name → digest of each function's own source; what it calls or closes over is not covered."""
+        functions = {f"environment.rewards.{name}": function for name, function in (self.rewards or {}).items()}
+        functions |= {
+            f"algorithm.{name}": function
+            for name, function in (("loss", self.loss), ("advantages", self.advantages))
+            if function is not None
+        }
+        return {f"{PREFIX}{name}": _source_digest(function) for name, function in functions.items()}
+
+
+def _source_digest(function: Callable[..., Any]) -> str:
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    except (OSError, TypeError):
+        # A function typed at the interpreter's prompt, for example, or a callable object.
+        return "unknown"
+    return f"sha256:{hashlib.sha256(source.encode()).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)

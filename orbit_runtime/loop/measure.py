@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.errors import StoppedOnRequest
@@ -27,19 +27,17 @@ from orbit_runtime.evaluation.summary import Prices, Score, build_summary
 from orbit_runtime.evaluation.tasks import EvalTask, asked_of, open_task, task_specs, telling_fields, with_sampling
 from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.collector import Collector
-from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_rows, step_name
+from orbit_runtime.loop.parts import HeldOut, Parts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
 from orbit_runtime.planner.support.sampling import check_engine
+from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import NotFound, Store
 from orbit_runtime.types import Completion, Sampling, Tokenizer
 from orbit_runtime.workers.signals import StopFlag
-
-if TYPE_CHECKING:
-    from orbit_runtime.loop.build import Parts
 
 SUMMARY = "summary.json"
 
@@ -78,17 +76,6 @@ class _RunsPolicy:
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[Callable[[], EngineEpisode]]:
         yield lambda: EngineEpisode(self.asks)
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The held-out tasks that a run's policy is measured on."""
-
-    tasks: tuple[EvalTask, ...]
-    tokenizer: Tokenizer
-
-    def settings(self) -> dict[str, Any]:
-        return {task.name: task.to_json() for task in self.tasks}
 
 
 def open_held_out(

@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.errors import UsageError
-from orbit_runtime.loop.build import RunParts
-from orbit_runtime.loop.content import PREFIX, WEIGHTS, check_weights_known
-from orbit_runtime.loop.resume import read_run_file
+from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.state import RunState
+from orbit_runtime.sides.content import PREFIX, WEIGHTS, check_weights_known
 from orbit_runtime.spec import OrbitRun, identity_fields
-from orbit_runtime.storage import Bundle, CorruptBundle, NotFound, Store, newest_readable, open_store, read_bundle
+from orbit_runtime.storage import (
+    Bundle,
+    CorruptBundle,
+    NotFound,
+    Store,
+    newest_readable,
+    open_store,
+    read_bundle,
+    read_run_file,
+)
 
 FIELD = "spec.checkpoint.resumeFrom"
 FOLDER = "checkpoints/"

@@ -14,15 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.loop.build import Parts, build_parts
-from orbit_runtime.loop.content import resolve_names
-from orbit_runtime.loop.inputs import Inputs, build_patience
+from orbit_runtime.loop.build import build_parts
 from orbit_runtime.loop.looking import APART
-from orbit_runtime.loop.machine import find_machine
-from orbit_runtime.loop.materials import open_episode_materials
+from orbit_runtime.loop.materials import Given, open_episode_materials
+from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.sides import Given
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
@@ -32,6 +29,9 @@ from orbit_runtime.parity.statistics import ParityLimits, build_limits
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
+from orbit_runtime.sides.content import resolve_names
+from orbit_runtime.sides.inputs import Inputs, build_patience
+from orbit_runtime.sides.machine import find_machine
 from orbit_runtime.spec import MachineFacts, OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.types import Request
@@ -179,10 +179,10 @@ def compare_sides(
         search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
         stop = closing.enter_context(stop_on_signals())
         stop.on_request, show.stop = show.stopping, stop
-        patience = build_patience(show, stop, store.deadline_seconds)
+        patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)
         inputs, given = Inputs(asked.spec, {}, patience, search_path), Given()
         materials = open_episode_materials(asked, resolve_names(asked, None), inputs, given, show, closing)
-        resolved = resolve(spec, find_machine(show, stop), folder=manifest_folder)
+        resolved = resolve(spec, find_machine(show.stage, stop), folder=manifest_folder)
         parts = build_parts(
             resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing
         )

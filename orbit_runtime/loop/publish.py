@@ -17,6 +17,7 @@ from typing import Any
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.files import expected_applied_digest
+from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, adapter_name
 from orbit_runtime.digests import Pieces, split
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
 from orbit_runtime.loop.keeper import Keeper
@@ -26,12 +27,8 @@ from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, 
 from orbit_runtime.storage import Content, Execution, Store, Stored, standing_content, write_bundle
 from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored, Trainer
 
-ADAPTERS, MODELS = "adapters/", "models/"
-"""Where a run folder keeps what was published: adapters, or models if all weights train."""
-
-
-def adapter_name(version: int) -> str:
-    return f"policy-v{version}"
+MODELS = "models/"
+"""Folder of what a run published if all weights train."""
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,27 @@ from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.errors import DataError, ModelError, UsageError
 from orbit_runtime.loop.advantages import build_batch
-from orbit_runtime.loop.content import WEIGHTS, check_weights_known
 from orbit_runtime.loop.initial import CONTENT as INITIAL_CONTENT
 from orbit_runtime.loop.initial import FIELD as INITIAL_FIELD
-from orbit_runtime.loop.initial import initial_state, open_initial
-from orbit_runtime.loop.inputs import Inputs
+from orbit_runtime.loop.initial import open_initial
 from orbit_runtime.loop.keep import step_name
-from orbit_runtime.loop.machine import explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.origin import find_origin
-from orbit_runtime.loop.resume import read_run_file
-from orbit_runtime.loop.teacher import CONTENT, FIELD, open_teacher, teacher_digest
-from orbit_runtime.loop.trainers import build_policy, build_trainer, decide_division, load_algorithm, load_loss
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
+from orbit_runtime.sides.content import WEIGHTS, check_weights_known
+from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.machine import explain_rounding, machine_facts, rounding_facts
+from orbit_runtime.sides.teacher import CONTENT, FIELD, open_teacher, teacher_digest
+from orbit_runtime.sides.trainers import (
+    build_policy,
+    build_trainer,
+    decide_division,
+    initial_state,
+    load_algorithm,
+    load_loss,
+)
 from orbit_runtime.spec import OrbitRun, resolve
-from orbit_runtime.storage import NotFound, Store
+from orbit_runtime.storage import NotFound, Store, read_run_file
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.types import Group, Prompt, Rollout

@@ -6,42 +6,21 @@ Does not belong here: reading and verifying bytes (`storage`).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from orbit_runtime.errors import GateError, OutputError
-from orbit_runtime.loop.build import RunParts
-from orbit_runtime.loop.content import check_digest_scheme
 from orbit_runtime.loop.keep import load_rollouts
+from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.state import RunState
+from orbit_runtime.sides.content import check_digest_scheme
 from orbit_runtime.spec import Resolved, differences
-from orbit_runtime.storage import Bundle, NotFound, Store, newest_readable
+from orbit_runtime.storage import Bundle, Store, newest_readable
 
-RUN_FILE = "run.json"
 MOVABLE = re.compile(
     r"spec\.((model|data\.prompts\[\d+\]|environment\.code|algorithm\.teacher)\.uri|adapter\.initFrom)"
 )
-
-
-def read_run_file(store: Store) -> dict[str, Any] | None:
-    """The folder's `run.json`; `None` if no run was started there.
-
-    Raises:
-        OutputError: the file is damaged.
-    """
-    try:
-        found = json.loads(store.get(RUN_FILE))
-    except NotFound:
-        return None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or "resolved" not in found:
-        what = "is not JSON" if found is None else "holds no run"
-        fix = "restore the file from a copy of the folder, or name another folder"
-        raise OutputError(f"{RUN_FILE} {what}: the file is damaged", where=store.uri, fix=fix)
-    return found
 
 
 def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) -> list[str]:

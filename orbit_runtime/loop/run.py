@@ -27,26 +27,16 @@ from orbit_runtime.errors import (
     UnsupportedError,
     UsageError,
 )
-from orbit_runtime.loop.build import Parts, RunParts, build_parts
-from orbit_runtime.loop.content import Names, check_content, given_digests, resolve_names
+from orbit_runtime.loop.build import build_parts
 from orbit_runtime.loop.initial import Initial, begin_with, initial_digest, open_initial
-from orbit_runtime.loop.inputs import Inputs, build_patience
-from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, find_machine
-from orbit_runtime.loop.materials import open_demonstration_materials, open_episode_materials
+from orbit_runtime.loop.materials import Given, open_demonstration_materials, open_episode_materials
 from orbit_runtime.loop.memory import told_where_memory_ran_out
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.parity import check_sides
-from orbit_runtime.loop.resume import (
-    RUN_FILE,
-    check_same_run,
-    find_checkpoint,
-    read_run_file,
-    restore,
-    restored_wrongly,
-)
+from orbit_runtime.loop.parts import Parts, RunParts
+from orbit_runtime.loop.resume import check_same_run, find_checkpoint, restore, restored_wrongly
 from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
 from orbit_runtime.loop.show import Show, StartTimes
-from orbit_runtime.loop.sides import Given, Sides
 from orbit_runtime.loop.stalled import end_stalled
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
@@ -61,8 +51,13 @@ from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.support.manifests import check_whole
+from orbit_runtime.sides.content import Names, check_content, resolve_names
+from orbit_runtime.sides.inputs import Inputs, build_patience
+from orbit_runtime.sides.interface import Sides
+from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding, find_machine
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
-from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
+from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store, read_run_file
+from orbit_runtime.storage.run_files import RUN_FILE
 from orbit_runtime.workers.signals import StopFlag, stop_on_signals
 from orbit_runtime.workers.signs import silent_seconds
 from orbit_runtime.workers.stalls import watch_stalls
@@ -172,14 +167,14 @@ def _run(
     bundle, skipped = find_checkpoint(store, in_place=given.sides is not None)
     origin = find_origin(asked.run, before) if bundle is None else None
     initial = open_initial(asked.run.spec, before) if bundle is None else None
-    patience = build_patience(show, stop, store.deadline_seconds)
+    patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)
     inputs = Inputs(asked.run.spec, (before or {}).get("inputs", {}), patience, given.search_path)
     build = _open(asked, resolve_names(asked.run, before), inputs, given, show, closing)
-    resolved = _kept(resolve_on(machine or find_machine(show, stop)), before)
+    resolved = _kept(resolve_on(machine or find_machine(show.stage, stop)), before)
     changes = check_same_run(store, before, resolved) if before else []
     check_whole(resolved.run.spec)
     parts = build(resolved, store, execution, show, inputs=inputs, closing=closing)
-    parts = replace(parts, content={**parts.content, **initial_digest(initial, before), **given_digests(given)})
+    parts = replace(parts, content={**parts.content, **initial_digest(initial, before), **given.digests()})
     if before:
         check_content(store.uri, before, parts.content)
         changes += explain_rounding(before["rounding"][-1:], parts.side.rounding) if "rounding" in before else []

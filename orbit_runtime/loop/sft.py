@@ -25,17 +25,15 @@ from orbit_runtime.data.samples import build_demonstration_samples, with_column
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import (
     SHORT_CANARY,
-    RunParts,
     amount,
     build_canary,
     build_stream,
     first_sequences,
 )
-from orbit_runtime.loop.content import content_digests
-from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_failure, keep_rows
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.materials import DemonstrationMaterials
+from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.publish import (
     Publication,
     adapter_facts,
@@ -46,17 +44,19 @@ from orbit_runtime.loop.publish import (
 from orbit_runtime.loop.resume import restored_wrongly
 from orbit_runtime.loop.row import with_checkpoint
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.sides import Opened, Sides, TrainerStart
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.loop.trainers import (
+from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
+from orbit_runtime.sides.content import content_digests
+from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.interface import Opened, Sides, TrainerStart
+from orbit_runtime.sides.trainers import (
     build_side,
     check_rank_packages,
     decide_division,
     load_algorithm,
     load_loss,
 )
-from orbit_runtime.model_info.content import kept_weights_digest
-from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.data import Validation
 from orbit_runtime.spec.resolve import with_trainer
@@ -240,7 +240,7 @@ def validation_loss(parts: SftParts) -> float:
     """Mean cross-entropy over the tokens of held-out answers, in nats."""
     samples_D = build_demonstration_samples(parts.held_out)
     tokens = sum(sum(each.loss_mask_T) for each in parts.held_out)
-    return -math.fsum(math.fsum(column) for column in parts.trainer.column("policy", samples_D)) / tokens
+    return -math.fsum(math.fsum(column) for column in parts.trainer.logprobs(samples_D)) / tokens
 
 
 def _has_converged(parts: SftParts, state: RunState) -> bool:
@@ -311,7 +311,7 @@ def _train(parts: SftParts, state: RunState, prompts_P: Sequence[Prompt]) -> Met
     samples_D: list[Sample] = build_demonstration_samples(encoded)
     try:
         if "reference" in parts.algorithm.needs:
-            samples_D = with_column(samples_D, "reference", parts.trainer.column("reference", samples_D))
+            samples_D = with_column(samples_D, "reference", parts.trainer.reference_logprobs(samples_D))
         result = parts.trainer.update(samples_D)
     except OrbitError as error:
         keep_failure(parts.store, step, error, None)

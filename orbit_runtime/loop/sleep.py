@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.parity import check_sides
+from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.state import RunState
 
 

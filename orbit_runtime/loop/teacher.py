@@ -1,7 +1,7 @@
-"""A run's teacher: opened, held against the run's base, and measured before the first step.
+"""A run's teacher, measured before the first step.
 
-Belongs here: what the manifest names as teacher, and whether it is worth learning from. Does not belong here: its
-passes (`training.teacher`), the divergence (`algorithms.distillation`).
+Belongs here: whether it is worth learning from. Does not belong here: opening it (`sides.teacher`), its passes
+(`training.teacher`), the divergence (`algorithms.distillation`).
 """
 
 from __future__ import annotations
@@ -14,55 +14,22 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from orbit_runtime.adapters.files import files_digest
-from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.samples import build_samples
 from orbit_runtime.environments.episodes import Episode, Played
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.loop.measure import EngineEpisode
-from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.sides.teacher import CONTENT, FIELD, teacher_digest
 from orbit_runtime.types import BASE_VERSION, TEACHER_SLOT, AdapterFiles, Engine, Trainer
 
 if TYPE_CHECKING:
-    from orbit_runtime.loop.build import Parts
+    from orbit_runtime.loop.parts import Parts
 
-FIELD = "spec.algorithm.teacher"
-CONTENT = "content.teacher"
-"""Of its name among the digests of what a run reads."""
 PREFLIGHT_FILE = "teacher.json"
 ERRORS = 2.0
 """Standard errors of the mean difference: what a teacher may seem to be worse by, by chance."""
-
-
-def open_teacher(spec: RunSpec) -> AdapterFolder | None:
-    """None: the manifest names no adapter that teaches.
-
-    Raises:
-        ModelError: (66) there is no adapter, or one that Orbit does not compute with.
-    """
-    teacher = spec.algorithm.teacher
-    if teacher is None or teacher.uri is None:
-        return None
-    return open_adapter(teacher.uri)
-
-
-def teacher_digest(adapter: AdapterFolder | None) -> dict[str, str]:
-    """Name → digest of its files, for the run's identity."""
-    return {} if adapter is None else {CONTENT: files_digest(adapter.files)}
-
-
-def check_base(adapter: AdapterFolder | None, weights: str) -> None:
-    """Raises ModelError (66) for an adapter that is known to be another base's."""
-    if adapter is not None:
-        adapter.check_base(
-            weights,
-            who=f"the teacher {adapter.place}",
-            ours="this run's is",
-            where=f"{FIELD}.uri",
-            fix="take an adapter of this model and precision, or write the model that it was trained on",
-        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +115,7 @@ def check_teacher(parts: Parts) -> list[str]:
 
 
 def _check_finite(trainer: Trainer, samples_D: Sequence[Any], groups: Sequence[Any]) -> None:
-    for sample, column in zip(samples_D, trainer.column("teacher", samples_D) if samples_D else (), strict=True):
+    for sample, column in zip(samples_D, trainer.teacher_logprobs(samples_D) if samples_D else (), strict=True):
         bad = next((index for index, each in enumerate(column) if not math.isfinite(each)), None)
         if bad is not None:
             raise GateError(

@@ -1,7 +1,7 @@
 """Servers that say how likely they find tokens which another model sampled, or which ones they find likeliest instead.
 
 Belongs here: sending a sequence to the server that has least to do, and what its answer must be. Does not belong here:
-attaching them (`attached`), when they are asked (`loop.served_teacher`).
+attaching them (`attached`), when they are asked (`sides.teacher`).
 """
 
 from __future__ import annotations

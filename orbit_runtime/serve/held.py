@@ -1,7 +1,7 @@
 """The engine of a server if this process holds no model: SGLang servers, started or attached.
 
 Belongs here: what serving needs from them beyond a run. Does not belong here: starting and calling them (`rollout`,
-`loop.engines`), which name stands for which adapter (`policies`).
+`sides.engines`), which name stands for which adapter (`policies`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
-from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.loop.engines import all_headers, build_servers
-from orbit_runtime.loop.sides import EngineOrder
 from orbit_runtime.planner.assumptions import SERVER_SLOTS
 from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.policy import Policy
 from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.serve.policies import Replacing
+from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
+from orbit_runtime.sides.engines import all_headers, build_servers
+from orbit_runtime.sides.interface import EngineOrder
 from orbit_runtime.spec import Resolved
 
 PROBE = [{"role": "user", "content": "Name three rivers of Africa, then add 17 and 26."}]

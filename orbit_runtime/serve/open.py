@@ -17,10 +17,6 @@ import torch
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
-from orbit_runtime.loop.inputs import Inputs, fetch_model, progress_lines
-from orbit_runtime.loop.machine import machine_facts
-from orbit_runtime.loop.resume import read_run_file
-from orbit_runtime.loop.trainers import adapter_config, build_policy
 from orbit_runtime.model_info.builtin_models import any_builtin_folder
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.model_info.settings import check_model_folder, load_settings
@@ -33,8 +29,11 @@ from orbit_runtime.serve.held import Held, open_servers
 from orbit_runtime.serve.names import POLICY, check_one_source
 from orbit_runtime.serve.policies import Base, Policies, Replacing, config_of, open_policy
 from orbit_runtime.serve.requests import Limits
+from orbit_runtime.sides.inputs import Inputs, fetch_model, progress_lines
+from orbit_runtime.sides.machine import machine_facts
+from orbit_runtime.sides.trainers import adapter_config, build_policy
 from orbit_runtime.spec import OrbitRun, Resolved, load_manifest, resolve
-from orbit_runtime.storage import open_store
+from orbit_runtime.storage import open_store, read_run_file
 from orbit_runtime.storage.bundles import list_bundles
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience

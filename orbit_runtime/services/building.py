@@ -14,10 +14,10 @@ from typing import Any
 import orbit_runtime
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.loop.content import resolve_names
-from orbit_runtime.loop.inputs import Inputs
-from orbit_runtime.loop.machine import machine_facts
-from orbit_runtime.loop.teacher import CONTENT, open_teacher, teacher_digest
+from orbit_runtime.sides.content import resolve_names
+from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.machine import machine_facts
+from orbit_runtime.sides.teacher import CONTENT, open_teacher, teacher_digest
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, resolve
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec

@@ -16,13 +16,13 @@ from orbit_runtime.adapters.state import remove_slot
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
-from orbit_runtime.loop.machine import rounding_facts
-from orbit_runtime.loop.trainers import build_policy
 from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.services.building import Asked, common_facts, kinds_of
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
 from orbit_runtime.services.server_host import build_server_host
+from orbit_runtime.sides.machine import rounding_facts
+from orbit_runtime.sides.trainers import build_policy
 from orbit_runtime.storage import Part
 from orbit_runtime.types import AdapterFiles, Completion, Scored
 

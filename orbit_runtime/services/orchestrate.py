@@ -15,9 +15,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orbit_runtime.errors import ModelError, UsageError
-from orbit_runtime.loop.engines import build_servers, routed_layers
-from orbit_runtime.loop.sides import EngineOrder, Opened
-from orbit_runtime.loop.trainers import TrainerSide
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.rollout.sglang_server import check_served
@@ -27,6 +24,8 @@ from orbit_runtime.services.depot import sweep, try_to_share
 from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.remote_servers import RemoteDesk, RemoteServer
 from orbit_runtime.services.remote_trainer import RemoteTrainer
+from orbit_runtime.sides.engines import build_servers, routed_layers
+from orbit_runtime.sides.interface import EngineOrder, Opened, TrainerSide
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
 from orbit_runtime.types import Engine
 from orbit_runtime.workers.signals import StopFlag

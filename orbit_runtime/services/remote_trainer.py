@@ -16,20 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_name
 from orbit_runtime.digests import Piece, cut, tree_digest
 from orbit_runtime.errors import GateError
-from orbit_runtime.loop.keep import CheckpointParts
-from orbit_runtime.loop.publish import adapter_name
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import PASSING, travelling
 from orbit_runtime.services.frames import frame
-from orbit_runtime.storage import Execution, Part, Store, Stored, standing_parts, withdraw_bundle
+from orbit_runtime.storage import CheckpointParts, Execution, Part, Store, Stored, standing_parts, withdraw_bundle
 from orbit_runtime.types import (
     AdapterFiles,
     AdapterManifest,
     AdapterSink,
-    Computed,
     Probe,
     Sample,
     Scored,
@@ -84,8 +81,17 @@ class RemoteTrainer:
         self._begin(self._connection.call, adapter, digest)
         self._begun = (adapter, digest)
 
-    def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
-        return list(self._connection.call("column", name, list(samples_D)))
+    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        return list(self._connection.call("logprobs", list(samples_D)))
+
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        return list(self._connection.call("reference_logprobs", list(samples_D)))
+
+    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        return list(self._connection.call("values", list(samples_D)))
+
+    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        return list(self._connection.call("teacher_logprobs", list(samples_D)))
 
     def published(self, version: int, *, is_kept: bool) -> AdapterFiles | None:
         """Has its process write the adapter to its final place, or to one for inspection; None if it sees no store."""

@@ -17,9 +17,6 @@ from typing import Any
 
 import httpx
 
-from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.loop.engines import plan_servers, starts_at_once
-from orbit_runtime.loop.trainers import adapter_config
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.rollout.served_engine import start_servers
 from orbit_runtime.rollout.sglang_server import SGLangServer, check_served
@@ -27,6 +24,9 @@ from orbit_runtime.rollout.transport import FolderDesk, build_transport
 from orbit_runtime.services.building import Asked, common_facts
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
+from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
+from orbit_runtime.sides.engines import plan_servers, starts_at_once
+from orbit_runtime.sides.trainers import adapter_config
 from orbit_runtime.storage import Part
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import AdapterFiles

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from orbit_runtime.storage.bundles import (
     Bundle,
+    CheckpointParts,
     Content,
     Manifest,
     Part,
@@ -39,12 +40,13 @@ from orbit_runtime.storage.bundles import (
 from orbit_runtime.storage.execution import Execution, claim_execution, newest_execution
 from orbit_runtime.storage.opening import open_store
 from orbit_runtime.storage.retention import prune_bundles
-from orbit_runtime.storage.rows import compact_rows
+from orbit_runtime.storage.run_files import compact_rows, read_run_file
 from orbit_runtime.storage.store import AlreadyExists, CorruptBundle, NotFound, Store
 
 __all__ = [
     "AlreadyExists",
     "Bundle",
+    "CheckpointParts",
     "Content",
     "CorruptBundle",
     "Execution",
@@ -63,6 +65,7 @@ __all__ = [
     "prune_bundles",
     "read_bundle",
     "read_manifest",
+    "read_run_file",
     "restate_bundle",
     "standing_content",
     "standing_parts",

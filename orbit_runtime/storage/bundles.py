@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -339,6 +340,26 @@ def newest_readable(store: Store, prefix: str, *, in_place: bool = False) -> tup
         except (CorruptBundle, NotFound) as error:
             skipped.append(error.message)
     return None, tuple(skipped)
+
+
+class CheckpointParts:
+    """A `StateWriter` that collects the parts of a checkpoint until they are read."""
+
+    def __init__(self, folder: str) -> None:
+        """Args: folder: the checkpoint's folder."""
+        self.folder = folder
+        self.contents: dict[str, Content] = {}
+        self.is_read = threading.Event()
+
+    def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
+        self.contents[name] = Content(size, pieces)
+
+    def stand(self, parts: Mapping[str, Part]) -> None:
+        """Adds parts that another process wrote to the folder."""
+        self.contents |= {name: standing_content(part) for name, part in parts.items()}
+
+    def wait(self) -> None:
+        self.is_read.wait()
 
 
 def bundle_order(folder: str) -> list[tuple[int, str]]:

@@ -72,7 +72,16 @@ def test_a_package_of_the_light_install_loads_nothing_heavy(module: str) -> None
 
 @pytest.mark.parametrize(
     "module",
-    ["loop.run", "loop.measure", "algorithms.table", "policy.facts", "rollout.attached", "services.orchestrate"],
+    [
+        "loop.run",
+        "loop.measure",
+        "sides.trainers",
+        "sides.engines",
+        "algorithms.table",
+        "policy.facts",
+        "rollout.attached",
+        "services.orchestrate",
+    ],
 )
 def test_what_a_run_does_beside_computing_loads_no_torch(module: str) -> None:
     source = f"import sys; sys.modules['torch'] = None; import orbit_runtime.{module}"

@@ -51,7 +51,7 @@ UNDECLARED = {
 
 CLOCKLESS = {
     "algorithms", "adapters", "data", "environments", "loop", "parity", "policy", "quant", "rollout", "sglang_plugin",
-    "training", "workers",
+    "sides", "training", "workers",
 }  # fmt: skip
 """Packages in which nothing is decided by the time of day. `storage`, whose fence has to survive a skewed clock, is
 tested with one."""

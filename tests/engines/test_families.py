@@ -18,7 +18,6 @@ from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.tiktoken_model import is_tiktoken, save_converted
-from orbit_runtime.loop.engines import routed_layers
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.facts import describe
@@ -32,6 +31,7 @@ from orbit_runtime.rollout.sglang_server import (
     lora_targets,
 )
 from orbit_runtime.rollout.transport import FolderDesk, SharedMemory
+from orbit_runtime.sides.engines import routed_layers
 from orbit_runtime.types import AdapterFiles, Request, Sampling
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.engines.test_contract import policy_logprobs

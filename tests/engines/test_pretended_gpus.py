@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.report import InjectReport
-from orbit_runtime.loop.engines import plan_servers
 from orbit_runtime.model_info import checkpoint
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu
@@ -33,6 +32,7 @@ from orbit_runtime.model_info.quantization import quantisation_method
 from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
 from orbit_runtime.policy.facts import PolicyFacts, RoutedFacts
 from orbit_runtime.rollout.sglang_server import server_arguments, server_variables
+from orbit_runtime.sides.engines import plan_servers
 from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.engines.published_configs import published_config
@@ -89,7 +89,7 @@ def layout_of(stored: StoredWeight, family: str) -> str:
 
 def facts_of(resolved: Any, model: ModelFacts) -> PolicyFacts:
     """As a loaded policy would give them."""
-    from orbit_runtime.loop.trainers import adapter_config
+    from orbit_runtime.sides.trainers import adapter_config
 
     adapter: AdapterConfig = adapter_config(resolved.run.spec)
     if not adapter.targets:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.policy import load_policy
 from orbit_runtime.policy.facts import describe
+from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from tests.integration.tiny_families import make_family
 
 ADAPTERS = {

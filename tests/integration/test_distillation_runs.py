@@ -13,12 +13,12 @@ import torch
 from orbit_runtime.adapters.state import parse_tensors
 from orbit_runtime.adapters.tensorfile import dump
 from orbit_runtime.errors import GateError, ModelError, OrbitError, OutputError, UnsupportedError
-from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.replay import replay
 from orbit_runtime.loop.run import RunResult, run
-from orbit_runtime.loop.trainers import decide_division
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.planner.support.combinations import Combination, find_support
+from orbit_runtime.sides.machine import machine_facts
+from orbit_runtime.sides.trainers import decide_division
 from orbit_runtime.spec import OrbitRun, load_manifest, resolve
 from orbit_runtime.storage import open_store
 from tests.integration.killing import adapter_digests, small_manifest

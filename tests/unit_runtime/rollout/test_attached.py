@@ -19,10 +19,10 @@ from fakes.fake_servers import FakeServer, dies_at, once
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import CredentialsError, EngineDiedError, GateError, OrbitError
-from orbit_runtime.loop.engines import endpoint_headers
 from orbit_runtime.rollout.attached import AttachedServer, Endpoint, Wanted, attach_engine
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.sides.engines import endpoint_headers
 from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
 from orbit_runtime.spec.rollout import Header
 from orbit_runtime.types import Sampling

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from orbit_runtime.errors import GateError, OrbitError, UnsupportedError
-from orbit_runtime.loop.served_teacher import FIELD
 from orbit_runtime.rollout.teacher_servers import ANSWER_BYTES, ENTRY_BYTES, SEQUENCES, ServedTeacher
+from orbit_runtime.sides.teacher import ENDPOINTS
 from tests.fakes.fake_servers import FakeServer, dies_at, once
 from tests.unit_runtime.rollout.test_teacher_servers import TOKENS, servers, teacher
 
@@ -48,7 +48,7 @@ def of_vllm() -> Spoiled:
 
 def asking(servers: list[FakeServer], *found: FakeServer, longest: int = 1024) -> ServedTeacher:
     engine = teacher(servers, *found).engine
-    return ServedTeacher(engine, FIELD, top_k=K, vocabulary=VOCABULARY, longest=longest)
+    return ServedTeacher(engine, ENDPOINTS, top_k=K, vocabulary=VOCABULARY, longest=longest)
 
 
 def asked(made: ServedTeacher, tokens: tuple[int, ...] = TOKENS) -> tuple[list[int], list[float]]:
@@ -125,7 +125,7 @@ def test_an_answer_that_is_no_distributions_beginning_ends_the_run(
         server.spoil = spoil
         with pytest.raises(GateError, match=says) as caught:
             asked(made)
-        assert (caught.value.exit_code, caught.value.where) == (84, FIELD), name
+        assert (caught.value.exit_code, caught.value.where) == (84, ENDPOINTS), name
         with pytest.raises(OrbitError, match=says):
             made.check(TOKENS)
     made.engine.close()
@@ -164,7 +164,7 @@ def test_a_server_that_tells_too_few_is_refused_before_the_first_step(servers: l
         UnsupportedError, match=rf"teacher 1 .* does not tell its 4 likeliest tokens: .*{message}"
     ) as caught:
         made.check(TOKENS)
-    assert (caught.value.exit_code, caught.value.where) == (78, FIELD)
+    assert (caught.value.exit_code, caught.value.where) == (78, ENDPOINTS)
     assert "--max-logprobs 4 or more" in str(caught.value.fix)
     made.engine.close()
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import CredentialsError, EngineDiedError, GateError, ModelError, OrbitError, UnsupportedError
-from orbit_runtime.loop.served_teacher import FIELD
 from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
 from orbit_runtime.rollout.teacher_servers import SEQUENCES, ServedTeacher
+from orbit_runtime.sides.teacher import ENDPOINTS
 from orbit_runtime.types import Sampling
 from tests.fakes.fake_servers import CUT, FakeServer, dies_at, once
 from tests.unit_runtime.rollout.test_served_engine import Words
 
 WANTED = Wanted(
-    adapter=None, max_tokens=1025, sampling=Sampling(), probes=((5, 6, 7), (8, 9)), where=FIELD, who="teacher"
+    adapter=None, max_tokens=1025, sampling=Sampling(), probes=((5, 6, 7), (8, 9)), where=ENDPOINTS, who="teacher"
 )
 TOKENS = (5, 6, 7, 8, 9, 3)
 
@@ -37,7 +37,7 @@ def teacher(servers: list[FakeServer], *found: FakeServer, wanted: Wanted = WANT
         servers.append(server)
     endpoints = [Endpoint(server.url, "Folder") for server in found]
     engine = attach_engine(endpoints, wanted, Words(), folder=Path(), max_running_requests=64, attach_seconds=1)
-    return ServedTeacher(engine, FIELD)
+    return ServedTeacher(engine, ENDPOINTS)
 
 
 def vllm(**fields: object) -> FakeServer:
@@ -139,7 +139,7 @@ def test_an_impossible_token_is_named(servers: list[FakeServer], bad: float) -> 
     asked = teacher(servers, Sure())
     with pytest.raises(GateError, match=r"log-prob of token 4 of an answer is .*: 9 after \[5, 6, 7, 8\]") as caught:
         asyncio.run(asked.logprobs(TOKENS))
-    assert (caught.value.exit_code, caught.value.where) == (84, FIELD)
+    assert (caught.value.exit_code, caught.value.where) == (84, ENDPOINTS)
     asked.engine.close()
 
 
@@ -161,7 +161,7 @@ def test_what_cannot_teach_is_refused_where_the_manifest_names_it(servers: list[
     assert "up to 1024 tokens, this run's are up to 1025" in str(short)
     mixed = refused(servers, FakeServer(), vllm())
     assert isinstance(mixed, UnsupportedError)
-    assert [each.where for each in (other, locked, mixed)] == [f"{FIELD}[0]", f"{FIELD}[0]", FIELD]
+    assert [each.where for each in (other, locked, mixed)] == [f"{ENDPOINTS}[0]", f"{ENDPOINTS}[0]", ENDPOINTS]
 
 
 def test_servers_of_a_teacher_are_not_asked_for_adapters(servers: list[FakeServer]) -> None:

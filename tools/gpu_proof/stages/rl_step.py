@@ -20,10 +20,10 @@ import torch
 from benchmarks.harness import NotMeasured, need_packages
 from benchmarks.long_tail import LEARNING_RATE
 from benchmarks.rl_step_vs_trl import LORA, Shape, Turns, manifest, orbit_turn, trl_turn
-from orbit_runtime.loop.machine import gpu_machine
 from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.observability.progress import PlainProgress
 from orbit_runtime.planner import Machine, plan
+from orbit_runtime.sides.machine import gpu_machine
 from tools.gpu_proof.random_model import build_random_model
 from tools.gpu_proof.record import Record
 

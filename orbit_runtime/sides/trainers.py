@@ -1,12 +1,14 @@
 """The trainer of a run: a policy in this process, or ranks that hold it in parts.
 
-Belongs here: what a manifest asks of a trainer, and what each kind is made of. Does not belong here: the rest of a run
-(`build`), what trainers do (`training`).
+Belongs here: what a manifest asks of a trainer, what each kind is made of, and the state that it begins with. Does not
+belong here: the engine (`engines`), what trainers do (`training`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Callable, Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +17,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from orbit_runtime.adapters.files import MODEL_FILE, plain_key
 from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, hold_given, load_own, own_targets
 from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
-from orbit_runtime.errors import InternalError, OrbitError, UnsupportedError
-from orbit_runtime.loop.machine import rounding_facts
-from orbit_runtime.loop.rank_places import THREAD_VARIABLES, rank_devices, threads_of_a_rank
-from orbit_runtime.loop.sides import TrainerStart
+from orbit_runtime.errors import InternalError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.planner.support.manifests import check_adapted
 from orbit_runtime.planner.support.sampling import sampling_of
+from orbit_runtime.sides.interface import TrainerSide, TrainerStart
+from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec
@@ -37,35 +39,11 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.facts import PolicyFacts
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.policy.recompute import Recompute
-    from orbit_runtime.policy.snapshot import Snapshot
     from orbit_runtime.training.megatron.outline import Outline
     from orbit_runtime.training.settings import CriticSettings, TeacherSettings, TrainerSettings
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
-
-@dataclass(frozen=True)
-class TrainerSide:
-    """The trainer, and what a run asks of the model behind it."""
-
-    trainer: Trainer
-    facts: PolicyFacts
-    begin: Callable[[AdapterFolder, str], None]
-    """Gives the trainer an adapter to begin with, before its first step. The second: digest of its files."""
-    base_digest: Callable[[], str]
-    """Of the frozen base as it lies in memory: equal before and after a run, whatever way it is divided. Where
-    the whole of a model trains, of what it began with."""
-    probing: Callable[[Probe], AbstractContextManager[None]]
-    """A context within which the trainer holds an adapter that nobody trained, for preflight."""
-    snapshot: Callable[..., Snapshot] | None
-    """`policy.snapshot.take_snapshot` of this side; None: its layers cannot be looked at from here."""
-    policy: Policy | None
-    """In this process: what the torch engine samples with."""
-    rounding: Mapping[str, str]
-    """What decides the order of its sums, hence a run's last bits."""
-    is_over: Callable[[], bool] = lambda: False
-    """Whether no call can succeed any more, after any error: ranks that failed are not started again."""
-    explain: Callable[[Mapping[str, Buffer]], str] | None = None
-    """How what the newest `score` applied differs from these published files, in words; None: it cannot tell."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +56,7 @@ class Division:
     micro_batch_tokens: int
     recompute: Recompute
     gpus: tuple[int, ...] | None
-    """Of each rank; None: on the CPU."""
+    """GPU index of each rank; None on a CPU."""
     nodes: int = 1
     """With more than one, ranks are on others than this one, in the Ray cluster that `RAY_ADDRESS` names."""
 
@@ -91,10 +69,10 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
         OrbitError: of the planner, where ranks were asked for and the model cannot be planned or divided.
     """
     _check_torch()
-    from orbit_runtime.loop.machine import planned_machine
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner.layout import Layout
     from orbit_runtime.planner.verdict import check_alone, plan_as_run
+    from orbit_runtime.sides.machine import planned_machine
 
     training = resolved.run.spec.training
     alone = Division(
@@ -140,7 +118,7 @@ def build_side(
     teacher: AdapterFolder | None,
     start: TrainerStart,
 ) -> TrainerSide:
-    """As the first step finds it.
+    """Builds the trainer in the state that the first step expects.
 
     Args:
         base_model: named in published files.
@@ -261,8 +239,6 @@ def _build_alone(
 
 
 def _begin(trainer: Trainer, outline: Outline, adapter: AdapterFolder, _digest: str) -> None:
-    from orbit_runtime.loop.initial import initial_state
-
     trainer.load_state(initial_state(outline, adapter))
 
 
@@ -277,7 +253,7 @@ def _build_whole(
     from orbit_runtime.adapters.buffer import publishable
     from orbit_runtime.policy.facts import describe
     from orbit_runtime.policy.whole import load_whole
-    from orbit_runtime.training.torch_trainer import TorchTrainer
+    from orbit_runtime.training.whole_trainer import WholeTrainer
 
     settings = _policy_settings(resolved)
     policy = load_whole(
@@ -286,7 +262,7 @@ def _build_whole(
         announce=lambda report: note(report.text()),
     )
     policy.recompute(division.recompute)
-    trainer = TorchTrainer(policy, _trainer_settings(resolved, base_model), loss)
+    trainer = WholeTrainer(policy, _trainer_settings(resolved, base_model), loss)
     began_with = publishable(trainer, 0).digest
     return TrainerSide(
         trainer,
@@ -389,10 +365,10 @@ def _policy_settings(resolved: Resolved) -> dict[str, Any]:
 def build_trainer(
     resolved: Resolved, policy: Policy, loss: Callable[..., Any], teacher: AdapterFolder | None, *, base_model: str
 ) -> TorchTrainer:
-    """As the first step finds it, in this process.
+    """Builds the trainer in this process, in the state that the first step expects.
 
     Raises:
-        ModelError: the teacher does not fit this base, or what its adapter goes around.
+        ModelError: the teacher does not fit this base, or its adapter targets other layers.
     """
     from orbit_runtime.adapters.foreign import load_foreign
     from orbit_runtime.training.torch_trainer import TorchTrainer
@@ -489,3 +465,83 @@ def check_replay(spec: RunSpec, facts: PolicyFacts) -> None:
             where="spec.rollout.routerReplay",
             fix="remove it",
         )
+
+
+def rank_devices(gpus: Sequence[int] | None, nodes: int) -> tuple[str, ...] | None:
+    """Each rank's GPU by its name on this machine; with several nodes by its index over all nodes, because each node's
+    Ray assigns its own."""
+    if gpus is None:
+        return None
+    return visible_gpus(gpus, os.environ) if nodes == 1 else tuple(map(str, gpus))
+
+
+def visible_gpus(gpus: Sequence[int], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The value of `CUDA_VISIBLE_DEVICES` for each of these indices into the GPUs that this process sees."""
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    names = shown.split(",") if shown else [str(gpu) for gpu in range(max(gpus) + 1)]
+    return tuple(names[gpu].strip() for gpu in gpus)
+
+
+def threads_of_a_rank(ranks: int, device: str) -> int:
+    """Threads of one of `ranks` ranks on a node: on a CPU they share the cores; on a GPU each keeps torch's number."""
+    import torch
+
+    return max(1, torch.get_num_threads() // (ranks if device == "cpu" else 1))
+
+
+def initial_state(outline: Outline, adapter: AdapterFolder) -> dict[str, bytes]:
+    """The state that a trainer loads: the adapter's values as masters, and an optimizer that has not begun.
+
+    Published values are BF16, so the masters start from BF16 values.
+
+    Args:
+        outline: the parts of the trainer's adapter.
+
+    Raises:
+        ModelError: (66) the adapter wraps other modules, lays out experts differently, has shapes that do not fit this
+            base, is not finite, or has different rotations for layers that share one.
+    """
+    import torch
+
+    from orbit_runtime.adapters.names import join_tensors
+    from orbit_runtime.adapters.state import parse_tensors
+    from orbit_runtime.adapters.tensorfile import are_finite, dump
+    from orbit_runtime.training.state import PART
+
+    where = f"{adapter.place}/{MODEL_FILE}"
+    named = parse_tensors(adapter.files, MODEL_FILE)
+    tensors = {plain_key(name): each for name, each in named.items()}
+    wanted = {name for held in outline.values() for name in held.file_names}
+    if lacking := sorted(wanted - tensors.keys()):
+        raise ModelError(
+            f"the adapter has nothing for {lacking[0]}: {len(lacking)} of {len(wanted)} tensors are missing",
+            where=where,
+            fix="write the `spec.adapter.targets` and `experts` of the run that made it",
+        )
+    if left := sorted(tensors.keys() - wanted):
+        raise ModelError(
+            f"it adapts {left[0].rpartition('.')[0]}, which this run's adapter does not: {len(left)} tensors "
+            "cannot be used",
+            where=where,
+            fix="write the `spec.adapter.targets` and `experts` of the run that made it",
+        )
+    if not are_finite(tensors.values()):
+        raise ModelError("a tensor is not finite", where=where, fix="take another checkpoint of that training")
+    masters: dict[str, torch.Tensor] = {}
+    for key, held in outline.items():
+        value = join_tensors(held.file_names, tensors).float()
+        if tuple(value.shape) != tuple(held.place.shape):
+            raise ModelError(
+                f"{key} has the shape {list(value.shape)}, this base takes {list(held.place.shape)}",
+                where=where,
+                fix="it was trained on another base: take one of this model",
+            )
+        master = f"{held.owner}.{key.rpartition('.')[2]}"
+        if not torch.equal(masters.setdefault(f"master/{master}", value), value):
+            raise ModelError(
+                f"{key} and {master} differ, and share one rotation here, as their layers share an input",
+                where=where,
+                fix="take an adapter that Orbit trained",
+            )
+    counters = {"counters": json.dumps({"steps": 0, "updates": 0}, sort_keys=True)}
+    return {PART: dump(masters, torch.float32, counters)}

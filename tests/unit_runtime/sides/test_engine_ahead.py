@@ -15,12 +15,12 @@ import pytest
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import EngineDiedError, UnsupportedError
-from orbit_runtime.loop.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.loop.engine_ahead import EngineAhead, _Closing, may_start_ahead
-from orbit_runtime.loop.sides import EngineOrder
-from orbit_runtime.loop.trainers import Division, adapter_config
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.planner.layout import Layout
+from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
+from orbit_runtime.sides.engines import EngineAhead, _Closing, may_start_ahead
+from orbit_runtime.sides.interface import EngineOrder
+from orbit_runtime.sides.trainers import Division, adapter_config
 from orbit_runtime.spec import MachineFacts, Resolved, load_manifest, resolve
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 

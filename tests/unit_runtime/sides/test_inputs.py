@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from orbit_runtime.errors import StoppedOnRequest, UsageError
-from orbit_runtime.loop.inputs import Inputs, build_patience, transfer_line
-from orbit_runtime.loop.show import Show
-from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.sides.inputs import Inputs, build_patience, transfer_line
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage.download import Patience, Transfer
 from orbit_runtime.storage.inputs import code_digest
@@ -51,7 +49,8 @@ def test_a_download_is_told_every_ten_seconds_and_at_its_end_and_bytes_count_as_
     notes, clock = Notes(), Clock()
     status = RunStatus("r", clock=clock.monotonic)
     patience = build_patience(
-        Show(notes, status, RunMetrics(run="r", namespace="", attempt=1)),
+        notes.note,
+        status.beat,
         StopFlag(),
         120.0,
         sleep=clock.sleep,
@@ -75,8 +74,7 @@ def test_a_pause_ends_with_a_request_to_stop() -> None:
         if clock.now > 101:
             stop.request("SIGTERM")
 
-    show = Show(Notes(), RunStatus("r"), RunMetrics(run="r", namespace="", attempt=1))
-    patience = build_patience(show, stop, 120.0, sleep=sleep, monotonic=clock.monotonic)
+    patience = build_patience(Notes().note, lambda: None, stop, 120.0, sleep=sleep, monotonic=clock.monotonic)
     with pytest.raises(StoppedOnRequest, match="SIGTERM while waiting for a download"):
         patience.sleep(60.0)
     assert clock.now < 102

@@ -1,7 +1,7 @@
 """The engine of a run: the trainer's own process, SGLang servers that Orbit starts, or servers that are there already.
 
-Belongs here: what a manifest asks of an engine, and what each kind refuses. Does not belong here: the rest of a run
-(`build`), what engines do (`rollout`).
+Belongs here: what a manifest asks of an engine, what each kind refuses, and servers that start while the trainer does.
+Does not belong here: the trainer (`trainers`), what engines do (`rollout`).
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.errors import CredentialsError, ManifestError, UnsupportedError
-from orbit_runtime.loop.sides import EngineOrder
+from orbit_runtime.errors import CredentialsError, EngineDiedError, ManifestError, UnsupportedError
 from orbit_runtime.planner.support.sampling import sampling_of
+from orbit_runtime.sides.interface import EngineOrder
+from orbit_runtime.sides.trainers import Division
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Server
@@ -213,11 +217,11 @@ class Serving:
     """Where servers run and what they may take."""
 
     first_gpu: int
-    """Of the first server, as the driver counts in its container."""
+    """Index of the first server's GPU, counted by the driver in its container."""
     server_gpus: int
-    """Of each server, one after the other; on a CPU its processes."""
+    """GPUs of each server, one after the other; on a CPU its processes."""
     memory: ServerMemory | None
-    """None: on a CPU."""
+    """None on a CPU."""
 
 
 def _plan_kernels(resolved: Resolved, facts: PolicyFacts, model: ModelFacts) -> EngineKernels:
@@ -241,12 +245,12 @@ def _plan_serving(resolved: Resolved, model: ModelFacts | None, folder: Path) ->
     Args:
         model: None on a CPU, where one process asks nothing about it.
     """
-    from orbit_runtime.loop.machine import gpu_machine
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner import Machine
     from orbit_runtime.planner.job import build_job, split_devices
     from orbit_runtime.planner.serving import check_servers
     from orbit_runtime.planner.verdict import plan_as_run
+    from orbit_runtime.sides.machine import gpu_machine
 
     placement = resolved.run.spec.placement
     if model is None:
@@ -351,3 +355,85 @@ def change_limit(facts: PolicyFacts) -> float:
     from orbit_runtime.parity.liveness import CHANGE_LIMITS
 
     return CHANGE_LIMITS[facts.compute_dtype]
+
+
+# --- servers that start while the ranks of the trainer do ---
+
+
+def may_start_ahead(resolved: Resolved, division: Division) -> bool:
+    """Whether servers may start beside ranks. On GPUs that both share they may not: a server counts what memory is
+    free before and after it has loaded, and would take what the trainer loads meanwhile for its own."""
+    if division.trainer != "Megatron" or resolved.engine != "SGLang":
+        return False
+    return resolved.device == "cpu" or resolved.run.spec.placement.layout == "Split"
+
+
+class EngineAhead:
+    """Starts servers in a thread, from the facts in the checkpoint's headers: neither side needs the other before the
+    first publish."""
+
+    def __init__(self, order: EngineOrder) -> None:
+        """
+        Raises:
+            UnsupportedError: (78) servers cannot apply this adapter.
+        """
+        from orbit_runtime.rollout.sglang_server import check_served
+
+        facts = order.facts
+        check_served(facts.adapter, facts.layers, facts.modules)
+        self._closing = _Closing()
+        self._order = replace(order, closing=self._closing)
+        self._engine: Future[ServedEngine] = Future()
+        # As a daemon it delays no exit of the process: an orderly one has called `close`.
+        self._thread = Thread(target=self._start, name="engine-ahead", daemon=True)
+        self._thread.start()
+
+    def _start(self) -> None:
+        try:
+            self._engine.set_result(build_servers(self._order))
+        except BaseException as error:
+            self._engine.set_exception(error)
+
+    def check(self) -> None:
+        """Raises what ended the start of the servers, if it has failed by now."""
+        if self._engine.done():
+            self._engine.result()
+
+    def take(self) -> ServedEngine:
+        """The engine, once its servers respond; the caller closes it. Raises: as of `engines.build_servers`."""
+        return self._engine.result()
+
+    def close(self) -> None:
+        """Ends the servers, also those that still start. Safe to call twice."""
+        self._closing.close()
+        self._thread.join()
+        # An engine that nobody took still has a client.
+        if self._engine.exception() is None:
+            self._engine.result().close()
+
+
+class _Closing(ExitStack):
+    """May be closed by one thread while another pushes on it: what comes too late is closed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over = False
+
+    def close(self) -> None:
+        self._is_over = True
+        super().close()
+
+    def enter_context[T](self, cm: AbstractContextManager[T, bool | None]) -> T:
+        entered = super().enter_context(cm)
+        self._check()
+        return entered
+
+    def callback(self, *arguments: Any, **named: Any) -> Any:
+        pushed = super().callback(*arguments, **named)
+        self._check()
+        return pushed
+
+    def _check(self) -> None:
+        if self._is_over:
+            super().close()
+            raise EngineDiedError("the engine is not needed any more")

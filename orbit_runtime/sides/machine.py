@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from orbit_runtime.errors import StoppedOnRequest
-from orbit_runtime.loop.show import Show
 from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner import Machine
@@ -36,14 +35,17 @@ def machine_facts() -> MachineFacts:
     return MachineFacts(has_cuda=count > 0, num_gpus=count, joins_nodes=joins_nodes)
 
 
-def find_machine(show: Show, stop: StopFlag) -> MachineFacts:
+def find_machine(stage: Callable[[str], None], stop: StopFlag) -> MachineFacts:
     """Imports torch, which takes seconds, and asks it.
+
+    Args:
+        stage: called with the name of the stage that begins.
 
     Raises:
         StoppedOnRequest: a stop was requested meanwhile.
     """
     if find_spec("torch") is not None:
-        show.stage("importing torch")
+        stage("importing torch")
         with gc_paused():
             from orbit_runtime.policy import load  # noqa: F401
     if stop:

@@ -1,15 +1,12 @@
 """Identifies what a run reads by digest: files may move, but their content may not change during a run.
 
 Belongs here: naming that content, keeping the names given at the first start, and refusing other content on resume.
-Does not belong here: settings of the manifest (`resume`), reading files (`data`, `policy`).
+Does not belong here: settings of the manifest (`loop.resume`), reading files (`data`, `policy`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from orbit_runtime.data.prompts import PromptTable
 from orbit_runtime.data.rows import source_name
 from orbit_runtime.digests import is_older_scheme
 from orbit_runtime.errors import OutputError
-from orbit_runtime.loop.sides import Given
 from orbit_runtime.model_info.content import file_digests
 from orbit_runtime.spec import OrbitRun
 
@@ -63,26 +59,6 @@ def content_digests(folder: Path, table: PromptTable, weights: str, code_digest:
         | {f"{PREFIX}data.prompts[{index}]": digest for index, digest in enumerate(table.file_digests)}
         | ({} if code_digest is None else {f"{PREFIX}environment.code": code_digest})
     )
-
-
-def given_digests(given: Given) -> dict[str, str]:
-    """Name → digest of each function's own source; what it calls or closes over is not covered."""
-    functions = {f"environment.rewards.{name}": function for name, function in (given.rewards or {}).items()}
-    functions |= {
-        f"algorithm.{name}": function
-        for name, function in (("loss", given.loss), ("advantages", given.advantages))
-        if function is not None
-    }
-    return {f"{PREFIX}{name}": _source_digest(function) for name, function in functions.items()}
-
-
-def _source_digest(function: Callable[..., Any]) -> str:
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-    except (OSError, TypeError):
-        # A function typed at the interpreter's prompt, for example, or a callable object.
-        return "unknown"
-    return f"sha256:{hashlib.sha256(source.encode()).hexdigest()}"
 
 
 def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -> None:

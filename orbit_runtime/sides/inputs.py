@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import StoppedOnRequest
-from orbit_runtime.loop.show import Show
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.observability.progress import format_seconds
 from orbit_runtime.spec.run import RunSpec
@@ -88,14 +87,19 @@ def fetch_model(uri: str, note: Callable[[str], None]) -> Path:
 
 
 def build_patience(
-    show: Show,
+    note: Callable[[str], None],
+    beat: Callable[[], None],
     stop: StopFlag,
     deadline_seconds: float,
     *,
     sleep: Callable[[float], None] = time.sleep,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Patience:
-    """Reports progress every ten seconds, and gives up within a nap of a stop request."""
+    """Reports progress every ten seconds, and gives up within a nap of a stop request.
+
+    Args:
+        beat: called whenever bytes have arrived.
+    """
 
     def nap(seconds: float) -> None:
         until = monotonic() + seconds
@@ -105,17 +109,15 @@ def build_patience(
             sleep(min(NAP_SECONDS, left))
 
     done: dict[str, int] = {}
-    show_transfer = progress_lines(show.note, monotonic=monotonic)
+    show_transfer = progress_lines(note, monotonic=monotonic)
 
     def tell(transfer: Transfer) -> None:
         if transfer.done != done.get(transfer.what):
-            show.status.beat()
+            beat()
         done[transfer.what] = transfer.done
         show_transfer(transfer)
 
-    return Patience(
-        deadline_seconds, tell=tell, notice=show.note, stop=lambda: bool(stop), sleep=nap, monotonic=monotonic
-    )
+    return Patience(deadline_seconds, tell=tell, notice=note, stop=lambda: bool(stop), sleep=nap, monotonic=monotonic)
 
 
 def progress_lines(

@@ -1,10 +1,10 @@
-"""A teacher behind endpoints: attached with the engine, and asked about each rollout as it ends.
+"""A run's teacher, opened: an adapter, or servers that are asked about each rollout as it ends.
 
-Belongs here: from the manifest to its servers, and what they say on the rollout. Does not belong here: asking a
-server (`rollout.teacher_servers`), whether a teacher is worth learning from (`teacher`), the divergence
-(`algorithms.distillation`).
+Belongs here: from the manifest to the adapter or the servers, and adding what servers answer to a rollout. Does not
+belong here: asking a server (`rollout.teacher_servers`), whether a teacher is worth learning from (`loop.teacher`), the
+divergence (`algorithms.distillation`).
 
-What it says is part of the rollout: it is kept in checkpoints with it, and a replay asks nobody.
+What servers answer is part of the rollout: checkpoints keep it, and a replay asks nobody.
 """
 
 from __future__ import annotations
@@ -17,17 +17,51 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orbit_runtime.adapters.files import files_digest
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
 from orbit_runtime.data.samples import spread, trained
 from orbit_runtime.environments.episodes import Environment, Episode, Played
-from orbit_runtime.loop.engines import PROBES, all_headers
 from orbit_runtime.planner.support.sampling import sampling_of
+from orbit_runtime.sides.engines import PROBES, all_headers
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Prompt, Rollout, Tokenizer, TokenSource
 
 if TYPE_CHECKING:
     from orbit_runtime.rollout.teacher_servers import ServedTeacher
 
-FIELD = "spec.algorithm.teacher.endpoints"
+FIELD = "spec.algorithm.teacher"
+ENDPOINTS = f"{FIELD}.endpoints"
+CONTENT = "content.teacher"
+"""Name of the adapter's digest among the digests of what a run reads."""
+
+
+def open_teacher(spec: RunSpec) -> AdapterFolder | None:
+    """None: the manifest names no adapter that teaches.
+
+    Raises:
+        ModelError: (66) there is no adapter, or one that Orbit does not compute with.
+    """
+    teacher = spec.algorithm.teacher
+    if teacher is None or teacher.uri is None:
+        return None
+    return open_adapter(teacher.uri)
+
+
+def teacher_digest(adapter: AdapterFolder | None) -> dict[str, str]:
+    """Name → digest of its files, for the run's identity."""
+    return {} if adapter is None else {CONTENT: files_digest(adapter.files)}
+
+
+def check_base(adapter: AdapterFolder | None, weights: str) -> None:
+    """Raises ModelError (66) for an adapter that is known to be another base's."""
+    if adapter is not None:
+        adapter.check_base(
+            weights,
+            who=f"the teacher {adapter.place}",
+            ours="this run's is",
+            where=f"{FIELD}.uri",
+            fix="take an adapter of this model and precision, or write the model that it was trained on",
+        )
 
 
 def check_servers(spec: RunSpec) -> None:
@@ -39,13 +73,13 @@ def check_servers(spec: RunSpec) -> None:
     """
     teacher = spec.algorithm.teacher
     all_headers("spec.rollout.endpoints", spec.rollout.endpoints, os.environ)
-    headers = all_headers(FIELD, teacher.endpoints if teacher else (), os.environ)
+    headers = all_headers(ENDPOINTS, teacher.endpoints if teacher else (), os.environ)
     if teacher is None or not teacher.endpoints:
         return
     from orbit_runtime.rollout.attached import REFUSED_SECONDS, AttachedServer
 
     for index, (endpoint, own) in enumerate(zip(teacher.endpoints, headers, strict=True)):
-        where = f"{FIELD}[{index}]"
+        where = f"{ENDPOINTS}[{index}]"
         AttachedServer(endpoint.url, where, refused_seconds=REFUSED_SECONDS, headers=own).check_listens()
 
 
@@ -71,7 +105,7 @@ def attach_teacher(
     from orbit_runtime.rollout.attached import REFUSED_SECONDS, Endpoint, Wanted, attach_engine
     from orbit_runtime.rollout.teacher_servers import ServedTeacher
 
-    headers = all_headers(FIELD, teacher.endpoints, os.environ)
+    headers = all_headers(ENDPOINTS, teacher.endpoints, os.environ)
     endpoints = [Endpoint(each.url, "Folder", own) for each, own in zip(teacher.endpoints, headers, strict=True)]
     wanted = Wanted(
         adapter=None,
@@ -79,7 +113,7 @@ def attach_teacher(
         max_tokens=spec.model.max_sequence_length + 1,
         sampling=sampling_of(spec),
         probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
-        where=FIELD,
+        where=ENDPOINTS,
         who="teacher",
     )
     engine = attach_engine(
@@ -88,7 +122,7 @@ def attach_teacher(
     )  # fmt: skip
     closing.callback(engine.close)
     longest = spec.model.max_sequence_length
-    made = ServedTeacher(engine, FIELD, top_k=teacher.top_k, vocabulary=vocabulary, longest=longest)
+    made = ServedTeacher(engine, ENDPOINTS, top_k=teacher.top_k, vocabulary=vocabulary, longest=longest)
     made.check(max(sequences, key=len))
     return made
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.loop.rank_places import visible_gpus
-from orbit_runtime.loop.trainers import check_rank_packages
+from orbit_runtime.sides.trainers import check_rank_packages, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ def test_ranks_see_the_gpus_that_the_run_was_given(shown: str | None, found: tup
 
 
 def test_all_that_ranks_lack_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orbit_runtime.loop.trainers.find_spec", lambda _: None)
+    monkeypatch.setattr("orbit_runtime.sides.trainers.find_spec", lambda _: None)
     with pytest.raises(UnsupportedError, match="need megatron and ray") as caught:
         check_rank_packages()
     assert (caught.value.exit_code, caught.value.where) == (78, "spec.training.trainer")

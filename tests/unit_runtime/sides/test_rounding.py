@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding
+from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding
 
 TWO = {"threads": "2", "processor": "A", "torch": "2.14.1"}
 ONE = TWO | {"threads": "1"}

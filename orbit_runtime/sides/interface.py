@@ -1,25 +1,27 @@
-"""Where trainer and engine run, and what the caller of a run passes besides its manifest.
+"""The interface to a run's two sides, trainer and engine.
 
-Belongs here: the interface to sides in other processes. Does not belong here: those processes (`services`), building
-sides in this one (`trainers`, `engines`).
+Belongs here: what the loop asks of them, and the records that pass between. Does not belong here: building sides in
+this process (`trainers`, `engines`), sides in others (`services`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Buffer, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from orbit_runtime.spec import MachineFacts, Resolved
 from orbit_runtime.storage import Execution, Store
-from orbit_runtime.types import Engine, Tokenizer
+from orbit_runtime.types import Engine, Probe, Tokenizer, Trainer
 from orbit_runtime.workers.signals import StopFlag
 
 if TYPE_CHECKING:
-    from orbit_runtime.loop.trainers import TrainerSide
+    from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
     from orbit_runtime.policy.facts import PolicyFacts
+    from orbit_runtime.policy.model import Policy
+    from orbit_runtime.policy.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,39 @@ class EngineOrder:
 
 @dataclass(frozen=True)
 class TrainerStart:
-    """What a trainer's start says, leaves to be ended, and is given up for."""
+    """Callbacks and resources that a starting trainer needs."""
 
     note: Callable[[str], None]
     closing: ExitStack
     """Ranks are ended there."""
     check: Callable[[], None] = lambda: None
     """Called while ranks start; they end with what it raises."""
+
+
+@dataclass(frozen=True)
+class TrainerSide:
+    """The trainer, and what a run asks of the model behind it."""
+
+    trainer: Trainer
+    facts: PolicyFacts
+    begin: Callable[[AdapterFolder, str], None]
+    """Gives the trainer an adapter to begin with, before its first step. Arguments: the adapter, and the digest of its
+    files."""
+    base_digest: Callable[[], str]
+    """Digest of the frozen base as it lies in memory: equal before and after a run, however it is divided. If all
+    weights train: digest of what the run began with."""
+    probing: Callable[[Probe], AbstractContextManager[None]]
+    """Context in which the trainer holds an untrained adapter, for preflight."""
+    snapshot: Callable[..., Snapshot] | None
+    """`policy.snapshot.take_snapshot` of this side; None if its layers cannot be inspected from here."""
+    policy: Policy | None
+    """What the torch engine samples with; None if the trainer is not in this process."""
+    rounding: Mapping[str, str]
+    """Facts that decide the order of its sums, hence a run's last bits."""
+    is_over: Callable[[], bool] = lambda: False
+    """Whether no call can succeed any more after an error: ranks that failed are not started again."""
+    explain: Callable[[Mapping[str, Buffer]], str] | None = None
+    """Describes how what the newest `score` applied differs from these published files; None if it cannot tell."""
 
 
 class Sides(Protocol):
@@ -88,25 +116,3 @@ class Sides(Protocol):
     def build_engine(self, order: EngineOrder) -> Engine:
         """The engine, once the sides are open. Errors: as of `engines.build_engine`."""
         ...
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a caller passes besides the manifest."""
-
-    rewards: Mapping[str, Callable[..., Any]] | None = None
-    """Functions by reward name."""
-    loss: Callable[..., Any] | None = None
-    """Replaces the function that `spec.algorithm.entrypoint` names."""
-    advantages: Callable[..., Any] | None = None
-    """Replaces the function that `spec.algorithm.advantage.entrypoint` names."""
-    search_path: Sequence[str] = field(default=())
-    """Folders searched for entry points after `environment.code`."""
-    sides: Sides | None = None
-    """None if both run in this process or are started by it."""
-
-    @property
-    def functions(self) -> list[str]:
-        """Descriptions of the functions given from Python."""
-        found = [f"reward {name}" for name in sorted(self.rewards or {})]
-        return [*found, *(name for name in ("loss", "advantages") if getattr(self, name) is not None)]

@@ -1,15 +1,18 @@
-"""Gathers rows that were written as one object each into one file.
+"""Files of a run folder that every reader of one needs: its rows, gathered into one file, and `run.json`.
 
-Belongs here: JSON lines. Does not belong here: the contents of a row (`observability`).
+Belongs here: reading and joining JSON. Does not belong here: what it says (`observability`, `loop`).
 """
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from orbit_runtime.errors import StorageError
+from orbit_runtime.errors import OutputError, StorageError
 from orbit_runtime.storage.bundles import bundle_order
 from orbit_runtime.storage.store import NotFound, Store
+
+RUN_FILE = "run.json"
 
 
 def compact_rows(store: Store, prefix: str, target: str) -> int:
@@ -30,3 +33,22 @@ def compact_rows(store: Store, prefix: str, target: str) -> int:
             ) from None
     store.put(target, "".join(f"{line}\n" for line in lines).encode())
     return len(lines)
+
+
+def read_run_file(store: Store) -> dict[str, Any] | None:
+    """The folder's `run.json`; `None` if no run was started there.
+
+    Raises:
+        OutputError: the file is damaged.
+    """
+    try:
+        found = json.loads(store.get(RUN_FILE))
+    except NotFound:
+        return None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "resolved" not in found:
+        what = "is not JSON" if found is None else "holds no run"
+        fix = "restore the file from a copy of the folder, or name another folder"
+        raise OutputError(f"{RUN_FILE} {what}: the file is damaged", where=store.uri, fix=fix)
+    return found
