@@ -24,6 +24,8 @@ ColumnName = Literal["sampled", "advantage", "reference", "stale", "value", "ret
 """What a sample's column holds for each token. `sampled`: its log-prob on the sampling side; `reference`: its log-prob
 under the bare base; `stale`: 1 if a policy older than the trained one sampled it; `value`: the critic's prediction
 before it; `return`: the critic's target; `teacher`: its log-prob under the teacher."""
+Computed = Literal["policy", "reference", "value", "teacher"]
+"""A column that a trainer computes; `policy`: each token's log-prob under the current policy."""
 
 BASE_VERSION = -1
 """Stands for the bare base in place of a policy version."""
@@ -461,17 +463,11 @@ class Trainer(Protocol):
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         """Scores the same tokens with the adapter and with the bare base."""
 
-    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        """Log-probs of each sample's trained tokens under the current policy, 0.0 elsewhere."""
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
+        """This column of each sample, 0.0 at tokens that do not train.
 
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        """The column `reference` of each sample: log-probs under the base with its adapter off."""
-
-    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        """The column `value` of each sample, by the current critic. Only if the algorithm has one."""
-
-    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        """The column `teacher` of each sample, by the current teacher. Only if the algorithm has one."""
+        Only an algorithm with a critic has the column `value`, and only one with a teacher has `teacher`.
+        """
 
     def save_state(self, writer: StateWriter) -> None:
         """Hands over checkpoint parts (safetensors) from which `load_state` continues bit for bit.

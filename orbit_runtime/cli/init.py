@@ -20,7 +20,7 @@ def run_init(path: Path, force: bool, as_json: bool, *, full: bool = False) -> N
     Raises:
         OutputError: a file is there already, or it cannot be written.
     """
-    from orbit_runtime.spec.reference import render_start, render_template
+    from orbit_runtime.spec.template import render_start, render_template
 
     if path.is_dir():
         raise OutputError("this is a folder", where=str(path), fix=f"name a file: {path / 'run.yaml'}")

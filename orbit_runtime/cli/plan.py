@@ -34,7 +34,7 @@ def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool
         return UnsupportedError.exit_code if verdict.accepted is False else EXIT_DONE
     if verdict.plan:
         from orbit_runtime.cli.plan_table import print_plan
-        from orbit_runtime.spec.algorithms_reference import describe_algorithm
+        from orbit_runtime.spec.description import describe_algorithm
 
         print_plan(verdict.plan)
         print(describe_algorithm(run.spec.algorithm))

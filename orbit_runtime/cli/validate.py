@@ -88,7 +88,7 @@ def _check_sizes(run: OrbitRun, folder: Path) -> list[str]:
 
 
 def _summary(run: OrbitRun) -> list[tuple[str, str]]:
-    from orbit_runtime.spec.algorithms_reference import describe_algorithm
+    from orbit_runtime.spec.description import describe_algorithm
 
     spec = run.spec
     adapter, training = spec.adapter, spec.training

@@ -37,7 +37,7 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     groups_P = _that_teach(objective, groups_P)
     samples_D = build_samples(groups_P)
     if "reference" in algorithm.needs:
-        samples_D = with_column(samples_D, "reference", trainer.reference_logprobs(samples_D))
+        samples_D = with_column(samples_D, "reference", trainer.column("reference", samples_D))
     if "teacher" in algorithm.needs:
         samples_D = with_column(samples_D, "teacher", _taught(trainer, samples_D, groups_P))
     in_reward = objective.kl_placement == "Reward" and spec.algorithm.kl.coefficient > 0
@@ -70,7 +70,7 @@ def _taught(trainer: Trainer, samples_D: Sequence[Sample], groups_P: Sequence[Gr
     if len(found_D) == len(samples_D):
         return found_D
     assert not found_D, "a teacher is asked about all rollouts of a run, or about none"
-    return trainer.teacher_logprobs(samples_D)
+    return trainer.column("teacher", samples_D)
 
 
 def _that_teach(objective: Objective, groups_P: Sequence[Group]) -> Sequence[Group]:
@@ -130,7 +130,7 @@ def _valued(
         with_end(sample) if bootstrap and rollout.finish_reason != "stop" else sample
         for sample, rollout in zip(samples_D, rollouts_D, strict=True)
     ]
-    columns_D = trainer.values(asked_D)
+    columns_D = trainer.column("value", asked_D)
     read = iter([
         list(trained(column, sample.loss_mask_T)) for column, sample in zip(columns_D, asked_D, strict=True)
     ])  # fmt: skip

@@ -240,7 +240,7 @@ def validation_loss(parts: SftParts) -> float:
     """Mean cross-entropy over the tokens of held-out answers, in nats."""
     samples_D = build_demonstration_samples(parts.held_out)
     tokens = sum(sum(each.loss_mask_T) for each in parts.held_out)
-    return -math.fsum(math.fsum(column) for column in parts.trainer.logprobs(samples_D)) / tokens
+    return -math.fsum(math.fsum(column) for column in parts.trainer.column("policy", samples_D)) / tokens
 
 
 def _has_converged(parts: SftParts, state: RunState) -> bool:
@@ -311,7 +311,7 @@ def _train(parts: SftParts, state: RunState, prompts_P: Sequence[Prompt]) -> Met
     samples_D: list[Sample] = build_demonstration_samples(encoded)
     try:
         if "reference" in parts.algorithm.needs:
-            samples_D = with_column(samples_D, "reference", parts.trainer.reference_logprobs(samples_D))
+            samples_D = with_column(samples_D, "reference", parts.trainer.column("reference", samples_D))
         result = parts.trainer.update(samples_D)
     except OrbitError as error:
         keep_failure(parts.store, step, error, None)

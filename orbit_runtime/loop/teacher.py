@@ -115,7 +115,7 @@ def check_teacher(parts: Parts) -> list[str]:
 
 
 def _check_finite(trainer: Trainer, samples_D: Sequence[Any], groups: Sequence[Any]) -> None:
-    for sample, column in zip(samples_D, trainer.teacher_logprobs(samples_D) if samples_D else (), strict=True):
+    for sample, column in zip(samples_D, trainer.column("teacher", samples_D) if samples_D else (), strict=True):
         bad = next((index for index, each in enumerate(column) if not math.isfinite(each)), None)
         if bad is not None:
             raise GateError(

@@ -238,7 +238,7 @@ def _trainer_halves(
         samples.append(Sample(array(TOKENS, tokens), mask, {}, index, cut))
     halves = [
         column[sample.prefix_length :]
-        for column, sample in zip(trainer.reference_logprobs(samples), samples, strict=True)
+        for column, sample in zip(trainer.column("reference", samples), samples, strict=True)
     ]
     tails = [scored.logprobs_T[-len(half) :] for scored, half in zip(whole, halves, strict=True)]
     return [value for tail in tails for value in tail], [value for half in halves for value in half]

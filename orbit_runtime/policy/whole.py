@@ -6,12 +6,13 @@
 
 Bytes per parameter on a GPU: 2 applied, 4 master, 8 for AdamW's moments, 4 gradient; on the CPU 4 applied.
 
-Belongs here: loading such a model, its masters, the names of its tensors in files. Does not belong here: optimisers,
-writing files (`training.whole_trainer`), models with a frozen base (`load`).
+Belongs here: loading such a model, its masters, writing its weights to files. Does not belong here: optimisers, the
+other files of a model's folder (`loop`), models with a frozen base (`load`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.layer import Selection
 from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.adapters.report import InjectReport, ReportRow
+from orbit_runtime.adapters.tensorfile import build
+from orbit_runtime.digests import cut
 from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.policy.attention import Kernel
@@ -32,9 +35,13 @@ from orbit_runtime.policy.families import find_family
 from orbit_runtime.policy.load import build_structure, read_config
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.reader import CheckpointReader
+from orbit_runtime.types import AdapterManifest, AdapterSink
 
 CONFIG = AdapterConfig("Full", ())
 FIELD = "spec.adapter.type"
+SHARD_BYTES = 5 * 10**9
+"""Maximum file size, as Hugging Face's writers use; a larger tensor has a file of its own."""
+INDEX_FILE = "model.safetensors.index.json"
 
 
 class WholeMasters:
@@ -72,6 +79,41 @@ def _hand_over(master: nn.Parameter, applied: Tensor) -> None:
         master.grad = gradient
     else:
         master.grad += gradient
+
+
+def write_model(masters: WholeMasters, sink: AdapterSink, shard_bytes: int = SHARD_BYTES) -> AdapterManifest:
+    """BF16 safetensors under Hugging Face's tensor names, with an index if there are several files."""
+    shards = [*_shards(masters, shard_bytes)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    found = {}
+    for name, tensors in zip(names, shards, strict=True):
+        file = build(tensors, torch.bfloat16)
+        found[name] = sink.write(name, file.size, file.pieces())
+    if len(shards) > 1:
+        index = _index(dict(zip(names, shards, strict=True)))
+        found[INDEX_FILE] = sink.write(INDEX_FILE, len(index), cut(index))
+    return AdapterManifest(found)
+
+
+def _shards(masters: WholeMasters, shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in masters.published().items():
+        if shard and size + 2 * tensor.numel() > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += 2 * tensor.numel()
+    yield shard
+
+
+def _index(shards: Mapping[str, Mapping[str, Tensor]]) -> bytes:
+    total = sum(2 * tensor.numel() for tensors in shards.values() for tensor in tensors.values())
+    places = {name: file for file, tensors in shards.items() for name in tensors}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True).encode()
 
 
 def load_whole(

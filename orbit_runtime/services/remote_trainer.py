@@ -27,6 +27,7 @@ from orbit_runtime.types import (
     AdapterFiles,
     AdapterManifest,
     AdapterSink,
+    Computed,
     Probe,
     Sample,
     Scored,
@@ -81,17 +82,8 @@ class RemoteTrainer:
         self._begin(self._connection.call, adapter, digest)
         self._begun = (adapter, digest)
 
-    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        return list(self._connection.call("logprobs", list(samples_D)))
-
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        return list(self._connection.call("reference_logprobs", list(samples_D)))
-
-    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        return list(self._connection.call("values", list(samples_D)))
-
-    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        return list(self._connection.call("teacher_logprobs", list(samples_D)))
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
+        return list(self._connection.call("column", name, list(samples_D)))
 
     def published(self, version: int, *, is_kept: bool) -> AdapterFiles | None:
         """Has its process write the adapter to its final place, or to one for inspection; None if it sees no store."""

@@ -6,6 +6,7 @@ Belongs here: building it from the manifest, and its calls. Does not belong here
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Buffer, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -23,7 +24,7 @@ from orbit_runtime.services.host import Host
 from orbit_runtime.sides.interface import TrainerSide, TrainerStart
 from orbit_runtime.sides.trainers import build_side, decide_division, load_loss
 from orbit_runtime.storage import Content, Part, write_parts
-from orbit_runtime.types import Probe, Sample, Scored, UpdateResult
+from orbit_runtime.types import Computed, Probe, Sample, Scored, UpdateResult
 
 
 class TrainerCalls:
@@ -81,17 +82,8 @@ class TrainerCalls:
     def explain(self, files: Mapping[str, Part | Buffer]) -> str:
         return "" if self._side.explain is None else self._side.explain(self._depot.read(files))
 
-    def logprobs(self, samples_D: Sequence[Sample]) -> list[Any]:
-        return list(self._trainer.logprobs(samples_D))
-
-    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[Any]:
-        return list(self._trainer.teacher_logprobs(samples_D))
-
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[Any]:
-        return list(self._trainer.reference_logprobs(samples_D))
-
-    def values(self, samples_D: Sequence[Sample]) -> list[Any]:
-        return list(self._trainer.values(samples_D))
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
+        return self._trainer.column(name, samples_D)
 
     def save(self) -> dict[str, Buffer]:
         held = HeldWriter()
@@ -118,9 +110,8 @@ class TrainerCalls:
     def calls(self) -> dict[str, Callable[..., Any]]:
         """The calls by name."""
         named = (
-            self.share, self.begin, self.update, self.score, self.explain, self.logprobs, self.reference_logprobs,
-            self.teacher_logprobs, self.values, self.publish, self.publish_to, self.save, self.save_to, self.load,
-            self.probe, self.base_digest,
+            self.share, self.begin, self.update, self.score, self.explain, self.column, self.publish,
+            self.publish_to, self.save, self.save_to, self.load, self.probe, self.base_digest,
         )  # fmt: skip
         return {each.__name__: each for each in named}
 

@@ -253,7 +253,7 @@ def _build_whole(
     from orbit_runtime.adapters.buffer import publishable
     from orbit_runtime.policy.facts import describe
     from orbit_runtime.policy.whole import load_whole
-    from orbit_runtime.training.whole_trainer import WholeTrainer
+    from orbit_runtime.training.torch_trainer import TorchTrainer
 
     settings = _policy_settings(resolved)
     policy = load_whole(
@@ -262,7 +262,7 @@ def _build_whole(
         announce=lambda report: note(report.text()),
     )
     policy.recompute(division.recompute)
-    trainer = WholeTrainer(policy, _trainer_settings(resolved, base_model), loss)
+    trainer = TorchTrainer(policy, _trainer_settings(resolved, base_model), loss)
     began_with = publishable(trainer, 0).digest
     return TrainerSide(
         trainer,

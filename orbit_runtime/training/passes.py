@@ -94,12 +94,7 @@ class Passes(Protocol):
         returns zeros."""
         ...
 
-    def forward_backward(
-        self,
-        passes: Iterable[TrainingPass],
-        sampling: Sampling,
-        loss_of: LossOf,
-    ) -> None:
+    def forward_backward(self, passes: Iterable[TrainingPass], sampling: Sampling, loss_of: LossOf) -> None:
         """Adds the gradient of each pass's loss to the masters. Draws a pass only when the previous one is done."""
         ...
 
@@ -126,7 +121,7 @@ class Passes(Protocol):
 
 
 class LocalPasses:
-    """A policy in this process."""
+    """A policy whose passes return every log-prob in this process."""
 
     replica = (0, 1)
     leads = True
@@ -147,15 +142,31 @@ class LocalPasses:
         return micro.routed_tokens()
 
     def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
-        return no_gradient(self._policy, micro, sampling, adapter=adapter, routed_TLC=routed_TLC)
+        policy = self._policy
+        with (
+            torch.no_grad(),
+            policy.injected.selection.use(TRAINER_SLOT if adapter else None),
+            device_work("a micro-batch of log-probs", policy.device.type),
+        ):
+            logprobs_R, _ = policy.logprobs(micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=routed_TLC)
+        return logprobs_R
 
-    def forward_backward(
-        self,
-        passes: Iterable[TrainingPass],
-        sampling: Sampling,
-        loss_of: LossOf,
-    ) -> None:
-        accumulate(self._policy, passes, sampling, loss_of, self._teacher)
+    def forward_backward(self, passes: Iterable[TrainingPass], sampling: Sampling, loss_of: LossOf) -> None:
+        policy, teacher, selection = self._policy, self._teacher, self._policy.injected.selection
+        for each in passes:
+            micro = each.micro
+            # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
+            with selection.turn, device_work("a micro-batch of training", policy.device.type):
+                told = teacher.told(micro, each.routed_TLC) if teacher and teacher.compares else None
+                with selection.use(TRAINER_SLOT, dropout=each.dropout):
+                    hidden_RN = policy.target_hidden(micro.packed, each.routed_TLC)
+                    logprobs_R, entropy_R = policy.logprobs_of(
+                        hidden_RN, micro.packed, sampling=sampling, seen=micro.seen
+                    )
+                    distances_R = None
+                    if teacher is not None and told is not None:
+                        distances_R = teacher.distances(hidden_RN, micro, told)
+                loss_of(micro, logprobs_R, entropy_R, distances_R).backward()
 
     def finish_gradients(self) -> Tensor:
         gradients = [master.grad for master in self.masters.parameters.values() if master.grad is not None]
@@ -169,39 +180,3 @@ class LocalPasses:
 
     def collect(self, values_R: Tensor) -> Tensor:
         return values_R
-
-
-def no_gradient(
-    policy: Policy, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None
-) -> Tensor:
-    """`Passes.logprobs` for a policy whose passes return every log-prob in this process."""
-    device = policy.device.type
-    with (
-        torch.no_grad(),
-        policy.injected.selection.use(TRAINER_SLOT if adapter else None),
-        device_work("a micro-batch of log-probs", device),
-    ):
-        logprobs_R, _ = policy.logprobs(micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=routed_TLC)
-    return logprobs_R
-
-
-def accumulate(
-    policy: Policy,
-    passes: Iterable[TrainingPass],
-    sampling: Sampling,
-    loss_of: LossOf,
-    teacher: Teacher | None = None,
-) -> None:
-    """`Passes.forward_backward` for such a policy: one micro-batch after another."""
-    for each in passes:
-        micro, selection = each.micro, policy.injected.selection
-        # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
-        with selection.turn, device_work("a micro-batch of training", policy.device.type):
-            told = teacher.told(micro, each.routed_TLC) if teacher and teacher.compares else None
-            with selection.use(TRAINER_SLOT, dropout=each.dropout):
-                hidden_RN = policy.target_hidden(micro.packed, each.routed_TLC)
-                logprobs_R, entropy_R = policy.logprobs_of(hidden_RN, micro.packed, sampling=sampling, seen=micro.seen)
-                distances_R = None
-                if teacher is not None and told is not None:
-                    distances_R = teacher.distances(hidden_RN, micro, told)
-            loss_of(micro, logprobs_R, entropy_R, distances_R).backward()

@@ -1,7 +1,7 @@
 """The torch trainer: a whole policy in this process, which the torch engine may share.
 
-Belongs here: publishing, proof and checkpoints of that policy's adapter. Does not belong here: the arithmetic of a step
-(`updater`).
+Belongs here: publishing, proof and checkpoints of that policy's adapter, or of the whole model. Does not belong here:
+the arithmetic of a step (`updater`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from orbit_runtime.adapters.files import published_scaling
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.adapters.state import applied_digest, published_tensors, write_adapter
 from orbit_runtime.algorithms.losses import policy_loss
+from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
+from orbit_runtime.policy.whole import WholeMasters, write_model
 from orbit_runtime.training.critic import Critic
 from orbit_runtime.training.passes import LocalPasses
 from orbit_runtime.training.settings import TrainerSettings
@@ -26,56 +28,54 @@ from orbit_runtime.training.state import CRITIC_PART, PART, TEACHER_PART, build_
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.training.values import LocalValues, ValueModel
-from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
+from orbit_runtime.types import AdapterManifest, AdapterSink, Computed, Sample, Scored, StateWriter
 
 
 class TorchTrainer:
-    """A `Trainer` in this process, on the policy that the torch engine shares."""
+    """A `Trainer` in this process, on the policy that the torch engine shares.
+
+    Where the whole of a model trains (`policy.whole`), it publishes the model itself, and there is no base to compare
+    with.
+    """
 
     def __init__(self, policy: Policy, settings: TrainerSettings, loss: Callable[..., Any] = policy_loss) -> None:
         self._policy = policy
         self._settings = settings
-        self._masters = policy.injected.masters.parameters
         critic = None
         if settings.critic:
             valued = LocalValues(ValueModel(policy, settings.seed, settings.critic.rank))
             critic = Critic(valued, settings, settings.critic)
         teacher = Teacher(policy, settings.teacher) if settings.teacher else None
-        self._updater = Updater(LocalPasses(policy, teacher), settings, loss, critic, teacher)
-        self._optimizer = self._updater.optimizer
+        passes = LocalPasses(policy, teacher)
+        self._masters = passes.masters
+        self._updater = Updater(passes, settings, loss, critic, teacher)
+        self.update = self._updater.update
 
-    @property
-    def trainable_parameters(self) -> int:
-        return sum(master.numel() for master in self._masters.values())
-
-    def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
-        return self._updater.update(samples_D)
-
-    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = self._updater.logprobs(samples_D)
-        return [columns[index] for index in range(len(samples_D))]
-
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = self._updater.reference_logprobs(samples_D)
-        return [columns[index] for index in range(len(samples_D))]
-
-    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = self._updater.values(samples_D)
-        return [columns[index] for index in range(len(samples_D))]
-
-    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = self._updater.teacher_logprobs(samples_D)
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
+        if self._policy.whole and name != "policy":
+            raise InternalError("a model that trains as a whole keeps no base to compare with")
+        columns = self._updater.column(name, samples_D)
         return [columns[index] for index in range(len(samples_D))]
 
     # --- publishing and proof ---
 
     def publish(self, sink: AdapterSink) -> AdapterManifest:
+        if isinstance(self._masters, WholeMasters):
+            return write_model(self._masters, sink)
         injected = self._policy.injected
         return write_adapter(injected, injected.config, self._settings.base_model, sink)
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
-        """Scores the sequence in two packed passes: with the masters' published rounding, and with the bare base."""
+        """Scores the sequence in two packed passes: with the masters' published rounding, and with the bare base.
+
+        Both results of a whole model are its own.
+        """
         first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
+        if self._policy.whole:
+            with torch.no_grad(), self._policy.injected.selection.use(None):
+                logprobs, top = self._policy.scores(self._policy.pack([Branch(0, first, rest)]))
+            scored = Scored((0.0, *logprobs.tolist()), None, top_T=(-1, *top.tolist()))
+            return scored, scored
         batch = self._policy.pack([Branch(0, first, rest), Branch(1, first, rest)])
         middle = len(batch.token_ids_T) // 2
         segments = [(TRAINER_SLOT, 0, middle), (None, middle, 2 * middle)]
@@ -105,7 +105,7 @@ class TorchTrainer:
 
     def save_state(self, writer: StateWriter) -> None:
         self._updater.let_be_read()
-        file = build_state(self._masters, self._optimizer, self._updater.counters)
+        file = build_state(self._masters.parameters, self._updater.optimizer, self._updater.counters)
         writer.write(PART, file.size, file.pieces)
         critic = self._updater.critic
         if critic is not None:
@@ -118,7 +118,7 @@ class TorchTrainer:
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None:
         self._updater.let_be_read()
-        counters = unpack_state(parts[PART], self._masters, self._optimizer)
+        counters = unpack_state(parts[PART], self._masters.parameters, self._updater.optimizer)
         self._updater.updates, self._updater.steps = counters["updates"], counters["steps"]
         critic = self._updater.critic
         # A run that starts from another run's adapter may have a critic although that run had none.
@@ -126,3 +126,5 @@ class TorchTrainer:
             critic.updates = unpack_state(parts[CRITIC_PART], critic.parameters, critic.optimizer)["updates"]
         if self._updater.teacher is not None:
             self._updater.teacher.restore(parts.get(TEACHER_PART))
+        if self._policy.whole:
+            self._masters.after_update()

@@ -35,7 +35,62 @@ from orbit_runtime.training.passes import Passes, TrainingPass
 from orbit_runtime.training.schedule import learning_rate
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.teacher import Teacher
-from orbit_runtime.types import FLOATS, Sample, StateWriter, UpdateResult
+from orbit_runtime.types import FLOATS, Computed, Sample, StateWriter, UpdateResult
+
+
+class MiniBatchLoss:
+    """The loss of each pass over one mini-batch: a `passes.LossOf`."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        settings: TrainerSettings,
+        old: Mapping[int, torch.Tensor],
+        totals: dict[str, float],
+        parity: ParitySums | None,
+    ) -> None:
+        """
+        Args:
+            old: log-probs of the old policy, by the micro-batch's number; without them, those of the pass itself.
+            totals: the step's sums over tokens, to which each pass adds.
+            parity: to which each pass adds; None if it is not measured.
+        """
+        self._loss, self._settings, self._old, self._parity = loss, settings, old, parity
+        self.totals = totals
+        self.is_finite = True
+
+    def __call__(
+        self, micro: MicroBatch, all_R: torch.Tensor, entropy_R: torch.Tensor, distances_R: torch.Tensor | None
+    ) -> torch.Tensor:
+        settings, logprobs_R = self._settings, all_R[micro.trained_R]
+        # Demonstrations were not sampled by any engine: the policy is compared with itself.
+        sampled_R = micro.columns_R.get("sampled", logprobs_R.detach())
+        old_R, importance_R = sampled_R, None
+        if settings.correction is not None:
+            old_R = self._old.get(micro.number, logprobs_R.detach())
+            importance_R = importance_weights(old_R, sampled_R, micro.lengths_D, settings.correction)
+        inputs = LossInputs(
+            logprobs_R,
+            old_R,
+            micro.columns_R["advantage"],
+            micro.lengths_D,
+            reference_logprobs_T=micro.columns_R.get("reference"),
+            importance_T=importance_R,
+            teacher_logprobs_T=micro.columns_R.get("teacher"),
+            distances_T=distances_R,
+            entropies_T=entropy_R[micro.trained_R],
+        )
+        loss, sums = self._loss(inputs, micro.weights_R, settings.loss)
+        if not micro.counts:
+            return 0.0 * loss  # type: ignore[no-any-return]
+        if self._parity is not None and "sampled" in micro.columns_R:
+            self._parity.add(logprobs_R.detach(), sampled_R, micro.columns_R.get("stale"))
+        values = {name: float(value) for name, value in sums.items()}
+        values["entropy"] = float(entropy_R.detach()[micro.trained_R].sum())
+        for name, value in values.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
+        self.is_finite = self.is_finite and math.isfinite(values["loss"])
+        return loss  # type: ignore[no-any-return]
 
 
 class Updater:
@@ -96,7 +151,10 @@ class Updater:
         updates = len(mini_batches) * settings.update_epochs
         # With a single update, the old policy is the current one, and its log-probs need no extra pass.
         old_needed = settings.correction is not None and updates > 1
-        old = [[self._passed(m, adapter=True) for m in micro] for micro in mini_batches] if old_needed else None
+        old = [
+            {each.number: self._passed(each, adapter=True) for each in micro} if old_needed else {}
+            for micro in mini_batches
+        ]
         totals: dict[str, float] = {}
         replayed = self._replay_parity(mini_batches[0][0])
         parity = ParitySums()
@@ -106,7 +164,9 @@ class Updater:
         for epoch in range(settings.update_epochs):
             for number, micro in enumerate(mini_batches):
                 first = epoch == 0 and number == 0
-                self._accumulate(micro, old[number] if old else None, totals, parity if first else None)
+                loss_of = MiniBatchLoss(self._loss, settings, old[number], totals, parity if first else None)
+                self._passes.forward_backward(self._training_passes(micro), settings.sampling, loss_of)
+                self._check_loss(loss_of)
                 norms += self._hold_gradient() if is_held else self._apply_gradient()
                 if self.critic is not None:
                     value_losses += self._update_critic(self.critic, micro)
@@ -120,60 +180,15 @@ class Updater:
             self.teacher.follow(self.steps)
         return UpdateResult(metrics | parity.metrics(self._passes.collect) | replayed, updates, tokens)
 
-    def _accumulate(
-        self,
-        micro_batches: list[MicroBatch],
-        old: list[torch.Tensor] | None,
-        totals: dict[str, float],
-        parity: ParitySums | None,
-    ) -> None:
-        """Adds the gradient of one mini-batch to the masters, one micro-batch at a time."""
-        settings = self._settings
-        old_of = {micro.number: each for micro, each in zip(micro_batches, old, strict=True)} if old else {}
-        finite = True
-
-        def loss_of(
-            micro: MicroBatch, all_R: torch.Tensor, entropy_R: torch.Tensor, distances_R: torch.Tensor | None
-        ) -> torch.Tensor:
-            nonlocal finite
-            logprobs_R = all_R[micro.trained_R]
-            # Demonstrations were not sampled by any engine: the policy is compared with itself.
-            sampled_R = micro.columns_R.get("sampled", logprobs_R.detach())
-            old_R, importance_R = sampled_R, None
-            if settings.correction is not None:
-                old_R = old_of.get(micro.number, logprobs_R.detach())
-                importance_R = importance_weights(old_R, sampled_R, micro.lengths_D, settings.correction)
-            inputs = LossInputs(
-                logprobs_R,
-                old_R,
-                micro.columns_R["advantage"],
-                micro.lengths_D,
-                reference_logprobs_T=micro.columns_R.get("reference"),
-                importance_T=importance_R,
-                teacher_logprobs_T=micro.columns_R.get("teacher"),
-                distances_T=distances_R,
-                entropies_T=entropy_R[micro.trained_R],
-            )
-            loss, sums = self._loss(inputs, micro.weights_R, settings.loss)
-            if not micro.counts:
-                return 0.0 * loss
-            if parity is not None and "sampled" in micro.columns_R:
-                parity.add(logprobs_R.detach(), sampled_R, micro.columns_R.get("stale"))
-            values = {name: float(value) for name, value in sums.items()}
-            values["entropy"] = float(entropy_R.detach()[micro.trained_R].sum())
-            for name, value in values.items():
-                totals[name] = totals.get(name, 0.0) + value
-            finite = finite and math.isfinite(values["loss"])
-            return loss
-
-        self._passes.forward_backward(self._training_passes(micro_batches), settings.sampling, loss_of)
+    def _check_loss(self, loss_of: MiniBatchLoss) -> None:
+        """Raises DivergedError if the loss of one of the mini-batch's passes, on any rank, is not finite."""
         # Every rank must reach the same outcome, so none raises within its passes.
         problems = self._own_loss.take_problems() if self._own_loss else []
-        found = self._passes.largest(_OWN_LOSS if problems else 0.0 if finite else 1.0)
+        found = self._passes.largest(_OWN_LOSS if problems else 0.0 if loss_of.is_finite else 1.0)
         if found == _OWN_LOSS:
             self._discard_own(problems)
         if found:
-            self._discard(f"the loss is {self._total({'loss': totals.get('loss', 0.0)})['loss']}")
+            self._discard(f"the loss is {self._total({'loss': loss_of.totals.get('loss', 0.0)})['loss']}")
 
     def _total(self, values: Mapping[str, float]) -> dict[str, float]:
         """Sum over replicas of values that all processes of one replica know."""
@@ -346,25 +361,9 @@ class Updater:
         all_R = self._passes.logprobs(micro, self._settings.sampling, adapter=adapter, routed_TLC=routed_TLC)
         return all_R[micro.trained_R]
 
-    def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Log-probs under the current policy: columns of the samples that this replica computes, by index."""
-        return self._read(samples_D, partial(self._passed, adapter=True))
-
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Columns of the samples that this replica computes, by index."""
-        return self._read(samples_D, partial(self._passed, adapter=False))
-
-    def values(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        assert self.critic is not None, "the algorithm has a critic"
-        return self._read(samples_D, self.critic.values)
-
-    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        assert self.teacher is not None, "the algorithm has a teacher"
-        teacher, sampling = self.teacher, self._settings.sampling
-        return self._read(samples_D, lambda micro: teacher.logprobs(micro, sampling, self._replayed(micro)))
-
-    def _read(self, samples_D: Sequence[Sample], read: Callable[[MicroBatch], torch.Tensor]) -> dict[int, array[float]]:
-        """A column of `read`'s value for each trained token, for the samples that this replica computes."""
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        """As `Trainer.column`: of the samples that this replica computes, by their index."""
+        read = self._reader(name)
         columns: dict[int, array[float]] = {}
         parts = pack_micro_batches(samples_D, self._settings.micro_batch_tokens)
         for number, counts in deal(len(parts), self._passes.replica):
@@ -377,6 +376,17 @@ class Updater:
                 column_T[np.flatnonzero(samples_D[index].loss_mask_T)] = piece.numpy()
                 columns[index] = array(FLOATS, column_T.tobytes())
         return columns
+
+    def _reader(self, name: Computed) -> Callable[[MicroBatch], torch.Tensor]:
+        """Computes a column's value for each trained token of a micro-batch."""
+        if name == "value":
+            assert self.critic is not None, "the algorithm has a critic"
+            return self.critic.values
+        if name == "teacher":
+            assert self.teacher is not None, "the algorithm has a teacher"
+            teacher, sampling = self.teacher, self._settings.sampling
+            return lambda micro: teacher.logprobs(micro, sampling, self._replayed(micro))
+        return partial(self._passed, adapter=name == "policy")
 
 
 _TOKEN_MEANS = ("kl", "kl_old", "clip_fraction", "dropped_fraction", "entropy", "teacher_divergence")

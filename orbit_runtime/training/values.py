@@ -104,7 +104,7 @@ class ValuePasses(Protocol):
 
 
 class LocalValues:
-    """A policy in this process."""
+    """A policy whose passes return every value in this process."""
 
     def __init__(self, model: ValueModel) -> None:
         self._model = model
@@ -113,33 +113,24 @@ class LocalValues:
         self.finish_update = model.adapter.after_update
 
     def values(self, micro: MicroBatch) -> Tensor:
-        return no_gradient(self._model, micro)
+        policy = self._model.policy
+        with (
+            torch.no_grad(),
+            policy.injected.selection.use(CRITIC_SLOT),
+            device_work("a micro-batch of values", policy.device.type),
+        ):
+            return self._model.trained(micro)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_of: ValueLossOf) -> None:
-        accumulate(self._model, micro_batches, loss_of)
+        policy = self._model.policy
+        selection = policy.injected.selection
+        for micro in micro_batches:
+            # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
+            with selection.turn, device_work("a micro-batch of the critic's training", policy.device.type):
+                with selection.use(CRITIC_SLOT):
+                    values_R = self._model.trained(micro)
+                loss_of(micro, values_R).backward()
 
     def finish_gradients(self) -> Tensor:
         gradients = [each.grad for each in self.parameters.values() if each.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
-
-
-def no_gradient(model: ValueModel, micro: MicroBatch) -> Tensor:
-    """`ValuePasses.values` for a policy whose passes return every value in this process."""
-    device = model.policy.device.type
-    with (
-        torch.no_grad(),
-        model.policy.injected.selection.use(CRITIC_SLOT),
-        device_work("a micro-batch of values", device),
-    ):
-        return model.trained(micro)
-
-
-def accumulate(model: ValueModel, micro_batches: Sequence[MicroBatch], loss_of: ValueLossOf) -> None:
-    """`ValuePasses.forward_backward` for such a policy: one micro-batch after another."""
-    selection = model.policy.injected.selection
-    for micro in micro_batches:
-        # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
-        with selection.turn, device_work("a micro-batch of the critic's training", model.policy.device.type):
-            with selection.use(CRITIC_SLOT):
-                values_R = model.trained(micro)
-            loss_of(micro, values_R).backward()

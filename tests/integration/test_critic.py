@@ -34,7 +34,7 @@ def build(folder: Path, adapter: str = "LoRA", critic: CriticSettings | None = C
 
 def valued(trainer: TorchTrainer, samples: list[Sample]) -> list[Sample]:
     """Returns that a critic can know: 1 of every second answer, which its tokens tell apart."""
-    samples = with_column(samples, "value", trainer.values(samples))
+    samples = with_column(samples, "value", trainer.column("value", samples))
     return with_column(samples, "return", [spread(float(n % 2), s.loss_mask_T) for n, s in enumerate(samples)])
 
 
@@ -72,7 +72,7 @@ def test_it_learns_while_the_policy_is_updated_as_without_it(folder: Path, adapt
     samples = samples_of(1)
     alone, trainer = build(folder, adapter, critic=None), build(folder, adapter)
     base = trainer._policy.base_digest()
-    assert not any(any(column) for column in trainer.values(samples)), "it expects nothing at first"
+    assert not any(any(column) for column in trainer.column("value", samples)), "it expects nothing at first"
     results = []
     for _ in range(12):
         results.append(trainer.update(valued(trainer, samples)).metrics)
@@ -106,7 +106,7 @@ def test_in_its_warm_up_it_alone_learns(folder: Path) -> None:
     metrics = trainer.update(valued(trainer, samples_of(1))).metrics
     assert publishable(trainer, 0).digest == before
     assert metrics["grad_norm"] > 0
-    assert any(any(column) for column in trainer.values(samples_of(1)))
+    assert any(any(column) for column in trainer.column("value", samples_of(1)))
     held = hold_state(trainer)
     again = build(folder, critic=replace(CRITIC, warmup_steps=1))
     again.load_state(held)
@@ -120,14 +120,14 @@ def test_its_rank_may_be_another(folder: Path) -> None:
     critic = trainer._updater.critic
     assert critic is not None
     assert {p.shape[0] for name, p in critic.parameters.items() if name.endswith("lora_A")} == {2}
-    assert {p.shape[0] for name, p in trainer._masters.items() if name.endswith("lora_A")} == {4}
+    assert {p.shape[0] for name, p in trainer._masters.parameters.items() if name.endswith("lora_A")} == {4}
 
 
 def test_what_comes_after_the_last_token_is_valued_whatever_token_stands_for_it(folder: Path) -> None:
     trainer = build(folder)
     samples = samples_of(4)
     trainer.update(valued(trainer, samples))
-    plain, longer = trainer.values(samples), trainer.values([with_end(each) for each in samples])
+    plain, longer = trainer.column("value", samples), trainer.column("value", [with_end(each) for each in samples])
     for sample, column, more in zip(samples, plain, longer, strict=True):
         kept = list(trained(column, sample.loss_mask_T))
         assert list(more)[: len(column)] == pytest.approx(list(column), abs=1e-6)

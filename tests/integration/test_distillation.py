@@ -270,7 +270,7 @@ def test_an_adapter_teaches_as_the_trainer_that_made_it_scores(folder: Path, ada
     student = taught_by(folder, dict(publishable(maker, 3).files), adapter)
     base = student._policy.base_digest()
     samples = samples_of(9)
-    columns = student.teacher_logprobs(samples)
+    columns = student.column("teacher", samples)
     for sample, column in zip(samples, columns, strict=True):
         scored = np.asarray(maker.score(sample.token_ids_T)[0].logprobs_T)
         kept = np.flatnonzero(sample.loss_mask_T)
@@ -294,7 +294,7 @@ def test_a_teachers_rank_and_targets_may_be_others(folder: Path) -> None:
     maker.update(samples_of(1))
     student = taught_by(folder, dict(publishable(maker, 1).files))
     sample = samples_of(2)[0]
-    (column,) = student.teacher_logprobs([sample])
+    (column,) = student.column("teacher", [sample])
     scored = np.asarray(maker.score(sample.token_ids_T)[0].logprobs_T)
     kept = np.flatnonzero(sample.loss_mask_T)
     assert np.asarray(column)[kept] == pytest.approx(scored[kept], abs=2e-5)
@@ -303,11 +303,11 @@ def test_a_teachers_rank_and_targets_may_be_others(folder: Path) -> None:
 def test_the_base_is_the_reference(folder: Path) -> None:
     trainer = build(folder, TeacherSettings("Base", None))
     trainer.update(with_teacher(trainer, samples_of(0)))
-    assert trainer.teacher_logprobs(samples_of(1)) == trainer.reference_logprobs(samples_of(1))
+    assert trainer.column("teacher", samples_of(1)) == trainer.column("reference", samples_of(1))
 
 
 def with_teacher(trainer: TorchTrainer, samples: list[Sample]) -> list[Sample]:
-    return with_column(samples, "teacher", trainer.teacher_logprobs(samples))
+    return with_column(samples, "teacher", trainer.column("teacher", samples))
 
 
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS))
@@ -343,9 +343,9 @@ def test_an_average_and_a_lag_worked_out(folder: Path) -> None:
         history.clear()
         for seed in range(3):
             trainer.update(with_teacher(trainer, samples_of(seed)))
-            history.append({name: each.detach().clone() for name, each in trainer._masters.items()})
+            history.append({name: each.detach().clone() for name, each in trainer._masters.parameters.items()})
         held = trainer._updater.teacher._masters.parameters  # type: ignore[union-attr]
-        start = build(folder, None)._masters
+        start = build(folder, None)._masters.parameters
         for name, value in held.items():
             if trainer is lagged:
                 assert torch.equal(value, history[1][name])
@@ -363,7 +363,7 @@ def test_cutting_into_micro_batches_changes_no_gradient(folder: Path) -> None:
         student = taught_by(folder, files)
         student._updater._settings = replace(student._settings, micro_batch_tokens=tokens)
         student.update(samples_of(1))
-        digests.append({name: each.detach().clone() for name, each in student._masters.items()})
+        digests.append({name: each.detach().clone() for name, each in student._masters.parameters.items()})
     for name, value in digests[0].items():
         torch.testing.assert_close(value, digests[1][name], rtol=0, atol=2e-5)
 

@@ -84,14 +84,18 @@ def with_advantage(samples: list[Sample], value: float) -> list[Sample]:
 
 
 def with_reference(samples: list[Sample], trainer: TorchTrainer) -> list[Sample]:
-    return with_column(samples, "reference", trainer.reference_logprobs(samples))
+    return with_column(samples, "reference", trainer.column("reference", samples))
+
+
+def num_parameters(trainer: TorchTrainer) -> int:
+    return sum(master.numel() for master in trainer._masters.parameters.values())
 
 
 def gradients(trainer: TorchTrainer, samples: list[Sample]) -> dict[str, torch.Tensor]:
     """The gradient that an update applies, read back from Adam's first moment after one step."""
     trainer.update(samples)
     return {
-        name: trainer._optimizer.state[parameter]["exp_avg"] * 10
+        name: trainer._updater.optimizer.state[parameter]["exp_avg"] * 10
         for name, parameter in trainer._policy.injected.masters.parameters.items()
     }
 
@@ -129,8 +133,8 @@ def test_however_any_batch_is_packed_its_loss_and_gradient_are_the_same(
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     masters = [trainer._policy.injected.masters.parameters for trainer in (packed, single)]
     for name, parameter in masters[0].items():
-        found = packed._optimizer.state[parameter]["exp_avg"]
-        expected = single._optimizer.state[masters[1][name]]["exp_avg"]
+        found = packed._updater.optimizer.state[parameter]["exp_avg"]
+        expected = single._updater.optimizer.state[masters[1][name]]["exp_avg"]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -249,7 +253,7 @@ def test_a_step_without_samples_trains_nothing_and_counts(folder: Path) -> None:
 def test_parity_statistics_are_those_of_the_given_logprobs(folder: Path) -> None:
     trainer = build(folder)
     samples = samples_of(2)
-    moved = [array("f", (value + 0.5 for value in column)) for column in trainer.reference_logprobs(samples)]
+    moved = [array("f", (value + 0.5 for value in column)) for column in trainer.column("reference", samples)]
     metrics = trainer.update(with_column(samples, "sampled", moved)).metrics
     # B starts at zero, so the adapted policy is the reference: every token differs by exactly the planted half.
     assert metrics["parity_mean"] == pytest.approx(0.5, abs=1e-5)

@@ -14,8 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel
 
-from orbit_runtime.adapters.buffer import publishable
-from orbit_runtime.algorithms.objective import build_loss
+from orbit_runtime.adapters.buffer import AdapterBuffer
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.prompts import hold_out, load_prompts
 from orbit_runtime.data.rows import PromptSource
@@ -24,17 +23,14 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.planner import Machine, judge
 from orbit_runtime.policy.logprobs import token_logprobs
-from orbit_runtime.policy.whole import load_whole
+from orbit_runtime.policy.whole import WholeMasters, load_whole, write_model
 from orbit_runtime.serve.open import Asked, open_models
 from orbit_runtime.serve.requests import Limits
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.storage import open_store
-from orbit_runtime.training.whole_trainer import WholeTrainer
 from tests.integration.killing import kill_until_done, small_manifest, timeless_rows
 from tests.integration.run_launcher import RunLauncher
 from tests.integration.test_sft import rows, sft_manifest, trained
-from tests.integration.test_torch_trainer import SETTINGS
 from tests.integration.tiny_families import make_family
 from tests.integration.tiny_models import load_reference
 
@@ -129,8 +125,10 @@ def test_it_ends_with_a_checkpoint_that_transformers_scores_as_the_run_did(learn
 
 def test_large_models_are_written_in_shards_that_transformers_reads(tmp_path: Path) -> None:
     folder = builtin_folder("tiny-llama", "BF16")
-    trainer = WholeTrainer(load_whole(folder), SETTINGS, build_loss(Algorithm(type="SFT")), shard_bytes=40_000)
-    files = publishable(trainer, 0).files
+    masters, buffer = load_whole(folder).whole, AdapterBuffer()
+    assert isinstance(masters, WholeMasters)
+    write_model(masters, buffer, shard_bytes=40_000)
+    files = buffer.files()
     assert len([name for name in files if name.endswith(".safetensors")]) > 3
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)

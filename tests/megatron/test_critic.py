@@ -58,12 +58,12 @@ def both(ranks: World, root: Path, case: Case, settings: TrainerSettings) -> tup
 def valued(trainer: TorchTrainer, seed: int) -> list[Sample]:
     """Returns of 1 and 0 in turn."""
     samples = samples_of(seed)
-    samples = with_column(samples, "value", trainer.values(samples))
+    samples = with_column(samples, "value", trainer.column("value", samples))
     return with_column(samples, "return", [spread(float(n % 2), s.loss_mask_T) for n, s in enumerate(samples)])
 
 
 def check_values(one: TorchTrainer, many: MegatronTrainer, samples: list[Sample]) -> None:
-    for found, wanted in zip(many.values(samples), one.values(samples), strict=True):
+    for found, wanted in zip(many.column("value", samples), one.column("value", samples), strict=True):
         assert list(found) == pytest.approx(list(wanted), rel=1e-5, abs=5e-6)
 
 
@@ -90,7 +90,7 @@ def test_ranks_value_and_learn_values_as_one_process_does(ranks: tuple[World, Ca
         one.load_state(state)
         assert hold_state(one) == state
     check_values(one, many, samples_of(5))
-    assert any(abs(value) > 0.01 for column in one.values(samples_of(5)) for value in column)
+    assert any(abs(value) > 0.01 for column in one.column("value", samples_of(5)) for value in column)
     assert publishable(many, 1).digest == publishable(one, 1).digest
     many.update(samples)
     many.load_state(state)

@@ -33,7 +33,7 @@ from orbit_runtime.training.settings import TeacherSettings
 from orbit_runtime.training.state import PART
 from orbit_runtime.types import FLOATS, TOKENS, Sample
 from tests.fakes.held_state import hold_state
-from tests.integration.test_torch_trainer import SETTINGS, samples_of, with_advantage, with_reference
+from tests.integration.test_torch_trainer import SETTINGS, num_parameters, samples_of, with_advantage, with_reference
 from tests.megatron.cases import folder_of
 from tests.megatron.ranks import Failed, World, world
 from tests.megatron.trainers import WorldRanks, spoil
@@ -95,7 +95,7 @@ def step(trainer: TorchTrainer | MegatronTrainer, seed: int) -> dict[str, float]
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_train_publish_prove_and_resume_as_one_process_does(ranks: World, root: Path, case: Case) -> None:
     one, many = in_one(root, case), on_ranks(ranks, root, case)
-    assert many.trainable_parameters == one.trainable_parameters
+    assert many.facts.report.trainable_parameters == num_parameters(one)
     assert hold_state(many) == hold_state(one), "before the first update nothing was computed"
     expected, found = step(one, 0), step(many, 0)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -176,7 +176,7 @@ def test_ranks_learn_demonstrations_as_one_process_does_and_go_on_bit_for_bit(ra
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         for samples in held_out:
-            columns = zip(many.logprobs(samples), one.logprobs(samples), strict=True)
+            columns = zip(many.column("policy", samples), one.column("policy", samples), strict=True)
             assert all(list(a) == pytest.approx(list(b), rel=1e-4, abs=1e-5) for a, b in columns)
         rows.append(found)
         if seed == 1:

@@ -1,6 +1,6 @@
 """The CRD as a template of the chart, so that `helm upgrade` upgrades it, and `helm uninstall` keeps it.
 
-Belongs here: what the chart adds to the CRD. Does not belong here: the CRD (`orbit_runtime.spec.generate`).
+Belongs here: what the chart adds to the CRD. Does not belong here: the CRD (`tools.reference`).
 """
 
 from __future__ import annotations

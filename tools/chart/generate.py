@@ -12,12 +12,12 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from orbit_runtime.spec.generate import write_pages
 from tools.chart.crd_template import render_crd_template
 from tools.chart.dashboards import DASHBOARDS, build_dashboard
 from tools.chart.readme import render_readme
 from tools.chart.schema import build_schema
 from tools.chart.values_file import read_values
+from tools.reference.generate import write_pages
 
 CRD = "crds/orbitruns.orbitrl.dev.yaml"
 CHART = "charts/orbit"

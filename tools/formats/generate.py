@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from orbit_runtime.spec.generate import write_pages
 from tools.formats.page import render_page
+from tools.reference.generate import write_pages
 
 if __name__ == "__main__":
     pages = {"docs/reference/formats.md": render_page()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from orbit_runtime.spec.generate import write_pages
+from tools.reference.generate import write_pages
 from tools.support.page import render_page
 
 if __name__ == "__main__":

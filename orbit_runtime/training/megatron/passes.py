@@ -21,7 +21,7 @@ from orbit_runtime.training.megatron.model import RankPolicy
 from orbit_runtime.training.megatron.owners import Owners
 from orbit_runtime.training.megatron.pipeline import Begun, Pipeline
 from orbit_runtime.training.micro_batches import MicroBatch
-from orbit_runtime.training.passes import LossOf, TrainingPass, accumulate, no_gradient
+from orbit_runtime.training.passes import LocalPasses, LossOf, TrainingPass
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.types import Sampling
 
@@ -39,6 +39,7 @@ class RankPasses:
         policy = held.policy
         self._teacher = teacher if teacher and teacher.compares else None
         self._policy, self._pipeline = policy, held.pipeline
+        self._local = LocalPasses(policy, teacher)
         self._groups = groups
         self._owners = Owners(groups, policy.injected.masters.parameters, policy.injected.masters.places)
         self.device = policy.device
@@ -63,7 +64,7 @@ class RankPasses:
     def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
         routed_TLC = self._met(micro, routed_TLC)
         if self._groups.is_last_stage:
-            return no_gradient(self._policy, micro, sampling, adapter=adapter, routed_TLC=routed_TLC)
+            return self._local.logprobs(micro, sampling, adapter=adapter, routed_TLC=routed_TLC)
         policy = self._policy
         with torch.no_grad(), policy.injected.selection.use(TRAINER_SLOT if adapter else None):
             policy.through(micro.packed, routed_TLC)
@@ -72,7 +73,7 @@ class RankPasses:
     def forward_backward(self, passes: Iterable[TrainingPass], sampling: Sampling, loss_of: LossOf) -> None:
         met = (replace(each, routed_TLC=self._met(each.micro, each.routed_TLC)) for each in passes)
         if self._pipeline is None:
-            accumulate(self._policy, met, sampling, loss_of, self._teacher)
+            self._local.forward_backward(met, sampling, loss_of)
             return
         self._pipeline.run(met, partial(self._begin, self._pipeline, sampling, loss_of), self._pipeline.finish)
 

@@ -47,7 +47,7 @@ from orbit_runtime.training.settings import CriticSettings, TrainerSettings
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.training.values import HEAD, ValueModel
-from orbit_runtime.types import Probe, Sample, UpdateResult
+from orbit_runtime.types import Computed, Probe, Sample, UpdateResult
 from orbit_runtime.workers.rank_notes import note
 
 LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
@@ -158,19 +158,9 @@ class MegatronRank:
         note(step=self._updater.steps + 1)
         return self._updater.update(samples_D)
 
-    def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Columns of this replica's samples; one of its ranks returns them."""
-        return self._told(self._updater.logprobs(samples_D))
-
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Columns of this replica's samples; one of its ranks returns them."""
-        return self._told(self._updater.reference_logprobs(samples_D))
-
-    def values(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Columns of this replica's samples, by the critic; one of its ranks returns them."""
-        return self._told(self._updater.values(samples_D))
-
-    def _told(self, columns: dict[int, array[float]]) -> dict[int, array[float]]:
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        """Of this replica's samples, by their index; one of its ranks returns them."""
+        columns = self._updater.column(name, samples_D)
         return columns if self._groups.leads and self._groups.tensor.rank() == 0 else {}
 
     def score(self, token_ids_T: Sequence[int]) -> RankScore:

@@ -65,6 +65,7 @@ from orbit_runtime.types import (
     AdapterManifest,
     AdapterMemory,
     AdapterSink,
+    Computed,
     Probe,
     Sample,
     Scored,
@@ -147,30 +148,15 @@ class MegatronTrainer:
         """The adapter's parameters, over all ranks."""
         return self._held
 
-    @property
-    def trainable_parameters(self) -> int:
-        return self.facts.report.trainable_parameters
-
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         self._let_be_read()
         results = self._call("update", tuple(samples_D))
         return results[0]  # type: ignore[no-any-return]
 
-    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        return self._columns("logprobs", samples_D)
-
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        return self._columns("reference_logprobs", samples_D)
-
-    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        return self._columns("values", samples_D)
-
-    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        """Ranks hold no second adapter, so the teacher is the base."""
-        return self.reference_logprobs(samples_D)
-
-    def _columns(self, method: str, samples_D: Sequence[Sample]) -> list[array[float]]:
-        columns = ChainMap(*self._call(method, tuple(samples_D)))
+    def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
+        # Ranks hold no second adapter, so the teacher is the base.
+        asked = "reference" if name == "teacher" else name
+        columns = ChainMap(*self._call("column", asked, tuple(samples_D)))
         return [columns[index] for index in range(len(samples_D))]
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from orbit_runtime.training.megatron.model import RankPolicy
 from orbit_runtime.training.megatron.owners import Owners
 from orbit_runtime.training.megatron.pipeline import Begun
 from orbit_runtime.training.micro_batches import MicroBatch
-from orbit_runtime.training.values import ValueLossOf, ValueModel, accumulate, no_gradient
+from orbit_runtime.training.values import LocalValues, ValueLossOf, ValueModel
 
 
 class RankValues:
@@ -26,6 +26,7 @@ class RankValues:
     def __init__(self, held: RankPolicy, groups: Groups, model: ValueModel) -> None:
         """Args: model: around this rank's part; it has a head on the last stage."""
         self._model = model
+        self._local = LocalValues(model)
         self._pipeline = held.pipeline
         self._is_last = groups.is_last_stage
         self._owners = Owners(groups, model.parameters, model.places)
@@ -36,7 +37,7 @@ class RankValues:
 
     def values(self, micro: MicroBatch) -> Tensor:
         if self._is_last:
-            return no_gradient(self._model, micro)
+            return self._local.values(micro)
         policy = self._model.policy
         with torch.no_grad(), policy.injected.selection.use(CRITIC_SLOT):
             policy.through(micro.packed)
@@ -45,7 +46,7 @@ class RankValues:
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_of: ValueLossOf) -> None:
         pipeline, policy = self._pipeline, self._model.policy
         if pipeline is None:
-            accumulate(self._model, micro_batches, loss_of)
+            self._local.forward_backward(micro_batches, loss_of)
             return
 
         def begin(micro: MicroBatch) -> Begun:

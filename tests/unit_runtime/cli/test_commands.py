@@ -13,12 +13,12 @@ from fakes.run_folder import SyntheticRun, write_run_folder
 
 from orbit_runtime.api.running import interrupt_kept
 from orbit_runtime.cli import doctor
-from orbit_runtime.cli.environment import VARIABLES
-from orbit_runtime.cli.generate import EXIT_CODES, build_pages
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.cli.run import format_result
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.storage import claim_execution, open_store
+from tools.reference.commands import EXIT_CODES
+from tools.reference.variables import VARIABLES
 
 ROOT = Path(__file__).parents[3]
 Captured = pytest.CaptureFixture[str]
@@ -130,11 +130,6 @@ def test_the_doctor_tries_the_store_and_leaves_nothing_in_it(tmp_path: Path) -> 
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     (tmp_path / "file").write_text("")
     assert doctor.check_store(str(tmp_path / "file")).state == "fail"
-
-
-def test_the_generated_pages_are_up_to_date() -> None:
-    for path, text in build_pages().items():
-        assert (ROOT / path).read_text() == text, f"{path}: run `python -m orbit_runtime.cli.generate`"
 
 
 def test_the_page_of_exit_codes_has_every_code_that_an_error_can_have() -> None:

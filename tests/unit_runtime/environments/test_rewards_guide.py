@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.spec.environment import Environment, RewardType
-from orbit_runtime.spec.reference import render_template
+from orbit_runtime.spec.template import render_template
 from orbit_runtime.workers.reward_pool import RewardPool
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
 

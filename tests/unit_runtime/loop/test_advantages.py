@@ -19,7 +19,7 @@ from tests.unit_runtime.loop.test_resample import EQUAL, FAILED, MIXED, group
 class NoTeacher:
     """A trainer whose teacher is elsewhere."""
 
-    def teacher_logprobs(self, samples_D: Sequence[Any]) -> list[Any]:
+    def column(self, name: str, samples_D: Sequence[Any]) -> list[Any]:
         raise AssertionError("it has none")
 
 

@@ -13,10 +13,10 @@ import pytest
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.crd import LIST_TYPES, build_crd, build_schema
 from orbit_runtime.spec.fields import all_fields
-from orbit_runtime.spec.generate import render_crd
 from orbit_runtime.spec.hub_address import is_model_address, is_prompts_address
 from orbit_runtime.spec.rule import MODEL_ON_HUB, PROMPTS_ON_HUB
 from orbit_runtime.spec.rules import CHECKS, TRANSITIONS, rules_at
+from tools.reference.generate import render_crd
 
 ALLOWED = {
     "type", "description", "enum", "pattern", "format", "default", "properties", "required", "items",

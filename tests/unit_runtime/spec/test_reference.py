@@ -8,12 +8,13 @@ import pytest
 
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec import load_manifest, parse_manifest
-from orbit_runtime.spec.algorithms_reference import render_algorithms
 from orbit_runtime.spec.fields import all_fields, find_schema, schema_tree
-from orbit_runtime.spec.generate import render_all, write_pages
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 from orbit_runtime.spec.problems import _HINTS
-from orbit_runtime.spec.reference import render_reference, render_template
+from orbit_runtime.spec.template import render_template
+from tools.reference.algorithms import render_algorithms
+from tools.reference.generate import render_all, write_pages
+from tools.reference.manifest import render_reference
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
