@@ -28,8 +28,8 @@ from orbit_runtime.workers.garbage_collection import gc_paused
 from orbit_runtime.workers.waiting import wait_asleep
 
 MEASURES = (
-    "orbit_runtime/loop/collector.py", "orbit_runtime/loop/event_loops.py", "orbit_runtime/loop/asking.py",
-    "orbit_runtime/loop/buffer.py", "orbit_runtime/loop/collect.py", "orbit_runtime/loop/staleness.py",
+    "orbit_runtime/loop/collector.py", "orbit_runtime/loop/asking.py", "orbit_runtime/loop/buffer.py",
+    "orbit_runtime/loop/collect.py",
     "orbit_runtime/environments", "orbit_runtime/rollout", "benchmarks/sglang_rig.py",
 )  # fmt: skip
 PROMPTS, GROUP, TOKENS = 8, 8, 200
@@ -67,8 +67,8 @@ def measure(options: argparse.Namespace) -> harness.Measured:
 def _steps(rig: Any, publication: Any, steps: int, tokens: int) -> tuple[float, float]:
     """Medians over steps; the first is not counted."""
     from orbit_runtime.environments.single_turn import SingleTurn
+    from orbit_runtime.loop.collect import measure_staleness
     from orbit_runtime.loop.collector import Collector
-    from orbit_runtime.loop.staleness import measure_staleness
     from orbit_runtime.workers.reward_protocol import RewardTarget
     from orbit_runtime.workers.reward_threads import RewardThreads
     from orbit_runtime.workers.signals import StopFlag

@@ -19,10 +19,8 @@ from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.looking import Bisect
-from orbit_runtime.loop.publish import Publication, Publisher
-from orbit_runtime.loop.versions import PolicyVersions
+from orbit_runtime.loop.publish import Keeper, PolicyVersions, Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy

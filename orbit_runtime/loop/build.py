@@ -18,14 +18,12 @@ from orbit_runtime.data.pass_rates import Bounds, PassRates
 from orbit_runtime.data.prompts import PromptTable, check_lengths
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.build import build_environment
-from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.loop.materials import EpisodeMaterials, Given
 from orbit_runtime.loop.measure import build_held_out, check_held_out_sampling
 from orbit_runtime.loop.parts import Parts
-from orbit_runtime.loop.publish import Publisher
+from orbit_runtime.loop.publish import Keeper, PolicyVersions, Publisher
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, sampling_of

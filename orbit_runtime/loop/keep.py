@@ -16,8 +16,7 @@ from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
 from orbit_runtime.loop.collect import Collected, Evidence
-from orbit_runtime.loop.keeper import Keeper
-from orbit_runtime.loop.publish import MODELS
+from orbit_runtime.loop.publish import MODELS, Keeper
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.storage import (

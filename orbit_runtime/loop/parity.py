@@ -1,14 +1,16 @@
-"""Compares trainer and engine on a run's own parts: at the start of a run, and alone for `orbit parity`.
+"""Compares trainer and engine on a run's own parts: at the start of a run, after a sleep, and alone for `orbit parity`.
 
-Belongs here: comparing on the run's prompts, precision and limits. Does not belong here: the measurement (`parity`).
+Belongs here: comparing on the run's prompts, precision and limits; the engine's sleep while the trainer has the device,
+with the check after the first wake. Does not belong here: the measurement (`parity`), how a server sleeps (`rollout`).
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -203,3 +205,51 @@ def compare_sides(
 def keep_location(parts: Parts, location: Location) -> None:
     key = f"parity/location-e{parts.execution.number:06d}.json"
     parts.store.put(key, json.dumps(location.to_json(), indent=1).encode())
+
+
+@contextmanager
+def engine_asleep(parts: Parts, state: RunState) -> Iterator[None]:
+    """Applies `rollout.sleep` of the manifest; the value `None` means no sleep.
+
+    Raises:
+        GateError: a server holds a different adapter after its sleep.
+    """
+    if parts.spec.rollout.sleep == "None":
+        yield
+        _give_back()
+        return
+    if state.sleep is None:
+        state.sleep = _measured_sleep(parts)
+    else:
+        parts.engine.sleep()
+    yield
+    _give_back()
+    parts.engine.wake()
+
+
+def _give_back() -> None:
+    """Frees torch's cached GPU memory, which the engine's cache is planned to use."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def check_first_wake(parts: Parts, state: RunState) -> None:
+    """Measures parity again, once, with the policy just published. Raises GateError."""
+    if parts.spec.rollout.sleep != "None" and not state.woken:
+        parts.show.stage("parity after the first wake")
+        check_sides(parts, state, "wake")
+        state.woken = True
+
+
+def _measured_sleep(parts: Parts) -> dict[str, int]:
+    awake = _memory(parts)
+    parts.engine.sleep()
+    asleep = _memory(parts)
+    found = {"awake_bytes": awake, "asleep_bytes": asleep}
+    parts.show.note(f"while it sleeps the engine keeps {asleep / 2**30:.2f} of {awake / 2**30:.2f} GiB", **found)
+    return found
+
+
+def _memory(parts: Parts) -> int:
+    return sum(each.memory_bytes or 0 for each in parts.engine.read_servers())

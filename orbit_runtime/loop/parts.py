@@ -15,10 +15,8 @@ from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.keep import Checkpoints
-from orbit_runtime.loop.keeper import Keeper
-from orbit_runtime.loop.publish import Publisher
+from orbit_runtime.loop.publish import Keeper, PolicyVersions, Publisher
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.sides.content import Names
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.interface import TrainerSide

@@ -1,16 +1,18 @@
-"""One publish: bytes to the store, bytes to the engine, proof.
+"""One publish: bytes to the store, bytes to the engine, proof; and which published version samples.
 
-Belongs here: the order of these steps. Does not belong here: what the proof checks (`parity.liveness`), which version
-samples and when an older one is unloaded (`versions`).
+Belongs here: the order of these steps, the thread that makes results durable, activating and retiring versions. Does
+not belong here: what the proof checks (`parity.liveness`), what a checkpoint holds (`keep`), moving requests in flight
+to a new version (`asking`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Buffer, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, adapter_name
 from orbit_runtime.digests import Pieces, split
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
-from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, check_unproven, prove
@@ -211,3 +212,81 @@ def _evidence(failed: Sequence[tuple[Proof, Reading]]) -> dict[str, Any]:
         for proof, reading in failed
     ]
     return told[0] | {"others": told[1:]}
+
+
+@dataclass
+class PolicyVersions:
+    """Not thread-safe. A version is added proven, activated, and unloaded when its successor is activated."""
+
+    engine: Engine
+    _active: Publication | None = field(default=None)
+
+    @property
+    def active(self) -> Publication:
+        if self._active is None:
+            raise GateError("no policy version was published yet", where="publish")
+        return self._active
+
+    def activate(self, publication: Publication) -> None:
+        """Activates it and unloads its predecessor, which nothing may sample from any more.
+
+        Raises:
+            GateError: it is not newer than the active one. A policy never goes back.
+        """
+        before, version = self._active, publication.adapter.version
+        if before is not None and version <= before.adapter.version:
+            raise GateError(
+                f"version {version} would replace {before.adapter.version}: versions only grow", where="publish"
+            )
+        # Switch before unloading: a version whose slot could not be freed is not sampled from either.
+        self._active = publication
+        if before is not None:
+            self.engine.unload_adapter(before.name)
+
+
+_log = logging.getLogger("orbit.loop")
+
+
+class Keeper:
+    """One thread that runs the work it is given in order, while the loop goes on.
+
+    Consumes: the adapter of a publish, then the checkpoint of its step. Waits for: nothing but the store. Unblocks: the
+    loop, which waits for it before it publishes again, and the trainer, which does not change state that is still being
+    read. Produces: bundles. A step is therefore durable before the step after the next begins, and the store sees the
+    same objects in the same order as if the loop had written them itself.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="orbit-keeper")
+        self._pending: list[Future[None]] = []
+        self._has_failed = False
+
+    def submit(self, work: Callable[[], object]) -> Future[None]:
+        """Queues work of one step at a time: an adapter and a checkpoint. After a failure no more work is done."""
+        assert len(self._pending) < 2, "the step before is not durable yet"
+        self._pending.append(self._pool.submit(self._carry_out, work))
+        return self._pending[-1]
+
+    def wait(self) -> None:
+        """Waits until everything is durable. Raises the first error, once."""
+        pending, self._pending = self._pending, []
+        errors = [error for each in pending if (error := each.exception())]
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Finishes pending work. Safe to call twice."""
+        self._pool.shutdown()
+        for each in self._pending:
+            if error := each.exception():
+                _log.warning("results of the run's last step were not saved: %s", error)
+        self._pending = []
+
+    def _carry_out(self, work: Callable[[], object]) -> None:
+        if self._has_failed:
+            return
+        try:
+            work()
+        except BaseException:
+            self._has_failed = True
+            raise

@@ -1,16 +1,20 @@
 """`run`: a manifest in, a run folder out. Opens, continues, runs, reports and closes, also after an error.
 
-Belongs here: the life cycle of one execution. Does not belong here: the order of a step (`steps`), wiring (`build`).
+Belongs here: the life cycle of one execution, its reports to trackers and webhooks, and its end when memory ran out or
+the device hangs. Does not belong here: the order of a step (`steps`), wiring (`build`), noticing a stall
+(`workers.stalls`), kinds of trackers (`observability`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,35 +24,39 @@ import orbit_runtime
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     DataError,
+    InternalError,
     ManifestError,
     ModelError,
     OrbitError,
+    OutOfMemoryError,
+    StalledError,
     StoppedOnRequest,
     UnsupportedError,
     UsageError,
+    is_out_of_memory,
 )
 from orbit_runtime.loop.build import build_parts
 from orbit_runtime.loop.initial import Initial, begin_with, initial_digest, open_initial
+from orbit_runtime.loop.keep import keep_failure, stacks_name, step_name
 from orbit_runtime.loop.materials import Given, open_demonstration_materials, open_episode_materials
-from orbit_runtime.loop.memory import told_where_memory_ran_out
+from orbit_runtime.loop.measure import evaluation_fields, read_evaluation
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.parity import check_sides
 from orbit_runtime.loop.parts import Parts, RunParts
 from orbit_runtime.loop.resume import check_same_run, find_checkpoint, restore, restored_wrongly
 from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
 from orbit_runtime.loop.show import Show, StartTimes
-from orbit_runtime.loop.stalled import end_stalled
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
 from orbit_runtime.loop.teacher import check_teacher
-from orbit_runtime.loop.telling import asked_trackers, start_trackers, tell_the_end
-from orbit_runtime.observability.last_words import add_last_words
-from orbit_runtime.observability.metrics import RunMetrics
-from orbit_runtime.observability.notify import Webhook, build_webhooks
+from orbit_runtime.observability.last_words import add_last_words, words_of
+from orbit_runtime.observability.metrics import MetricsRow, RunMetrics, build_row, parse_row
+from orbit_runtime.observability.notify import Webhook, build_body, build_webhooks, notify
 from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.trackers import Asked, Tracking, check_trackers, open_tracker
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.support.manifests import check_whole
 from orbit_runtime.sides.content import Names, check_content, resolve_names
@@ -56,11 +64,11 @@ from orbit_runtime.sides.inputs import Inputs, build_patience
 from orbit_runtime.sides.interface import Sides
 from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding, find_machine
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
-from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store, read_run_file
+from orbit_runtime.storage import Execution, NotFound, Store, claim_execution, compact_rows, open_store, read_run_file
 from orbit_runtime.storage.run_files import RUN_FILE
 from orbit_runtime.workers.signals import StopFlag, stop_on_signals
 from orbit_runtime.workers.signs import silent_seconds
-from orbit_runtime.workers.stalls import watch_stalls
+from orbit_runtime.workers.stalls import FIX, Stall, owns_process, watch_stalls
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
 """Name of the attempt, set by the operator. Such a start takes over from an execution that still looks alive."""
@@ -376,3 +384,122 @@ def _finish(store: Store, ended: str) -> Mapping[str, Any]:
     store.put("report.json", json.dumps(report.to_json(), indent=1).encode())
     store.put("report.html", render_html(report).encode())
     return report.to_json()
+
+
+MEMORY_FIELDS = {
+    "preflight": (
+        "spec.model.maxSequenceLength",
+        "lower it, or sampling.maxNewTokens: both sides first compute the longest possible sequence",
+    ),
+    "collect": ("spec.rollout.maxRunningRequests", "lower it, or sampling.maxNewTokens"),
+    "train": (
+        "spec.training.microBatchTokens",
+        "lower it: gradients are summed over more and smaller micro-batches; or write training.recompute: PerLayer",
+    ),
+}
+OTHER_MEMORY = ("spec.model.uri", "`orbit plan` shows what each phase takes; choose a smaller model or more memory")
+
+
+@contextmanager
+def told_where_memory_ran_out(show: Show) -> Iterator[None]:
+    """Replaces torch's or Python's error by OutOfMemoryError (79), which names the stage of the run."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        where, fix = MEMORY_FIELDS.get(show.current, OTHER_MEMORY)
+        said = str(error).strip().splitlines()
+        raise OutOfMemoryError(
+            f"memory ran out in stage {show.current}: {said[0][:300] if said else type(error).__name__}",
+            where=where,
+            fix=fix,
+        ) from error
+
+
+def end_stalled(store: Store, execution: Execution, show: Show, webhooks: list[Webhook]) -> Callable[[Stall], None]:
+    """What to do once a `Stall` is found: the run folder gets the stacks, and a process that belongs to the run ends
+    with 83. In any other, such as a notebook's, the user is told and decides."""
+
+    def ended(stall: Stall) -> None:
+        step = show.step_now or 0
+        error = StalledError(
+            f"{stall.what} did not end within {stall.seconds:.0f} s (stage {show.current}, step {step}): the device "
+            f"does not answer; what every thread was doing is in {stacks_name(step)}",
+            where=store.uri,
+            fix=f"{FIX}: it goes on from the newest checkpoint",
+        )
+        # Whatever fails here, the process ends: its GPU is of no use to anybody until it does.
+        with suppress(Exception):
+            keep_failure(store, step, error, None, stacks=stall.stacks)
+        if not owns_process():
+            show.note(f"warning: {error}")
+            return
+        with suppress(Exception):
+            show.status.update(phase="Failed", message=str(error), exit_code=error.exit_code)
+            add_last_words({**show.status.snapshot(), **words_of(error)})
+            tell_the_end(webhooks, show, store.uri, StalledError)
+        with suppress(Exception):
+            show.progress.close()
+        with suppress(Exception):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        with suppress(Exception):
+            execution.release(StalledError.__name__)
+        os._exit(error.exit_code)
+
+    return ended
+
+
+ROWS_READ = 256
+
+
+def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[Asked]:
+    """Args: started: when the run first began, the same at each start.
+
+    Raises:
+        UnsupportedError: a tracker cannot work. CredentialsError: a tracker has no key.
+    """
+    marked = hashlib.sha256(f"{run.name} {started!r}".encode()).hexdigest()[:12]
+    is_local = "://" not in store.uri
+    asked = [
+        Asked(
+            each.type,
+            each.project,
+            each.uri or (f"{store.uri}/tensorboard" if each.type == "TensorBoard" and is_local else None),
+            run.name,
+            f"{run.name}-{marked}",
+            run.to_manifest(),
+        )
+        for each in run.spec.observability.trackers
+    ]
+    check_trackers(asked, os.environ)
+    return asked
+
+
+def start_trackers(asked: list[Asked], store: Store, show: Show, step: int, closing: ExitStack) -> None:
+    """Sends all rows up to `step`, and from then on every row that is shown."""
+    earlier = partial(_rows_until, store, step)
+    show.trackers = [Tracking(each.kind, partial(open_tracker, each), show.note, earlier) for each in asked]
+    for tracking in show.trackers:
+        closing.callback(tracking.close)
+
+
+def _rows_until(store: Store, step: int) -> Iterator[MetricsRow]:
+    """Yields the evaluation before the first step, which has no row, then the rows, reading `ROWS_READ` at a time."""
+    if (found := read_evaluation(store, 0)) is not None:
+        yield build_row(step=0, **evaluation_fields(found))
+    for first in range(1, step + 1, ROWS_READ):
+        keys = [f"metrics/{step_name(number)}.json" for number in range(first, min(step + 1, first + ROWS_READ))]
+        for data in store.view_many(keys):
+            if not isinstance(data, NotFound):
+                yield parse_row(bytes(data))
+
+
+def tell_the_end(webhooks: list[Webhook], show: Show, uri: str, kind: type[BaseException] | None) -> None:
+    """Args: kind: type of the error that ended the run. Nothing is sent after a second interrupt: the user is there."""
+    if kind is not None and issubclass(kind, KeyboardInterrupt):
+        return
+    status: Mapping[str, Any] = show.status.snapshot()
+    exit_code = status["exit_code"]
+    body = build_body(status, exit_code=InternalError.exit_code if exit_code is None else exit_code, uri=uri)
+    notify(webhooks, body, show.note)

@@ -31,10 +31,10 @@ from orbit_runtime.loop.build import (
     first_sequences,
 )
 from orbit_runtime.loop.keep import keep_failure, keep_rows
-from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.materials import DemonstrationMaterials
 from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.publish import (
+    Keeper,
     Publication,
     adapter_facts,
     whole_files,

@@ -1,16 +1,19 @@
 """What a run displays while it runs: terminal, status port and metrics, fed from one place.
 
-Belongs here: passing the same facts to every display. Does not belong here: how they look (`observability`).
+Belongs here: passing the same facts to every display, and a step's messages. Does not belong here: how they look
+(`observability`).
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.errors import StoppedOnRequest
-from orbit_runtime.loop.keep import checkpoint_prefix
+from orbit_runtime.loop.collect import MAX_STOPPED, Collected
+from orbit_runtime.loop.keep import checkpoint_prefix, stopped_name
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, RunMetrics
 from orbit_runtime.observability.progress import Progress
@@ -127,3 +130,15 @@ def stop_sentence(stage: str, step: int | None, *, keeps_rollouts: bool = False)
     if stage == "evaluate":
         return f"stopping: the evaluation after step {step} continues when the run does"
     return f"stopping: finishing step {step} ({stage}) first; press Ctrl-C again to drop it"
+
+
+def tell_stopped(show: Show, step: int, collected: Collected) -> None:
+    """Names the stages that stopped and the file with the evidence; silent if no episode stopped."""
+    if not collected.stopped:
+        return
+    stages = Counter((each.stage, each.reason) for each in collected.stopped)
+    told = "; ".join(f"{stage}: {reason} ({count} times)" for (stage, reason), count in stages.most_common(3))
+    which = f"of the first {MAX_STOPPED} " if len(collected.stopped) == MAX_STOPPED else ""
+    show.note(
+        f"step {step}: episodes stopped and are masked: {told}; stacks and texts {which}are in {stopped_name(step)}"
+    )

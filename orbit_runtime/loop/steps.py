@@ -13,18 +13,23 @@ from typing import Any
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.advantages import build_batch, mean_advantages
 from orbit_runtime.loop.buffer import Kept
-from orbit_runtime.loop.collect import Collected, check_failures
+from orbit_runtime.loop.collect import (
+    Collected,
+    check_failures,
+    check_staleness,
+    collect_informative,
+    measure_staleness,
+    what_is_missing,
+    with_stale,
+)
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.keep import keep_failure, keep_rows, keep_step
 from orbit_runtime.loop.measure import measure
-from orbit_runtime.loop.parity import check_again, step_limits
+from orbit_runtime.loop.parity import check_again, check_first_wake, engine_asleep, step_limits
 from orbit_runtime.loop.parts import Parts
-from orbit_runtime.loop.resample import collect_informative, what_is_missing
 from orbit_runtime.loop.row import check_parity, prompt_numbers, step_row, with_checkpoint
-from orbit_runtime.loop.sleep import check_first_wake, engine_asleep
-from orbit_runtime.loop.staleness import check_staleness, measure_staleness, with_stale
+from orbit_runtime.loop.show import tell_stopped
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.loop.stopped import tell_stopped
 from orbit_runtime.types import Prompt
 from orbit_runtime.workers.signals import StopFlag
 

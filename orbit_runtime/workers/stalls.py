@@ -1,6 +1,6 @@
 """Work that a device never finishes: the process around it stays, busy and silent, and holds the GPU.
 
-Belongs here: noticing it, with the stacks of all threads. Does not belong here: what follows (`loop.stalled`), or
+Belongs here: noticing it, with the stacks of all threads. Does not belong here: what follows (`loop.run`), or
 ranks, which are watched from outside (`ray_driver`).
 """
 

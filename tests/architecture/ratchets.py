@@ -56,7 +56,7 @@ CEILINGS: dict[str, Ceiling] = {
     "files of data": Ceiling(21),
     "files of environments": Ceiling(26),
     "files of evaluation": Ceiling(10),
-    "files of loop": Ceiling(36),
+    "files of loop": Ceiling(26),
     "files of model_info": Ceiling(35),
     "files of observability": Ceiling(23),
     "files of parity": Ceiling(6),

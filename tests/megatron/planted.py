@@ -29,9 +29,8 @@ from orbit_runtime.adapters.part import WHOLE
 from orbit_runtime.adapters.state import config_json, slot_files
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
-from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.looking import Bisect
-from orbit_runtime.loop.publish import Publication, Publisher
+from orbit_runtime.loop.publish import Keeper, Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy

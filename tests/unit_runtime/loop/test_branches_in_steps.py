@@ -22,8 +22,8 @@ from orbit_runtime.evaluation.player import Places, _InTurn
 from orbit_runtime.loop.advantages import build_batch, mean_advantages
 from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
+from orbit_runtime.loop.collect import count_groups, teaches
 from orbit_runtime.loop.collector import Collector
-from orbit_runtime.loop.resample import count_groups, teaches
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.types import Completion, Group, Prompt, Request, Rollout, Sampling
 from orbit_runtime.workers.reward_threads import RewardThreads

@@ -15,9 +15,9 @@ from fakes.token_engine import TokenEngine, token
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import DataError, EngineDiedError, GateError
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
+from orbit_runtime.loop.collect import check_staleness, measure_staleness, with_stale
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.publish import Publication
-from orbit_runtime.loop.staleness import check_staleness, measure_staleness, with_stale
 from orbit_runtime.types import AdapterFiles, Completion, Prompt, Request, Rollout, Sample, Sampling
 from orbit_runtime.workers.reward_protocol import RewardTarget
 from orbit_runtime.workers.reward_threads import RewardThreads

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from orbit_runtime.loop.event_loops import CallersThread, EventLoop, OwnThread
+from orbit_runtime.loop.collector import CallersThread, EventLoop, OwnThread
 
 
 @pytest.fixture(params=["own", "caller's"])

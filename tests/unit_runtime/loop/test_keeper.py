@@ -8,7 +8,7 @@ import pytest
 
 from orbit_runtime.errors import StorageError
 from orbit_runtime.loop.keep import CheckpointParts
-from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.loop.publish import Keeper
 
 
 def test_work_is_done_in_its_order_beside_the_caller() -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from orbit_runtime.loop.collect import Collected
-from orbit_runtime.loop.resample import GroupCounts, collect_informative, count_groups, what_is_missing
+from orbit_runtime.loop.collect import Collected, GroupCounts, collect_informative, count_groups, what_is_missing
 from orbit_runtime.types import Group, Outcome, Prompt, Rollout, Sample
 
 OUTCOMES: tuple[Outcome, Outcome] = ("value", "crash")

@@ -10,8 +10,7 @@ from orbit_runtime.errors import RewardsFailingError
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
 from orbit_runtime.loop.collect import MAX_STOPPED, Collected, gather_stopped
 from orbit_runtime.loop.keep import keep_failure
-from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.stopped import tell_stopped
+from orbit_runtime.loop.show import Show, tell_stopped
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import RunStatus

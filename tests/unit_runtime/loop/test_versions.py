@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orbit_runtime.errors import GateError
-from orbit_runtime.loop.publish import Publication
-from orbit_runtime.loop.versions import PolicyVersions
+from orbit_runtime.loop.publish import PolicyVersions, Publication
 from orbit_runtime.types import AdapterFiles
 
 
