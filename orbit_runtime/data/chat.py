@@ -7,7 +7,8 @@ from them. Does not belong here: which prompts there are.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.calls.known import format_of
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.model_info.settings import check_folder, load_settings
-from orbit_runtime.model_info.templates import is_own, own_template
+from orbit_runtime.model_info.templates import own_template
 
 Messages = Sequence[Mapping[str, Any]]
 """Chat messages: `role`, `content`, and other fields that the template reads, such as `tool_calls`."""
@@ -27,7 +28,9 @@ Tools = Sequence[Mapping[str, Any]]
 
 OWN_ARGUMENTS = ("add_generation_prompt", "conversation", "messages", "tokenize", "tools")
 TOOLS_AS_TEXT = "tools_ts_str"
-CALL_PROBE = "orbit_probe"
+PROBE = "orbit_probe"
+CALL_FORMS: tuple[tuple[str | None, Any], ...] = (("", {}), (None, {}), ("", "{}"), (None, "{}"))
+"""Forms in which templates take the content beside a call and the call's arguments, the usual one first."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", VOCABULARY, "vocab.json", "tokenizer_config.json")
 
 
@@ -45,7 +48,6 @@ class ChatTokenizer:
     def __init__(self, folder: str | Path, template_arguments: Mapping[str, Any] | None = None) -> None:
         self._folder = Path(folder)
         self._tokenizer = _load_tokenizer(self._folder)
-        self._takes_objects = is_own(self._tokenizer.chat_template)
         self._backend = _find_backend(self._tokenizer)
         self._decoder = _find_decoder(self._tokenizer)
         self._calls = format_of(str(self._tokenizer.chat_template))
@@ -56,7 +58,6 @@ class ChatTokenizer:
         self._eos_ids = tuple(_unique([*eos_ids, *(special[end] for end in ends if end in special)]))
         self._template_arguments = dict(template_arguments or {})
         self._texts: dict[int, str] = {}
-        self._writes_calls: bool | None = None
         for name in OWN_ARGUMENTS:
             if name in self._template_arguments:
                 raise ManifestError(
@@ -145,22 +146,50 @@ class ChatTokenizer:
     @property
     def writes_calls(self) -> bool:
         """Whether the template renders a message's `tool_calls`; some render only its text."""
-        if self._writes_calls is None:
+        return self._call_form is not None
+
+    @cached_property
+    def _call_form(self) -> tuple[str | None, Any] | None:
+        """The first of `CALL_FORMS` in which the template writes a call; None if it writes none."""
+        is_refused = True
+        for content, arguments in CALL_FORMS:
             # Kimi's template writes the id, which holds the name.
             call = {
-                "type": "function", "id": f"functions.{CALL_PROBE}:0",
-                "function": {"name": CALL_PROBE, "arguments": {}},
+                "type": "function", "id": f"functions.{PROBE}:0",
+                "function": {"name": PROBE, "arguments": arguments},
             }  # fmt: skip
             messages: list[dict[str, Any]] = [
                 {"role": "user", "content": ""},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "assistant", "content": content, "tool_calls": [call]},
             ]
             try:
-                self._writes_calls = CALL_PROBE in self.render(messages, answer=False)
+                if PROBE in self._apply(messages, (), answer=False):
+                    return content, arguments
+                is_refused = False
             except ModelError:
-                # The template has a rule for such messages, and reports violations itself.
-                self._writes_calls = True
-        return self._writes_calls
+                continue
+        # A template that refuses all has a rule for such messages, and reports violations itself.
+        return CALL_FORMS[0] if is_refused else None
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template itself writes the text of a content in parts, such as DeepSeek-V4's, in lines."""
+        messages = [{"role": "user", "content": [{"type": "text", "text": PROBE}]}]
+        try:
+            text = self._apply(messages, (), answer=True)
+        except ModelError:
+            return False
+        return PROBE in text and not any(f"{quote}{PROBE}{quote}" in text for quote in "'\"")
+
+    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A plain message whose calls are in the form that the template takes."""
+        calls = message.get("tool_calls")
+        if not calls or not isinstance(calls, list):
+            return message
+        content, arguments = self._call_form or CALL_FORMS[0]
+        if isinstance(arguments, str):
+            calls = [_with_arguments(call, _write_arguments) for call in calls]
+        return {**message, "content": message["content"] or content, "tool_calls": calls}
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of rendered text: the template already wrote the special tokens."""
@@ -265,13 +294,17 @@ class ChatTokenizer:
 
     def render(self, messages: Messages, tools: Tools = (), *, answer: bool = True) -> str:
         """The conversation as text; with `answer`, up to where the assistant's begins."""
+        plain = [plain_message(message) for message in messages]
+        if any(isinstance(each["content"], list) for each in plain) and not self._takes_parts:
+            plain = [{**each, "content": joined_parts(each["content"])} for each in plain]
+        taken = [self._with_calls(dict(self._fields(each))) for each in plain]
+        return self._apply(taken, tools, answer=answer)
+
+    def _apply(self, messages: Messages, tools: Tools, *, answer: bool) -> str:
         try:
-            plain = [dict(self._fields(message)) for message in messages]
-            if self._takes_objects:
-                plain = [_with_objects(message) for message in plain]
             return str(
                 self._tokenizer.apply_chat_template(
-                    plain,
+                    messages,
                     tokenize=False,
                     add_generation_prompt=answer,
                     **self._declared(tools),
@@ -298,20 +331,39 @@ def _given_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
 
 
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """Parses the arguments of calls where they are JSON in a string, as OpenAI's interface has them: templates cannot,
-    and those of Orbit write each argument by itself. Others keep a published template's own way."""
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_object(call) for call in calls]} if calls else message
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The one form of a message, in which rows, episodes and requests of clients are rendered: a missing content is
+    empty text, and arguments of calls are objects where they are JSON in a string, as in OpenAI's interface."""
+    made = {**message, "content": "" if message.get("content") is None else message["content"]}
+    if isinstance(calls := message.get("tool_calls"), list):
+        made["tool_calls"] = [_with_arguments(call, _read_arguments) for call in calls]
+    return made
 
 
-def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call.get("function") or {}
+def joined_parts(content: Any) -> Any:
+    """The text of a content whose parts are all text; any other content as it is."""
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+
+
+def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
     try:
-        arguments = json.loads(function["arguments"])
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
     except (KeyError, TypeError, ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _read_arguments(text: Any) -> dict[str, Any]:
+    arguments = json.loads("{}" if text in ("", None) else text)
+    if not isinstance(arguments, dict):
+        raise ValueError("no object")
+    return arguments
+
+
+def _write_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _load_tokenizer(folder: Path) -> Any:

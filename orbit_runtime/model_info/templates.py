@@ -29,8 +29,3 @@ def own_template(folder: Path) -> Path | None:
         return None
     known = {path.stem: path for path in TEMPLATES.glob("*.jinja")}
     return known.get(str(load_settings(config).get("model_type")))
-
-
-def is_own(template: object) -> bool:
-    """Whether this is the text of one of the files, from wherever it was read."""
-    return any(template == path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.jinja"))

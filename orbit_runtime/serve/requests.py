@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from orbit_runtime.data.chat import joined_parts, plain_message
 from orbit_runtime.environments.tool_calls import write_tool_call
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.planner.support.sampling import Kind, check_sampling
@@ -282,16 +283,14 @@ def _refuse_constant(name: str) -> Literal[0]:
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise APIError(400, f"messages[{index}] has no role", param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise APIError(400, f"messages[{index}]: parts of a content must be text", param="messages")
-        content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
-        raise APIError(400, f"messages[{index}]: a content must be text", param="messages")
-    made = {**message, "content": content or ""}
-    if isinstance(message.get("tool_calls"), list):
-        made["tool_calls"] = [_with_parsed_arguments(index, call) for call in message["tool_calls"]]
+    made = plain_message(message)
+    if not isinstance(joined_parts(made["content"]), str):
+        what = "parts of a content" if isinstance(made["content"], list) else "a content"
+        raise APIError(400, f"messages[{index}]: {what} must be text", param="messages")
+    calls = made.get("tool_calls")
+    if isinstance(calls, list) and not all(map(_is_call, calls)):
+        what = f"messages[{index}]: a tool call is a function with a name, and arguments as a JSON string"
+        raise APIError(400, what, param="messages")
     return made
 
 
@@ -303,19 +302,13 @@ def _with_written_calls(message: dict[str, Any]) -> dict[str, Any]:
     functions = [call["function"] for call in calls]
     written = [write_tool_call(function["name"], function["arguments"]) for function in functions]
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**kept, "content": "\n".join([*filter(None, [message["content"]]), *written])}
+    return {**kept, "content": "\n".join([*filter(None, [joined_parts(message["content"])]), *written])}
 
 
-def _with_parsed_arguments(index: int, call: Any) -> dict[str, Any]:
-    """Parses OpenAI's arguments, which are JSON in a string; templates write them as JSON themselves."""
-    try:
-        function = call["function"]
-        name, arguments = function["name"], function["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise TypeError
-    except (TypeError, KeyError, ValueError):
-        message = f"messages[{index}]: a tool call is a function with a name, and arguments as a JSON string"
-        raise APIError(400, message, param="messages") from None
-    return {**call, "function": {**function, "arguments": arguments}}
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), dict)
+    )

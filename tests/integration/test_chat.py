@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ import pytest
 from orbit_runtime.data.chat import ChatTokenizer, _find_backend, _find_decoder
 from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.serve.requests import ChatBody, parse_body
 
 TRL = find_spec("trl")
 assert TRL is not None
@@ -129,6 +131,39 @@ def test_structured_content_and_tool_messages_reach_the_template(templated: Call
     text = written(qwen3, qwen3.encode_chat([{"role": "user", "content": "hi"}, *messages[1:]]))
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in text
     assert "<tool_response>\n3\n</tool_response>" in text
+
+
+OPENAI: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "Oslo "}, {"type": "text", "text": "now?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": "get", "arguments": '{"city": "Oslo"}'}},
+    ]},
+    {"role": "tool", "tool_call_id": "call00001", "content": "sun"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "call00002", "type": "function", "function": {"name": "get", "arguments": ""}},
+    ]},
+]  # fmt: skip
+"""As clients of OpenAI's interface write them."""
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen3", "gptoss", "glm4moe", "llama3_1", "deepseekv3", "deepseek_r1_distill"]
+)
+def test_rows_and_requests_of_one_conversation_are_rendered_alike(
+    templated: Callable[..., ChatTokenizer], name: str
+) -> None:
+    tokenizer = templated(published(name))
+    text = tokenizer.render(OPENAI, answer=False)
+    body = parse_body(ChatBody, json.dumps({"model": "policy", "messages": OPENAI}).encode())
+    assert text == tokenizer.render(body.conversation(writes_calls=tokenizer.writes_calls), answer=False)
+    objects = json.loads(json.dumps(OPENAI))
+    for message, arguments in zip(objects[1::2], ({"city": "Oslo"}, {}), strict=True):
+        message |= {"content": ""}
+        message["tool_calls"][0]["function"]["arguments"] = arguments
+    objects[0]["content"] = "Oslo now?"
+    assert text == tokenizer.render(objects, answer=False)
+    assert tokenizer.writes_calls
+    assert ("Oslo now?" in text, '\\"' in text, "None" in text) == (True, False, False)
 
 
 def test_an_argument_that_is_orbits_own_is_refused(templated: Callable[..., ChatTokenizer]) -> None:
