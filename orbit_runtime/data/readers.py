@@ -18,12 +18,14 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import zstandard
 
 from orbit_runtime.data.foreign_files import check_foreign
+from orbit_runtime.data.records import unpacked
 from orbit_runtime.data.scan import MAX_ROW, Scan, as_json
 from orbit_runtime.data.stores import Batches, Lines, RowStore, Unchanged, without_nulls
 from orbit_runtime.data.text_encoding import check_encoding, how_to_convert
@@ -347,9 +349,27 @@ def _unpacked(file: IO[bytes], packed: str | None, where: str) -> Iterator[IO[by
         if packed == "gzip":
             yield io.BufferedReader(gzip.GzipFile(fileobj=file))
         else:
-            yield io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+            yield io.BufferedReader(_Pieces(unpacked(iter(partial(file.read, 1 << 20), b""))))
     except (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"not a {packed} file, or cut off: {error}", where=where, fix="fetch it again") from None
+
+
+class _Pieces(io.RawIOBase):
+    """A file of these pieces one after the other."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held and (piece := next(self._pieces, None)) is not None:
+            self._held = memoryview(piece)
+        count = min(len(buffer), len(self._held))
+        buffer[:count], self._held = self._held[:count], self._held[count:]
+        return count
 
 
 def _refuse_constant(constant: str) -> float:

@@ -20,7 +20,8 @@ from orbit_runtime.types import FLOATS, TOKENS, Rollout, RoutedExperts, TopToken
 
 MAX_BYTES = 1 << 34
 """A decompressed step larger than this is refused, so that a corrupt size cannot exhaust memory."""
-PIECE_BYTES = 1 << 24
+FED_BYTES = 1 << 10
+"""Compressed bytes unpacked at a time: to at most 32 MiB."""
 
 
 def rollout_to_line(rollout: Rollout) -> bytes:
@@ -96,28 +97,47 @@ def decompressed_lines(data: bytes) -> Iterator[bytes]:
     """Yields lines that are not empty, without line ends; only a few lines are in memory at a time.
 
     Raises:
-        ValueError: there are more than `MAX_BYTES`, or the file is cut off. ZstdError: the bytes are damaged.
+        ValueError: there are more than `MAX_BYTES`. ZstdError: the bytes are damaged or cut off.
     """
     pending: list[bytes] = []
     size = 0
-    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-        # The reader allocates as much memory as requested, so request little at a time.
-        while piece := reader.read(PIECE_BYTES):
-            size += len(piece)
-            if size > MAX_BYTES:
-                raise ValueError(f"more than {MAX_BYTES} bytes")
-            *lines, rest = piece.split(b"\n")
-            for line in lines:
-                whole = b"".join([*pending, line])
-                pending = []
-                if whole:
-                    yield whole
-            pending.append(rest)
-    # The reader takes the end of a file that is cut off for the end of its frame.
-    if size < (expected := zstandard.frame_content_size(data)):
-        raise ValueError(f"it is cut off after {size} of {expected} bytes")
+    for piece in unpacked([data]):
+        size += len(piece)
+        if size > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        *lines, rest = piece.split(b"\n")
+        for line in lines:
+            whole = b"".join([*pending, line])
+            pending = []
+            if whole:
+                yield whole
+        pending.append(rest)
     if last := b"".join(pending):
         yield last
+
+
+def unpacked(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The content of a zstd file, a few megabytes at a time.
+
+    zstandard's own readers take the end of a file that is cut off for the end of its last frame.
+
+    Args: chunks: the file's bytes.
+
+    Raises:
+        ZstdError: the bytes are damaged or cut off.
+    """
+    frame, size = None, 0
+    for chunk in chunks:
+        for start in range(0, len(chunk), FED_BYTES):
+            rest = chunk[start : start + FED_BYTES]
+            while rest:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                piece = frame.decompress(rest)
+                size += len(piece)
+                yield piece
+                rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise zstandard.ZstdError(f"it is cut off after {size} unpacked bytes")
 
 
 def _plain(value: Any) -> Any:

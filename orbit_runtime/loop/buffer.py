@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import zstandard
 
-from orbit_runtime.data.records import rollout_from_line, rollout_to_line
+from orbit_runtime.data.records import decompressed_lines, rollout_from_line, rollout_to_line
 from orbit_runtime.environments.episodes import Episode, Played, Stopped, sampled_tokens
 from orbit_runtime.errors import DataError
 from orbit_runtime.types import Completion, Rollout, RoutedExperts
@@ -261,8 +261,7 @@ def dump_kept(kept: Sequence[Kept]) -> bytes:
 def load_kept(data: bytes, *, where: str) -> tuple[Kept, ...]:
     """Raises DataError for bytes that `dump_kept` did not write."""
     try:
-        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-            return tuple(_from_line(line) for line in reader.read().split(b"\n") if line)
+        return tuple(_from_line(line) for line in decompressed_lines(data))
     except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"not the rollouts of a checkpoint: {error}", where=where) from error
 

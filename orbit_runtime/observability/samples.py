@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Protocol, cast
+from typing import Any, Protocol
 
 import orjson
 import zstandard
 
+from orbit_runtime.data.records import unpacked
 from orbit_runtime.errors import OrbitError
 
 READ_BYTES = 1 << 22
@@ -105,7 +106,9 @@ def read_lines(source: Ranged, key: str) -> Iterator[bytes]:
     pending: list[bytes] = []
     size = 0
     try:
-        for piece in _decompressed(source, key):
+        end = source.size(key)
+        ranges = ((at, min(end, at + READ_BYTES)) for at in range(0, end, READ_BYTES))
+        for piece in unpacked(source.get_range(key, *each) for each in ranges):
             *lines, rest = piece.split(b"\n")
             for line in lines:
                 yield b"".join([*pending, line])
@@ -118,30 +121,6 @@ def read_lines(source: Ranged, key: str) -> Iterator[bytes]:
         return
     if size:
         yield b"".join(pending)
-
-
-def _decompressed(source: Ranged, key: str) -> Iterator[bytes]:
-    size = source.size(key)
-    pieces = cast(IO[bytes], _Pieces(source, key, size))
-    reader = zstandard.ZstdDecompressor().stream_reader(pieces, read_across_frames=True)
-    while piece := reader.read(READ_BYTES):
-        yield piece
-
-
-class _Pieces:
-    """A readable file of which one piece is in memory at a time."""
-
-    def __init__(self, source: Ranged, key: str, size: int) -> None:
-        self._source, self._key, self._size = source, key, size
-        self._at = 0
-        self._held = b""
-
-    def read(self, count: int = -1) -> bytes:
-        if not self._held and self._at < self._size:
-            end = min(self._size, self._at + READ_BYTES)
-            self._held, self._at = self._source.get_range(self._key, self._at, end), end
-        taken, self._held = (self._held, b"") if count < 0 else (self._held[:count], self._held[count:])
-        return taken
 
 
 def build_sample(record: Mapping[str, Any]) -> Sample:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import zstandard
 
-from orbit_runtime.data.records import decompress_rollouts, decompressed_lines
+from orbit_runtime.data.records import decompress_rollouts, decompressed_lines, unpacked
 from orbit_runtime.errors import DataError
 
 LINES = b"".join(b'{"number": %d}\n' % number for number in range(20_000))
@@ -22,3 +24,22 @@ def test_a_file_that_is_cut_off_is_never_taken_for_a_shorter_one(share: float) -
         decompress_rollouts(cut, where="runs/a/rollouts/step-000002.jsonl.zst")
     assert (caught.value.exit_code, caught.value.where) == (65, "runs/a/rollouts/step-000002.jsonl.zst")
     assert "restore the file" in str(caught.value.fix)
+
+
+def test_a_file_of_frames_that_was_flushed_at_line_ends_is_cut_off_as_well() -> None:
+    """Other programs write such files; what is left of one ends with a whole line."""
+    whole = flushed(LINES)
+    skipped = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
+    assert b"".join(unpacked([whole[:7], whole[7:], skipped, whole])) == LINES * 2
+    for length in (len(whole) // 2, len(whole) - 1):
+        with pytest.raises(zstandard.ZstdError, match=r"cut off after \d+ unpacked bytes"):
+            list(decompressed_lines(whole[:length]))
+
+
+def flushed(lines: bytes) -> bytes:
+    made = io.BytesIO()
+    with zstandard.ZstdCompressor().stream_writer(made, closefd=False) as writer:
+        for line in lines.splitlines(keepends=True):
+            writer.write(line)
+            writer.flush()
+    return made.getvalue()

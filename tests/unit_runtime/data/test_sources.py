@@ -183,6 +183,12 @@ def table_of(**columns: Any) -> Callable[[Path], None]:
     return lambda path: pyarrow.parquet.write_table(pyarrow.table(columns), path)
 
 
+def flushed_zst(data: bytes) -> bytes:
+    """As programs write it that flush, so that a cut may fall behind a whole line."""
+    writer = zstandard.ZstdCompressor().compressobj()
+    return writer.compress(data) + writer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK) + writer.flush()
+
+
 FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("long.jsonl", long_line, "line 2 is longer than 128 MiB, .* 200,000,015 bytes"),
     ("long.csv", lambda path: path.write_bytes(b"prompt\n" + b"y" * (MAX_ROW + 1)), "line 2 is longer than 128 MiB"),
@@ -193,6 +199,8 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("text.arrow", lambda path: path.write_text('{"prompt": 1}\n' * 9), "not Arrow that can be read"),
     ("cut.jsonl.gz", lambda path: path.write_bytes(gzip.compress(jsonl(ROWS))[:-9]), "not a gzip file, or cut off"),
     ("not.jsonl.gz", lambda path: path.write_bytes(jsonl(ROWS)), "not a gzip file"),
+    ("cut.jsonl.zst", lambda path: path.write_bytes(flushed_zst(jsonl(ROWS))[:-3]), "zstd file, .*it is cut off"),
+    ("cut.csv.zst", lambda path: path.write_bytes(flushed_zst(b"prompt\na\n")[:-3]), "zstd file, .*it is cut off"),
     ("not.jsonl.zst", lambda path: path.write_bytes(jsonl(ROWS)), "not a zstd file"),
     ("nan.jsonl", lambda path: path.write_text('{"prompt": "q"}\n{"prompt": "r", "score": NaN}\n'), "line 2.*NaN"),
     ("deep.jsonl", lambda path: path.write_text('{"prompt": ' + "[" * 200_000 + "\n"), "line 1: nested too deeply"),
