@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from orbit_runtime.types import Prompt, Sampling
-from orbit_runtime.workers.garbage_collection import gc_paused
-from orbit_runtime.workers.waiting import wait_asleep
+from orbit_runtime.workers.system import gc_paused, wait_asleep
 
 MEASURES = (
     "orbit_runtime/loop/collector.py", "orbit_runtime/loop/asking.py", "orbit_runtime/loop/buffer.py",
@@ -69,9 +68,9 @@ def _steps(rig: Any, publication: Any, steps: int, tokens: int) -> tuple[float, 
     from orbit_runtime.environments.single_turn import SingleTurn
     from orbit_runtime.loop.collect import measure_staleness
     from orbit_runtime.loop.collector import Collector
-    from orbit_runtime.workers.reward_protocol import RewardTarget
-    from orbit_runtime.workers.reward_threads import RewardThreads
-    from orbit_runtime.workers.signals import StopFlag
+    from orbit_runtime.workers.child.signals import StopFlag
+    from orbit_runtime.workers.user_code.reward_pool import RewardThreads
+    from orbit_runtime.workers.user_code.reward_protocol import RewardTarget
 
     trains, everything = [], []
     sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)

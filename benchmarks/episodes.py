@@ -50,9 +50,9 @@ def play(episodes: int, seconds: float) -> tuple[float, float]:
     from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.types import Prompt, Sampling
-    from orbit_runtime.workers.environment_pool import EnvironmentPool
-    from orbit_runtime.workers.environment_protocol import EnvironmentLimits, EnvironmentTarget
-    from orbit_runtime.workers.reward_pool import RewardPool
+    from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+    from orbit_runtime.workers.user_code.environment_protocol import EnvironmentLimits, EnvironmentTarget
+    from orbit_runtime.workers.user_code.reward_pool import RewardPool
 
     target = EnvironmentTarget("benchmarks.waiting_games:WaitingGame", {"seconds": seconds, "turns": TURNS})
     tokenizer = ChatTokenizer(builtin_folder("tiny-caller", "INT4"))
@@ -78,8 +78,8 @@ def play(episodes: int, seconds: float) -> tuple[float, float]:
 
 def score(rewards: int) -> float:
     """Rewards per second, with workers already running."""
-    from orbit_runtime.workers.reward_pool import RewardPool
-    from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
+    from orbit_runtime.workers.user_code.reward_pool import RewardPool
+    from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardTarget
 
     target = RewardTarget("half", "benchmarks.waiting_games:half")
     prompt = [{"role": "user", "content": "12+34="}]

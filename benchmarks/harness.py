@@ -199,7 +199,7 @@ def need_packages(*names: str, install: str) -> None:
 
 
 def need_sglang() -> None:
-    from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+    from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
     if not os.environ.get(PYTHON_VARIABLE) and importlib.util.find_spec("sglang") is None:
         raise NotMeasured(

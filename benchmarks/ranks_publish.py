@@ -28,7 +28,7 @@ from benchmarks.harness import Comparison, Measured, NotMeasured, run
 from benchmarks.ranks_step import trainer_parts
 
 MEASURES = (
-    "orbit_runtime/training/megatron", "orbit_runtime/workers/ranks.py", "orbit_runtime/adapters",
+    "orbit_runtime/training/megatron", "orbit_runtime/workers/ranks/group.py", "orbit_runtime/adapters",
     "orbit_runtime/digests.py",
 )  # fmt: skip
 CANARY = tuple(range(2, 34))
@@ -43,7 +43,7 @@ def build(mebibytes: int, closing: ExitStack) -> Any:
     from orbit_runtime.training.megatron.groups import Sizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
-    from orbit_runtime.workers.ranks import Group, start_ranks
+    from orbit_runtime.workers.ranks.group import Group, start_ranks
 
     folder, _, settings = trainer_parts()
     sizes = Sizes(2, expert=2)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, Comparison, Measured, NotMeasured, run, table
 
-MEASURES = ("orbit_runtime/training", "orbit_runtime/workers/ranks.py", "orbit_runtime/policy")
+MEASURES = ("orbit_runtime/training", "orbit_runtime/workers/ranks/group.py", "orbit_runtime/policy")
 DIVISIONS = {
     "one rank": {},
     "TP2": {"tensor": 2, "expert": 2, "sequence_parallel": True},
@@ -55,7 +55,7 @@ def build(name: str, options: argparse.Namespace, closing: ExitStack) -> tuple[A
     from orbit_runtime.training.megatron.groups import Sizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
-    from orbit_runtime.workers.ranks import Group, start_ranks
+    from orbit_runtime.workers.ranks.group import Group, start_ranks
 
     folder, adapter, settings = trainer_parts(options.micro_batch, options.answer)
     sizes = Sizes(WORLD[name], **DIVISIONS[name])  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from benchmarks.running_answers import Gaps, watch
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.server_types import Server
 from orbit_runtime.types import Request, Sampling
-from orbit_runtime.workers.waiting import wait_asleep
+from orbit_runtime.workers.system import wait_asleep
 
 MEASURES = (
     "orbit_runtime/loop/publish.py", "orbit_runtime/parity", "orbit_runtime/rollout", "orbit_runtime/sglang_plugin",

@@ -31,7 +31,7 @@ runtime)
     orbit validate /opt/orbit/examples/quickstart.yaml >/dev/null || fail "the quickstart is refused"
     # What a policy wrote is run in a sandbox of the kernel's own means: it needs no right that a restricted pod lacks.
     python - <<'PYTHON' || fail "code cannot be run in its sandbox here"
-from orbit_runtime.workers.sandbox import run_program
+from orbit_runtime.workers.user_code.sandbox import run_program
 
 assert run_program("print(sum(range(10)))").output == "45\n"
 for forbidden in ("open('../left', 'w')", "import socket; socket.socket()", "import os; os.fork()"):

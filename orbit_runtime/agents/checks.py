@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from orbit_runtime.errors import DataError, UsageError
-from orbit_runtime.workers.entrypoints import is_async
+from orbit_runtime.workers.user_code.entrypoints import is_async
 
 
 def check_number(where: str, value: object, *, low: float, high: float = math.inf, above: bool = False) -> None:

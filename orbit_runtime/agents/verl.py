@@ -18,7 +18,7 @@ from orbit_runtime.agents.checks import check_count, check_items, check_number, 
 from orbit_runtime.agents.items import PAIRS, get, seen_key
 from orbit_runtime.agents.trainer import TrainMetrics
 from orbit_runtime.errors import DataError, UsageError
-from orbit_runtime.workers.entrypoints import FROM_PYTHON
+from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON
 
 if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun

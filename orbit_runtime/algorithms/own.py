@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.algorithms.advantages import REWARD_LIMIT, Advantage, ScoredGroup
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec.algorithm import Algorithm
-from orbit_runtime.workers.entrypoints import (
+from orbit_runtime.workers.user_code.entrypoints import (
     MissingModuleError,
     TargetError,
     check_elsewhere,

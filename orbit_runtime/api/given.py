@@ -16,7 +16,7 @@ from orbit_runtime.api.manifest import load_manifest
 from orbit_runtime.errors import DataError, OutputError, UsageError
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage.cache import default_cache
-from orbit_runtime.workers.entrypoints import FROM_PYTHON
+from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON
 
 Functions = Mapping[str, Callable[..., Any]]
 

@@ -10,10 +10,8 @@ import os
 from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.planner import Machine
 from orbit_runtime.spec.placement import Placement
-from orbit_runtime.workers.host_memory import usable_memory
-from orbit_runtime.workers.joined_nodes import joined_nodes
-from orbit_runtime.workers.nvidia_smi import ask_driver
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
+from orbit_runtime.workers.servers.process import AGENT_VARIABLE
+from orbit_runtime.workers.system import ask_driver, joined_nodes, usable_memory
 
 CUDA_SHARE = 0.97
 """Fraction of the memory reported by the driver that programs can use."""
@@ -26,7 +24,7 @@ def this_machine(placement: Placement) -> Machine:
     """
     gpus, memory = _gpus(), usable_memory()
     if not os.environ.get(AGENT_VARIABLE):
-        nodes = joined_nodes(placement)
+        nodes = joined_nodes(placement.nodes)
         return Machine(gpus[0], len(gpus) * nodes, memory, nodes=nodes) if gpus else Machine(None, 0, memory)
     both = None if memory is None else 2 * memory
     return Machine(gpus[0], placement.gpus, both) if gpus else Machine(None, 0, both)

@@ -22,8 +22,7 @@ from orbit_runtime.api.manifest import load_manifest
 from orbit_runtime.api.report import Report
 from orbit_runtime.observability.progress import Progress, SilentProgress, build_progress
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.workers.garbage_collection import gc_paused
-from orbit_runtime.workers.waiting import wait_asleep
+from orbit_runtime.workers.system import gc_paused, wait_asleep
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.run import RunResult

@@ -23,7 +23,7 @@ from typing import Literal
 from orbit_runtime.api.before import NEEDED_TO_TRAIN
 from orbit_runtime.cli.output import format_bytes, format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, OrbitError, UnsupportedError
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 State = Literal["ok", "note", "warn", "fail"]
 

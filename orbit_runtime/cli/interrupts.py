@@ -1,6 +1,6 @@
 """Ctrl-C from the first import of a command to its last line.
 
-Belongs here: whose answer it is when. Does not belong here: what a run does with it (`workers.signals`).
+Belongs here: whose answer it is when. Does not belong here: what a run does with it (`workers.child.signals`).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from orbit_runtime.errors import (
     StoppedOnRequest,
     is_out_of_memory,
 )
-from orbit_runtime.workers.stalls import end_process, own_process, watch_stalls
+from orbit_runtime.workers.child.heartbeat import end_process, own_process, watch_stalls
 
 COMPLETION_VARIABLE = "_ORBIT_COMPLETE"
 """Set by the script that `--install-completion` writes."""
@@ -387,7 +387,7 @@ def agent(
     port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port on the loopback interface.")] = 9401,
 ) -> None:
     """Start engine servers for a run in the pod's other container."""
-    from orbit_runtime.workers.server_agent import run_agent
+    from orbit_runtime.workers.servers.agent import run_agent
 
     run_agent(port)
 

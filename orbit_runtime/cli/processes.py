@@ -23,7 +23,7 @@ def describe(run: OrbitRun, server_gpus: int | None = None, ranks: Layout | None
         server_gpus: of each SGLang server, or its processes on a CPU; None: it is not known before the model is there.
         ranks: how a trainer in several processes divides the model; None: one process trains.
     """
-    from orbit_runtime.workers.reward_pool import default_workers
+    from orbit_runtime.workers.user_code.reward_pool import default_workers
 
     is_sft = run.spec.algorithm.type == "SFT"
     does = "loop" if ranks else "trainer, loop" if is_sft else "trainer, engine, loop"
@@ -49,7 +49,7 @@ def _of_rollouts(
         {
             "name": "reward-worker",
             "count": reward_workers,
-            "argv": [sys.executable, "-m", "orbit_runtime.workers.reward_worker"],
+            "argv": [sys.executable, "-m", "orbit_runtime.workers.user_code.reward_worker"],
             "environment": {},
             "role": "rewards: " + ", ".join(reward.name for reward in run.spec.environment.rewards),
         },
@@ -63,14 +63,14 @@ def _ranks(layout: Layout) -> list[dict[str, Any]]:
         {
             "name": "rank-guard",
             "count": 1,
-            "argv": [python, "-m", f"{workers}.rank_guard", "..."],
+            "argv": [python, "-m", f"{workers}.ranks.guard", "..."],
             "environment": {},
             "role": "ends everything below it when the run ends, however it ends",
         },
         {
             "name": "ray-driver",
             "count": 1,
-            "argv": [python, "-m", f"{workers}.ray_driver", "..."],
+            "argv": [python, "-m", f"{workers}.ranks.driver", "..."],
             "environment": {},
             "role": "a private Ray (GCS and node agent) on the loopback device, for this run alone",
         },

@@ -21,7 +21,7 @@ from orbit_runtime.errors import EXIT_DONE, UsageError
 from orbit_runtime.model_info.settings import check_model_folder
 from orbit_runtime.serve.names import check_one_source
 from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
-from orbit_runtime.workers.run_token import SERVE_VARIABLE
+from orbit_runtime.workers.child.run_token import SERVE_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.serve.requests import Limits
@@ -64,7 +64,7 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
     to_stderr("importing torch")
     from orbit_runtime.serve.open import Asked, open_models
     from orbit_runtime.serve.server import start_serving
-    from orbit_runtime.workers.signals import stop_on_signals
+    from orbit_runtime.workers.child.signals import stop_on_signals
 
     stopped = threading.Event()
     with stop_on_signals() as stop:

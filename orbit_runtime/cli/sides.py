@@ -20,7 +20,7 @@ from orbit_runtime.cli.output import print_json
 from orbit_runtime.cli.run import run_with
 from orbit_runtime.cli.serve import read_door, read_token
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, StoppedOnRequest, UsageError
-from orbit_runtime.workers.run_token import SERVICE_VARIABLE
+from orbit_runtime.workers.child.run_token import SERVICE_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.run import RunResult
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
 
 CHILD_PATIENCE_SECONDS = 2400.0
-"""Longer than ranks may take to start (`workers.ranks`), whose error says more."""
+"""Longer than ranks may take to start (`workers.ranks.group`), whose error says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
     from orbit_runtime.services.host import start_host
     from orbit_runtime.services.trainer_host import build_trainer_host
     from orbit_runtime.storage.download import Patience
-    from orbit_runtime.workers.signals import stop_on_signals
+    from orbit_runtime.workers.child.signals import stop_on_signals
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -156,7 +156,7 @@ def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_js
         from orbit_runtime.services.building import check_apart, kinds_of
         from orbit_runtime.services.children import Children
         from orbit_runtime.services.connection import Connection
-        from orbit_runtime.workers.signals import interrupt_on_terminate
+        from orbit_runtime.workers.child.signals import interrupt_on_terminate
 
         check_apart(manifest.spec)
         progress.stage("checking the plan")

@@ -4,7 +4,6 @@ Belongs here: environments, and the rewards that ship with Orbit. Does not belon
 (`workers`).
 """
 
-from orbit_runtime.workers.branches import Branch, Chosen, Policy
-from orbit_runtime.workers.environment_protocol import Step
+from orbit_runtime.workers.user_code.environment_protocol import Branch, Chosen, Policy, Step
 
 __all__ = ["Branch", "Chosen", "Policy", "Step"]

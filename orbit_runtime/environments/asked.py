@@ -22,10 +22,10 @@ from orbit_runtime.spec.data import Prompts
 from orbit_runtime.spec.quantities import read_quantity
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.inputs import code_digest
-from orbit_runtime.workers.environment_pool import EnvironmentPool
-from orbit_runtime.workers.environment_protocol import EnvironmentLimits, EnvironmentTarget
-from orbit_runtime.workers.reward_pool import RewardPool
-from orbit_runtime.workers.reward_protocol import RewardTarget
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentLimits, EnvironmentTarget
+from orbit_runtime.workers.user_code.reward_pool import RewardPool
+from orbit_runtime.workers.user_code.reward_protocol import RewardTarget
 
 
 def reward_targets(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> list[RewardTarget]:

@@ -1,7 +1,7 @@
 """Episodes in which an environment asks the policy itself: several answers at a time, from any point it has reached.
 
 Belongs here: the tokens of an episode's branches, its limits, and which of them become rollouts. Does not belong here:
-what the environment sees of it, in its own process (`workers.branches`), sampling (`rollout`).
+what the environment sees of it, in its own process (`workers.user_code`), sampling (`rollout`).
 
 Token in, token out, as in `multi_turn`. The environment names branches and never sees a token, so that masks follow
 from what was sampled: a token trains in the first of the episode's rollouts that contains it.
@@ -22,10 +22,9 @@ from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build
 from orbit_runtime.environments.trajectory import Trajectory
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Completion, FinishReason, Prompt, Tokenizer, TokenSource
-from orbit_runtime.workers.branches import Path
-from orbit_runtime.workers.environment_pool import EpisodeProcess
-from orbit_runtime.workers.environment_protocol import EnvironmentFailed
-from orbit_runtime.workers.reward_protocol import RewardResult, RewardScorer
+from orbit_runtime.workers.user_code.environment_pool import EpisodeProcess
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, Path
+from orbit_runtime.workers.user_code.reward_protocol import RewardResult, RewardScorer
 
 MAX_ANSWERS = 4096
 """Answers of one episode, over all branches."""

@@ -19,8 +19,8 @@ from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling, Tokenizer
-from orbit_runtime.workers.environment_pool import EnvironmentPool
-from orbit_runtime.workers.reward_protocol import RewardScorer
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+from orbit_runtime.workers.user_code.reward_protocol import RewardScorer
 
 
 def build_scorer(
@@ -34,10 +34,10 @@ def build_scorer(
     check_arguments(spec, functions)
     targets = reward_targets(spec, functions)
     if functions:
-        from orbit_runtime.workers.reward_threads import RewardThreads
+        from orbit_runtime.workers.user_code.reward_pool import RewardThreads
 
         return RewardThreads(targets)
-    from orbit_runtime.workers.reward_pool import RewardPool
+    from orbit_runtime.workers.user_code.reward_pool import RewardPool
 
     return RewardPool(targets, search_path=search_path)
 

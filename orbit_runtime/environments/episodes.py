@@ -15,7 +15,7 @@ from typing import Protocol
 
 from orbit_runtime.environments.trajectory import Trajectory
 from orbit_runtime.types import Outcome, Prompt, Rollout, TokenSource
-from orbit_runtime.workers.reward_protocol import RewardResult
+from orbit_runtime.workers.user_code.reward_protocol import RewardResult
 
 FAILED: tuple[Outcome, ...] = ("timeout", "crash")
 UNCHOSEN = "tokens_unchosen"

@@ -21,8 +21,8 @@ from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build
 from orbit_runtime.environments.trajectory import Trajectory
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Prompt, Tokenizer, TokenSource
-from orbit_runtime.workers.environment_protocol import EnvironmentFailed
-from orbit_runtime.workers.reward_protocol import RewardResult, RewardScorer
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed
+from orbit_runtime.workers.user_code.reward_protocol import RewardResult, RewardScorer
 
 
 @dataclass(frozen=True, slots=True)

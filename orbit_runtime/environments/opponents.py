@@ -13,8 +13,8 @@ from orbit_runtime.environments.multi_turn import Answered
 from orbit_runtime.environments.tool_calls import ToolCall, parameter_schemas, parse_tool_calls
 from orbit_runtime.model_info.calls.known import FORMATS
 from orbit_runtime.types import Prompt
-from orbit_runtime.workers.environment_pool import EnvironmentPool, EpisodeProcess
-from orbit_runtime.workers.environment_protocol import ToolResult
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool, EpisodeProcess
+from orbit_runtime.workers.user_code.environment_protocol import ToolResult
 
 
 class ToolUse:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from orbit_runtime.errors import OrbitError
-from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardResult, RewardScorer
 
 
 class Scoring:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.types import FinishReason, Prompt, Sampling
-from orbit_runtime.workers.reward_protocol import RewardCall
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall
 
 OWN_PART = "environment"
 """Name of the environment's own reward among the parts of a reward."""

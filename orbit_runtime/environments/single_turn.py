@@ -15,7 +15,7 @@ from orbit_runtime.environments.scoring import Scoring
 from orbit_runtime.environments.trajectory import Trajectory
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Prompt, Sampling, Tokenizer, TokenSource
-from orbit_runtime.workers.reward_protocol import RewardCall, RewardScorer
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardScorer
 
 
 class SingleTurn:

@@ -26,8 +26,8 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import Prompt, Sampling, Tokenizer
-from orbit_runtime.workers.environment_pool import EnvironmentPool
-from orbit_runtime.workers.reward_protocol import RewardScorer
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+from orbit_runtime.workers.user_code.reward_protocol import RewardScorer
 
 PACKAGES = {"Gymnasium": "gymnasium", "SkyRLGym": "skyrl-gym", "Verifiers": "verifiers"}
 """`environment.type` → the distribution whose version is the environment's."""

@@ -18,7 +18,7 @@ from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.buffer import Paid, RolloutBuffer
 from orbit_runtime.rollout.requests import end_all
 from orbit_runtime.types import TOKENS, Completion, Engine, Request, Sampling
-from orbit_runtime.workers.signs import sign
+from orbit_runtime.workers.child.heartbeat import sign
 
 _NO_VERSIONS = array(TOKENS)
 

@@ -55,7 +55,7 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine, Tokenizer
-from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
+from orbit_runtime.workers.system import gc_paused, unfreeze_objects
 
 if TYPE_CHECKING:
     pass

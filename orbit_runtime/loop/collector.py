@@ -26,8 +26,8 @@ from orbit_runtime.loop.buffer import Kept, RolloutBuffer, Taken
 from orbit_runtime.loop.collect import MAX_STOPPED, Collected, Evidence, build_groups, gather_stopped
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.types import Engine, Prompt
-from orbit_runtime.workers.signals import StopFlag
-from orbit_runtime.workers.signs import sign
+from orbit_runtime.workers.child.heartbeat import sign
+from orbit_runtime.workers.child.signals import StopFlag
 
 STOP_SECONDS = 0.2
 """How often to look for a stop request: a completion may take hours, and a pod's grace period is short."""

@@ -31,8 +31,8 @@ from orbit_runtime.sides.teacher import check_servers, open_teacher
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Prompt
-from orbit_runtime.workers.environment_pool import EnvironmentPool
-from orbit_runtime.workers.reward_protocol import RewardScorer
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+from orbit_runtime.workers.user_code.reward_protocol import RewardScorer
 
 
 @dataclass(frozen=True)

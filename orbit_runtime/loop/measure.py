@@ -37,7 +37,7 @@ from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import NotFound, Store
 from orbit_runtime.types import Completion, Sampling, Tokenizer
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
 
 SUMMARY = "summary.json"
 

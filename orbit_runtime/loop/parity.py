@@ -37,7 +37,7 @@ from orbit_runtime.sides.machine import find_machine
 from orbit_runtime.spec import MachineFacts, OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.types import Request
-from orbit_runtime.workers.signals import stop_on_signals
+from orbit_runtime.workers.child.signals import stop_on_signals
 
 if TYPE_CHECKING:
     from orbit_runtime.parity.locate import Location

@@ -2,7 +2,7 @@
 
 Belongs here: the life cycle of one execution, its reports to trackers and webhooks, and its end when memory ran out or
 the device hangs. Does not belong here: the order of a step (`steps`), wiring (`build`), noticing a stall
-(`workers.stalls`), kinds of trackers (`observability`).
+(`workers.child.heartbeat`), kinds of trackers (`observability`).
 """
 
 from __future__ import annotations
@@ -66,9 +66,8 @@ from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding, fi
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, NotFound, Store, claim_execution, compact_rows, open_store, read_run_file
 from orbit_runtime.storage.run_files import RUN_FILE
-from orbit_runtime.workers.signals import StopFlag, stop_on_signals
-from orbit_runtime.workers.signs import silent_seconds
-from orbit_runtime.workers.stalls import FIX, Stall, owns_process, watch_stalls
+from orbit_runtime.workers.child.heartbeat import FIX, Stall, owns_process, silent_seconds, watch_stalls
+from orbit_runtime.workers.child.signals import StopFlag, stop_on_signals
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
 """Name of the attempt, set by the operator. Such a start takes over from an execution that still looks alive."""

@@ -64,8 +64,8 @@ from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.types import AdapterFiles, Prompt, Sample, UpdateResult
-from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
+from orbit_runtime.workers.system import gc_paused, unfreeze_objects
 
 ROWS_SECONDS = 5.0
 """Interval at which rows are stored together: a step may take milliseconds, and a write to the store longer."""

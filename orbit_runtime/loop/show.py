@@ -19,7 +19,7 @@ from orbit_runtime.observability.metrics import MetricsRow, RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.trackers import Tracking
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
 
 
 class Show:

@@ -31,7 +31,7 @@ from orbit_runtime.loop.row import check_parity, prompt_numbers, step_row, with_
 from orbit_runtime.loop.show import tell_stopped
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.types import Prompt
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
 
 
 def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:

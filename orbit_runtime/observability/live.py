@@ -9,7 +9,7 @@ has a low priority, keeps the rows that it has read, and rebuilds a page only af
 took, so that all readers together use at most a tenth of a core.
 
 In:  a line of JSON: `{"page": true}` or `{"step": 12, "from": 0}`.
-Out: 4 bytes of length, then the answer; the length is 0 if there is none.
+Out: a frame with the answer, empty if there is none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.run_folder import Source, add_rows, rollout_files
 from orbit_runtime.storage import open_store
 from orbit_runtime.storage.store import NotFound
-from orbit_runtime.workers.reward_process import child_environment
+from orbit_runtime.workers.child.frames import Frames, frame
+from orbit_runtime.workers.child.process import start_module
 
 ANSWER_SECONDS = 60.0
 IDLE_SECONDS = 600.0
@@ -70,10 +71,7 @@ class LivePage:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._end()
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", _MODULE, self._uri],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment(), start_new_session=True,
-                )  # fmt: skip
+                self._process = start_module(_MODULE, self._uri, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             process = self._process
             assert process.stdin is not None
             assert process.stdout is not None
@@ -100,18 +98,15 @@ class LivePage:
 
 def _read(stream: IO[bytes], deadline: float) -> bytes | None:
     """Reads one answer; None if its writer ended or is too late."""
-    data = bytearray()
-    wanted = 4
-    while len(data) < wanted:
+    frames = Frames()
+    while True:
         if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
             return None
         piece = os.read(stream.fileno(), 1 << 16)
         if not piece:
             return None
-        data += piece
-        if wanted == 4 and len(data) >= 4:
-            wanted += int.from_bytes(data[:4], "big")
-    return bytes(data[4:])
+        if found := frames.feed(piece):
+            return found[0]
 
 
 class LiveFolder:
@@ -183,8 +178,7 @@ def main(uri: str) -> None:
         # A store that does not answer now may answer the next time.
         with contextlib.suppress(OrbitError):
             text = folder.page() if "page" in asked else folder.rollouts(int(asked["step"]), int(asked["from"]))
-        data = text.encode("utf-8", errors="replace")
-        answers.write(len(data).to_bytes(4, "big") + data)
+        answers.write(frame(text.encode("utf-8", errors="replace")))
         answers.flush()
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from orbit_runtime.observability.metrics import MetricsRow
-from orbit_runtime.workers.stalls import STALL_SECONDS
+from orbit_runtime.workers.child.heartbeat import STALL_SECONDS
 
 Phase = Literal["Starting", "Preflight", "Running", "Stopping", "Done", "Stopped", "Failed"]
 _ENDED: frozenset[str] = frozenset({"Done", "Stopped", "Failed"})

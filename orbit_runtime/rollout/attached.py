@@ -29,7 +29,7 @@ from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.rollout.vllm_api import VllmApi
 from orbit_runtime.rollout.wire import REFUSED, Wire, build_client, is_serving, why_not_serving
 from orbit_runtime.types import Sampling, Tokenizer
-from orbit_runtime.workers.sglang_launch import check_version
+from orbit_runtime.workers.servers.process import check_version
 
 _log = logging.getLogger("orbit.rollout")
 

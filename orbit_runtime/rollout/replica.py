@@ -22,8 +22,8 @@ from orbit_runtime.errors import EngineDiedError, GateError, OrbitError, Unsuppo
 from orbit_runtime.rollout.server_types import About, Api, Call, Loaded, LostError, Piece, Server, Sleeping
 from orbit_runtime.rollout.transport import Handover
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
-from orbit_runtime.workers.sglang_launch import PINNED_SGLANG
-from orbit_runtime.workers.signs import sign
+from orbit_runtime.workers.child.heartbeat import sign
+from orbit_runtime.workers.servers.process import PINNED_SGLANG
 
 FACTS_VERSION = 4
 """Version of the plug-in's requests and facts."""

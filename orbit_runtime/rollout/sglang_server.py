@@ -23,12 +23,18 @@ from orbit_runtime.rollout.server_types import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_experts import expert_arguments
 from orbit_runtime.rollout.wire import asks_for_token, is_serving
-from orbit_runtime.workers.ports import HeldPort
-from orbit_runtime.workers.remote_process import RemoteProcess
-from orbit_runtime.workers.run_token import new_token
-from orbit_runtime.workers.server_process import PortTakenError, ServerProcess, WatchedServer
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, VERSION_VARIABLE, launch_command, launch_environment
-from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
+from orbit_runtime.workers.child.run_token import new_token
+from orbit_runtime.workers.servers.process import (
+    AGENT_VARIABLE,
+    VERSION_VARIABLE,
+    PortTakenError,
+    ServerProcess,
+    WatchedServer,
+    launch_command,
+    launch_environment,
+)
+from orbit_runtime.workers.servers.remote import RemoteProcess
+from orbit_runtime.workers.system import VARIABLE, HeldPort, wait_asleep
 
 _log = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ from orbit_runtime.types import (
     ServerReading,
     Tokenizer,
 )
-from orbit_runtime.workers.stalls import device_work
+from orbit_runtime.workers.child.heartbeat import device_work
 
 SCORED_BY_DECODING = 2
 """Tokens at the end of a scored sequence that go through decode steps, so that a score exercises both passes."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from orbit_runtime.rollout.streaming import Alternatives, News
 from orbit_runtime.serve.names import Served
 from orbit_runtime.serve.requests import Limits
 from orbit_runtime.types import FinishReason, Sampling
-
-_LENGTH = struct.Struct("<Q")
+from orbit_runtime.workers.child.frames import Frames, frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +143,13 @@ class Line(asyncio.Protocol):
     def __init__(self, hear: Callable[[Any], None], gone: Callable[[], None]) -> None:
         self._hear = hear
         self._gone = gone
-        self._unread = bytearray()
+        self._frames = Frames()
         self._transport: asyncio.WriteTransport | None = None
 
     def send(self, record: object) -> None:
         """Does nothing if the other side has ended."""
         if self._transport is not None and not self._transport.is_closing():
-            data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
-            self._transport.write(_LENGTH.pack(len(data)) + data)
+            self._transport.write(frame(pickle.dumps(record, pickle.HIGHEST_PROTOCOL)))
 
     def close(self) -> None:
         """Closes the stream; data sent before is still delivered."""
@@ -163,19 +160,8 @@ class Line(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._unread += data
-        start = 0
-        while (size := self._record_size(start)) is not None:
-            begin, start = start + _LENGTH.size, start + _LENGTH.size + size
-            self._hear(pickle.loads(self._unread[begin:start]))
-        del self._unread[:start]
-
-    def _record_size(self, start: int) -> int | None:
-        """Size of the record that begins here; None if it is incomplete."""
-        if len(self._unread) < start + _LENGTH.size:
-            return None
-        (size,) = _LENGTH.unpack_from(self._unread, start)
-        return size if len(self._unread) >= start + _LENGTH.size + size else None
+        for record in self._frames.feed(data):
+            self._hear(pickle.loads(record))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._gone()

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 from orbit_runtime import errors
 from orbit_runtime.errors import EngineDiedError, OrbitError
-from orbit_runtime.workers.ports import HeldPort
-from orbit_runtime.workers.run_token import new_token, token_pipe
+from orbit_runtime.workers.child.run_token import new_token, token_pipe
+from orbit_runtime.workers.system import HeldPort
 
 MOST_STARTS = 20
 END_SECONDS = 30.0

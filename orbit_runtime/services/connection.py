@@ -34,7 +34,7 @@ from orbit_runtime.errors import (
 from orbit_runtime.services.depot import spooled
 from orbit_runtime.services.frames import CHUNK_BYTES, Frame, chunks, frame, num_bytes, unpack
 from orbit_runtime.services.host import BOOT, CALL, GOES, SESSION, WAIT_SECONDS
-from orbit_runtime.workers.signs import sign
+from orbit_runtime.workers.child.heartbeat import sign
 
 CONNECT_SECONDS, NAP_SECONDS, NOTE_SECONDS = 5.0, 0.2, 10.0
 LOOK_SECONDS = 3.0

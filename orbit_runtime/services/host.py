@@ -42,7 +42,7 @@ from orbit_runtime.observability.server import LISTEN_FIX, HTTPServer, listen, s
 from orbit_runtime.serve.guard import Guard
 from orbit_runtime.serve.metrics import ServeMetrics
 from orbit_runtime.services.frames import Frame, chunks, frame, num_bytes, unpack
-from orbit_runtime.workers.signs import silent_seconds
+from orbit_runtime.workers.child.heartbeat import silent_seconds
 
 WAIT_SECONDS = 20.0
 """Longest wait for a result before the client must ask again."""

@@ -28,7 +28,7 @@ from orbit_runtime.sides.engines import build_servers, routed_layers
 from orbit_runtime.sides.interface import EngineOrder, Opened, TrainerSide
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
 from orbit_runtime.types import Engine
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
 
 EQUAL = ("threads", "torch", "instructions")
 """Facts of `rounding`: if two processes differ in them, their passes round differently."""

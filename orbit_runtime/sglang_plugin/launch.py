@@ -20,8 +20,8 @@ from typing import NoReturn
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
-from orbit_runtime.workers.run_token import token_from_pipe
-from orbit_runtime.workers.sglang_launch import (
+from orbit_runtime.workers.child.run_token import token_from_pipe
+from orbit_runtime.workers.servers.process import (
     INSTALL,
     PARENT_VARIABLE,
     VERSION_VARIABLE,
@@ -44,7 +44,7 @@ def _check_version() -> None:
 
 
 def _refuse(error: UnsupportedError) -> NoReturn:
-    """Writes the last line of the log, which `workers.server_process` turns into the error again."""
+    """Writes the last line of the log, which `workers.servers.process` turns into the error again."""
     print(json.dumps(error.to_json()), file=sys.stderr)
     sys.exit(error.exit_code)
 

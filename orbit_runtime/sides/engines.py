@@ -26,7 +26,7 @@ from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Server
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Engine
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
+from orbit_runtime.workers.servers.process import AGENT_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.model_info.weights import ModelFacts
@@ -124,7 +124,7 @@ def plan_servers(
     from orbit_runtime.planner.assumptions import SERVER_SLOTS
     from orbit_runtime.rollout.sglang_experts import served_experts
     from orbit_runtime.rollout.sglang_server import LOOPBACK, ServerSettings, SGLangServer, lora_targets
-    from orbit_runtime.workers.run_token import run_token
+    from orbit_runtime.workers.child.run_token import run_token
 
     # On a CPU nothing of it decides: SGLang serves BF16 there.
     model = None if resolved.device == "cpu" else folder_facts(folder)

@@ -20,7 +20,7 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.download import Patience, Transfer
 from orbit_runtime.storage.inputs import Fetched, Kind, fetch_input
 from orbit_runtime.storage.opening import read_deadline
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
 
 NOTE_SECONDS = 10.0
 NAP_SECONDS = 0.2

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from orbit_runtime.spec import MachineFacts, Resolved
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.types import Engine, Probe, Tokenizer, Trainer
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
 
 if TYPE_CHECKING:
     from orbit_runtime.checkpoints.adapter_folder import AdapterFolder

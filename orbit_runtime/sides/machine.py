@@ -17,11 +17,9 @@ from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner import Machine
 from orbit_runtime.spec import MachineFacts
 from orbit_runtime.spec.placement import Placement
-from orbit_runtime.workers.garbage_collection import gc_paused
-from orbit_runtime.workers.host_memory import usable_memory
-from orbit_runtime.workers.joined_nodes import joined_nodes, ray_address
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
+from orbit_runtime.workers.servers.process import AGENT_VARIABLE
+from orbit_runtime.workers.system import gc_paused, joined_nodes, ray_address, usable_memory
 
 
 def machine_facts() -> MachineFacts:
@@ -67,7 +65,7 @@ def gpu_machine(placement: Placement) -> Machine:
         card = GPUCard(name, int(torch.cuda.get_device_properties(0).total_memory), 0.0, (), "torch")
     if os.environ.get(AGENT_VARIABLE):
         return Machine(card, placement.gpus)
-    nodes = joined_nodes(placement)
+    nodes = joined_nodes(placement.nodes)
     return Machine(card, machine_facts().num_gpus * nodes, nodes=nodes)
 
 

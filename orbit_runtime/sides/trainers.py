@@ -29,8 +29,8 @@ from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import TEACHER_SLOT, Probe, Sampling, Trainer
-from orbit_runtime.workers.entrypoints import FROM_PYTHON
-from orbit_runtime.workers.joined_nodes import joined_nodes, ray_address
+from orbit_runtime.workers.system import joined_nodes, ray_address
+from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON
 
 if TYPE_CHECKING:
     from orbit_runtime.adapters.config import AdapterConfig
@@ -105,7 +105,7 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
         )
     check_rank_packages()
     gpus = tuple(made.devices.trainer) if resolved.device == "cuda" else None
-    nodes = joined_nodes(resolved.run.spec.placement)
+    nodes = joined_nodes(resolved.run.spec.placement.nodes)
     return Division("Megatron", made.layout, made.micro_batch_tokens, made.recompute, gpus, nodes)
 
 
@@ -145,7 +145,7 @@ def _build_ranks(
     from orbit_runtime.training.megatron.groups import Sizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
-    from orbit_runtime.workers.ranks import Group, start_ranks
+    from orbit_runtime.workers.ranks.group import Group, start_ranks
 
     spec, layout, note, closing = resolved.run.spec, division.layout, start.note, start.closing
     if spec.algorithm.entrypoint == FROM_PYTHON:

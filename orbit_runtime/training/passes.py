@@ -23,7 +23,7 @@ from orbit_runtime.policy.routing import Routing
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.types import Sampling
-from orbit_runtime.workers.stalls import device_work
+from orbit_runtime.workers.child.heartbeat import device_work
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from orbit_runtime.adapters.part import Part
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.micro_batches import MicroBatch
-from orbit_runtime.workers.stalls import device_work
+from orbit_runtime.workers.child.heartbeat import device_work
 
 HEAD = "value_head"
 

@@ -72,7 +72,7 @@ CEILINGS: dict[str, Ceiling] = {
     "files of storage": Ceiling(16),
     "files of the top": Ceiling(7),
     "files of training": Ceiling(28),
-    "files of workers": Ceiling(45),
+    "files of workers": Ceiling(32),
     "files of the operator": Ceiling(55),
     "fragments": Ceiling(43),
     "modules in an import cycle": Ceiling(32),

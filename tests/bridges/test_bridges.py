@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from orbit_runtime.environments.asked import BRIDGES
-from orbit_runtime.workers.environment_pool import EnvironmentPool
-from orbit_runtime.workers.environment_protocol import EnvironmentFailed, EnvironmentLimits, EnvironmentTarget
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, EnvironmentLimits, EnvironmentTarget
 
 pytestmark = [
     pytest.mark.skipif(

@@ -16,7 +16,7 @@ from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Engine
-from orbit_runtime.workers.server_process import ServerProcess
+from orbit_runtime.workers.servers.process import ServerProcess
 from tests.engines.inside_server import inside_environment, run_inside_of
 from tests.engines.servers import LORA, OFT, Adder, attach, load_adder, server_of, start_server
 

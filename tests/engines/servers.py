@@ -28,9 +28,8 @@ from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lo
 from orbit_runtime.rollout.transport import FolderDesk, Transport
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Sampling
-from orbit_runtime.workers.run_token import TOKEN_VARIABLE, run_token
-from orbit_runtime.workers.server_process import ServerProcess
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE, run_token
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE, ServerProcess
 from tests.fakes.ports import free_port
 from tests.integration.tiny_models import TARGETS
 

@@ -15,8 +15,8 @@ from fakes.ports import free_port
 from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import Sampling
-from orbit_runtime.workers.run_token import TOKEN_VARIABLE
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
+from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE
+from orbit_runtime.workers.servers.process import AGENT_VARIABLE
 from tests.engines.servers import Adder, server_of, start_server
 from tests.engines.test_sglang_faults import canary
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for

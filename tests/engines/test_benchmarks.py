@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes.benchmark_runs import assert_measured, start_smallest
 
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 OPTIONS = {
     "adapter_transports": ("--only", "load"),

@@ -14,7 +14,7 @@ from fakes.deepseek_v4_folder import write_deepseek_v4
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.environments.tool_calls import parse_tool_calls
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 PROGRAM = Path(__file__).parent / "deepseek_v4_prompts.py"
 NUMBER = 400

@@ -15,7 +15,7 @@ from orbit_runtime.rollout.served_engine import start_engine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.types import Sampling
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 from tests.engines.servers import LORA, OFT, load_adder
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 

@@ -33,7 +33,7 @@ from orbit_runtime.rollout.sglang_server import (
 from orbit_runtime.rollout.transport import FolderDesk, SharedMemory
 from orbit_runtime.sides.engines import routed_layers
 from orbit_runtime.types import AdapterFiles, Request, Sampling
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 from tests.engines.test_contract import policy_logprobs
 from tests.engines.test_sglang_faults import policy_scores
 from tests.integration.engine_inputs import random_adapter

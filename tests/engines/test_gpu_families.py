@@ -37,7 +37,7 @@ from orbit_runtime.rollout.sglang_server import (
 )
 from orbit_runtime.sglang_plugin.rotation import parts
 from orbit_runtime.types import AdapterFiles
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 from tests.integration.engine_inputs import random_adapter
 from tests.integration.tiny_families import make_family
 from tests.models.family_matrix import tokens_of

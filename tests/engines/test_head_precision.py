@@ -13,7 +13,7 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 from tests.engines.servers import LORA
 from tests.models.family_matrix import tokens_of
 

@@ -23,8 +23,7 @@ from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Sampling
-from orbit_runtime.workers.server_process import ServerProcess
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE, ServerProcess
 from tests.engines.servers import Adder, attach
 from tests.engines.test_contract import policy_logprobs
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for

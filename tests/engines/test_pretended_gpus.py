@@ -34,7 +34,7 @@ from orbit_runtime.policy.facts import PolicyFacts, RoutedFacts
 from orbit_runtime.rollout.sglang_server import server_arguments, server_variables
 from orbit_runtime.sides.engines import plan_servers
 from orbit_runtime.spec import MachineFacts, load_manifest, resolve
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 from tests.engines.published_configs import published_config
 
 ROOT = Path(__file__).parents[2]

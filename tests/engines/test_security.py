@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.workers.confine import landlock_version
-from orbit_runtime.workers.reward_pool import RewardPool
-from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
+from orbit_runtime.workers.user_code.confine import landlock_version
+from orbit_runtime.workers.user_code.reward_pool import RewardPool
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardTarget
 from tests.engines.servers import server_of
 
 TESTS = str(Path(__file__).parents[1])

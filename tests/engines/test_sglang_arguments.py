@@ -12,9 +12,8 @@ import pytest
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.spec.engine_arguments import ALLOWED, OURS, argument_flags
-from orbit_runtime.workers.server_agent import OWN_FLAGS
-from orbit_runtime.workers.server_process import ServerProcess
-from orbit_runtime.workers.sglang_launch import launch_command, launch_environment
+from orbit_runtime.workers.servers.agent import OWN_FLAGS
+from orbit_runtime.workers.servers.process import ServerProcess, launch_command, launch_environment
 
 LISTING = """
 import argparse, json, sys

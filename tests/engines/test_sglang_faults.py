@@ -24,7 +24,7 @@ from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Engine, Sampling, Scored
-from orbit_runtime.workers.server_process import ServerProcess
+from orbit_runtime.workers.servers.process import ServerProcess
 from tests.engines.servers import post_to, server_of
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 

@@ -16,7 +16,7 @@ from orbit_runtime.rollout.sglang_experts import MOE_RUNNERS
 from orbit_runtime.rollout.sglang_server import deterministic_attention
 from orbit_runtime.sglang_plugin import deepseek_v4
 from orbit_runtime.sglang_plugin.mxfp4_experts import PACKED_AS
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 QUANTIZATION = "srt/layers/quantization"
 SCHEMES = f"{QUANTIZATION}/compressed_tensors/schemes/compressed_tensors"

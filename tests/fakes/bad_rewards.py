@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from orbit_runtime.workers.reward_protocol import WrongAnswer
+from orbit_runtime.workers.user_code.reward_protocol import WrongAnswer
 
 Prompt = Sequence[Mapping[str, str]]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import uvicorn
 
-from orbit_runtime.workers import server_agent
+from orbit_runtime.workers.servers import agent as server_agent
 
 if __name__ == "__main__":
     server_agent.__version__ = sys.argv[2]
     engine = str(Path(__file__).with_name("played_engine.py"))
     token, folder = sys.argv[3:5]
-    agent = server_agent.Agent(Path(folder), token, lambda arguments: [sys.executable, engine, *arguments])
-    app = server_agent.build_app(agent, token)
+    made = server_agent.Agent(Path(folder), token, lambda arguments: [sys.executable, engine, *arguments])
+    app = server_agent.build_app(made, token)
     uvicorn.run(app, host=server_agent.HOST, port=int(sys.argv[1]), log_config=None)

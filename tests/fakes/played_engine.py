@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from orbit_runtime.workers.run_token import token_from_pipe
+from orbit_runtime.workers.child.run_token import token_from_pipe
 
 if __name__ == "__main__":
     for name in ("ORBIT_SGLANG_PARENT", "ORBIT_SGLANG_TAPS"):

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orbit_runtime.workers.branches import Policy, told_choice
-from orbit_runtime.workers.environment_protocol import EnvironmentFailed
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, Policy, told_choice
 
 
 class PlayedHere:

@@ -19,7 +19,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from orbit_runtime.workers.run_token import token_from_pipe
+from orbit_runtime.workers.child.run_token import token_from_pipe
 
 app = FastAPI()
 TOKEN = token_from_pipe()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orbit_runtime.workers.ports import HeldPort
+from orbit_runtime.workers.system import HeldPort
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.workers.stacks import STACK_SECONDS, STACK_SIGNAL, tell_stacks
+from orbit_runtime.workers.child.process import STACK_SECONDS, STACK_SIGNAL, tell_stacks
 
 
 class RunLauncher:

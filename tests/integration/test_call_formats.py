@@ -26,9 +26,9 @@ from orbit_runtime.rollout.requests import answer_text
 from orbit_runtime.serve.answers import Form, Part
 from orbit_runtime.serve.requests import ChatBody, parse_body
 from orbit_runtime.types import FLOATS, TOKENS, Completion, Prompt, Sampling
-from orbit_runtime.workers.environment_protocol import ToolResult
-from orbit_runtime.workers.reward_protocol import RewardTarget
-from orbit_runtime.workers.reward_threads import RewardThreads
+from orbit_runtime.workers.user_code.environment_protocol import ToolResult
+from orbit_runtime.workers.user_code.reward_pool import RewardThreads
+from orbit_runtime.workers.user_code.reward_protocol import RewardTarget
 from tests.integration.tiny_kimi import TEMPLATE as KIMI
 
 TRL = find_spec("trl")

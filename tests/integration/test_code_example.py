@@ -11,7 +11,7 @@ from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.loop import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.spec import load_manifest
-from orbit_runtime.workers.sandbox import run_program
+from orbit_runtime.workers.user_code.sandbox import run_program
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "code.yaml"
 

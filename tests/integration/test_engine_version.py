@@ -11,7 +11,7 @@ import pytest
 
 from orbit_runtime.errors import EngineDiedError, UnsupportedError
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer
-from orbit_runtime.workers.sglang_launch import PINNED_SGLANG, PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PINNED_SGLANG, PYTHON_VARIABLE
 
 SETTINGS = ServerSettings(
     model=Path("/nowhere"), device="cpu", dtype="float32", targets=("q_proj",), max_running_requests=1,

@@ -17,7 +17,7 @@ from orbit_runtime.environments.multi_turn import Answered, MultiTurn
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.types import Completion, Prompt, Sampling
-from orbit_runtime.workers.reward_threads import RewardThreads
+from orbit_runtime.workers.user_code.reward_pool import RewardThreads
 from tests.unit_runtime.environments.test_multi_turn import Plays, Says
 
 END = 1

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.storage import open_store
-from orbit_runtime.workers import stalls
-from orbit_runtime.workers.stalls import Stall, device_work, watch_stalls
+from orbit_runtime.workers.child import heartbeat
+from orbit_runtime.workers.child.heartbeat import Stall, device_work, watch_stalls
 from tests.integration.killing import small_manifest, timeless_rows
 from tests.integration.run_launcher import RunLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 HUNG = """
 import sys, threading
-from orbit_runtime.workers import stalls
-stalls.STALL_SECONDS, stalls.LOOK_SECONDS, stalls.WATCHED = 2.0, 0.2, frozenset({"cpu"})
+from orbit_runtime.workers.child import heartbeat
+heartbeat.STALL_SECONDS, heartbeat.LOOK_SECONDS, heartbeat.WATCHED = 2.0, 0.2, frozenset({"cpu"})
 from orbit_runtime.rollout import decoding
 whole, calls = decoding.Decoding.step, []
 def step(self, told=None):
@@ -63,9 +63,9 @@ def test_a_step_that_never_ends_is_83_and_the_run_goes_on(tmp_path: Path, launch
 
 
 def test_only_one_piece_of_work_that_does_not_end_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(stalls, "STALL_SECONDS", 0.2)
-    monkeypatch.setattr(stalls, "WATCHED", frozenset({"cpu"}))
+    monkeypatch.setattr(heartbeat, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(heartbeat, "WATCHED", frozenset({"cpu"}))
     found: list[Stall] = []
     with watch_stalls(found.append):
         until = time.monotonic() + 0.6
@@ -84,8 +84,8 @@ def test_only_one_piece_of_work_that_does_not_end_is_a_stall(monkeypatch: pytest
 
 
 def test_a_cpu_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(stalls, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(heartbeat, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat, "STALL_SECONDS", 0.0)
     found: list[Stall] = []
     with watch_stalls(found.append), device_work("a large model", "cpu"):
         time.sleep(0.1)
@@ -94,9 +94,9 @@ def test_a_cpu_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_command_without_a_run_ends_with_83_and_tells_the_stacks() -> None:
     code = (
-        "import threading; from orbit_runtime.workers import stalls\n"
-        "stalls.STALL_SECONDS, stalls.LOOK_SECONDS = 0.2, 0.05\n"
-        "with stalls.watch_stalls(stalls.end_process), stalls.device_work('a step of sampling', 'cuda'):\n"
+        "import threading; from orbit_runtime.workers.child import heartbeat\n"
+        "heartbeat.STALL_SECONDS, heartbeat.LOOK_SECONDS = 0.2, 0.05\n"
+        "with heartbeat.watch_stalls(heartbeat.end_process), heartbeat.device_work('a step of sampling', 'cuda'):\n"
         "    threading.Event().wait()\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=100, capture_output=True, text=True)

@@ -39,7 +39,7 @@ from orbit_runtime.services.frames import frame, pack, unpack
 from orbit_runtime.services.host import CALL, SESSION, Host, start_host
 from orbit_runtime.services.orchestrate import RemoteSides, check_inference, check_pair
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.workers.signs import sign, silent_seconds
+from orbit_runtime.workers.child.heartbeat import sign, silent_seconds
 from tests.integration.killing import small_manifest
 from tests.integration.three_processes import TOKEN, Side, two_sides
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from orbit_runtime.errors import EXIT_STOPPED
-from orbit_runtime.workers.ranks import Group, start_ranks
-from orbit_runtime.workers.signals import stop_on_signals
+from orbit_runtime.workers.child.signals import stop_on_signals
+from orbit_runtime.workers.ranks.group import Group, start_ranks
 
 
 def main(logs: Path) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from fakes.probed import probe
 
 from orbit_runtime.errors import DivergedError
-from orbit_runtime.workers.rank_notes import in_collective, note
+from orbit_runtime.workers.ranks.rank import in_collective, note
 
 
 class Unpacked:

@@ -19,7 +19,7 @@ from orbit_runtime.training.megatron.groups import Sizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from orbit_runtime.training.state import CRITIC_PART, PART
-from orbit_runtime.workers.ranks import Group, start_ranks
+from orbit_runtime.workers.ranks.group import Group, start_ranks
 from tests.fakes.held_state import hold_state
 from tests.megatron.cases import folder_of
 from tests.megatron.test_critic import CRITIC, LORA, check_values, valued

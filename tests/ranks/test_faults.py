@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import OrbitError
-from orbit_runtime.workers.rank_guard import MARK, descendants
-from orbit_runtime.workers.rank_notes import read_note
-from orbit_runtime.workers.ranks import Group, RankGroup, start_ranks
+from orbit_runtime.workers.ranks.group import Group, RankGroup, start_ranks
+from orbit_runtime.workers.ranks.guard import MARK, descendants
+from orbit_runtime.workers.ranks.rank import read_note
 
 pytestmark = pytest.mark.timeout(900)  # a start on two cores that ten others want takes minutes
 TARGET = "ranks.targets:Meeting"
@@ -109,9 +109,9 @@ def test_every_process_of_a_group_can_be_found_without_its_guard(
     [
         ("gcs_server", "Ray's head (gcs_server) was killed by SIGKILL in stage train, step 1"),
         ("raylet/raylet", "Ray's node agent (raylet) was killed by SIGKILL in stage train, step 1"),
-        ("ray_driver", "the process that holds the ranks (Ray's driver) was lost in stage step"),
+        ("ranks.driver", "the process that holds the ranks (Ray's driver) was lost in stage step"),
         pytest.param(
-            "rank_guard",
+            "ranks.guard",
             "the process that holds the ranks (Ray's driver) was lost in stage step",
             marks=pytest.mark.long,
         ),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import InternalError, OutputError
-from orbit_runtime.workers.ranks import Group, start_ranks
-from orbit_runtime.workers.ray_node import check_ports, port_block
+from orbit_runtime.workers.ranks.group import Group, start_ranks
+from orbit_runtime.workers.ranks.node import check_ports, port_block
 
 pytestmark = [pytest.mark.usefixtures("marked"), pytest.mark.timeout(240)]
 TARGET = "ranks.targets:Meeting"

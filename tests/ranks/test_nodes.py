@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import CollectiveError
-from orbit_runtime.workers.ranks import Group, RankGroup, start_ranks
+from orbit_runtime.workers.ranks.group import Group, RankGroup, start_ranks
 
 pytestmark = [pytest.mark.usefixtures("marked"), pytest.mark.timeout(240)]
 

@@ -6,8 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-from orbit_runtime.workers.rank_guard import MARK, descendants
-from orbit_runtime.workers.ranks import Group, start_ranks
+from orbit_runtime.workers.ranks.group import Group, start_ranks
+from orbit_runtime.workers.ranks.guard import MARK, descendants
 
 
 def test_a_rank_is_free_and_its_guard_hears_no_signal_but_the_last(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_a_rank_is_free_and_its_guard_hears_no_signal_but_the_last(tmp_path: Pat
         (first,), (second,) = ranks.call("look", os.getpid()), ranks.call("look", os.getpid())
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{ranks.guard_pid}/status").read_text().splitlines())
         ignored = {number for number in range(1, 32) if int(status["SigIgn"], 16) >> (number - 1) & 1}
-        (driver,) = (each for each in descendants(ranks.guard_pid) if b"driver" in command(each))
+        (driver,) = (each for each in descendants(ranks.guard_pid) if b"ranks.driver" in command(each))
         assert os.getsid(ranks.guard_pid) == ranks.guard_pid
         assert os.getsid(driver) == ranks.guard_pid
         streams = [os.readlink(f"/proc/{pid}/fd/{each}") for pid in (ranks.guard_pid, driver) for each in range(3)]

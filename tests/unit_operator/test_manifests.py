@@ -23,8 +23,8 @@ from orbit_operator.settings import Settings
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.placement import Egress, Toleration
 from orbit_runtime.spec.quantities import halve, read_quantity
-from orbit_runtime.workers.run_token import TOKEN_VARIABLE
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
+from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE
+from orbit_runtime.workers.servers.process import AGENT_VARIABLE
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = Settings(namespace="orbit-system", scrape_namespaces=("monitoring",), runtime_image="orbit-runtime:1")

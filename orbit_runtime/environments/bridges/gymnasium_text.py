@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium  # type: ignore[import-not-found, unused-ignore]
 
-from orbit_runtime.workers.environment_protocol import Step
+from orbit_runtime.workers.user_code.environment_protocol import Step
 
 _COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

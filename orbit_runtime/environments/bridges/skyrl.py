@@ -10,7 +10,7 @@ from typing import Any
 
 import skyrl_gym  # type: ignore[import-not-found, unused-ignore]
 
-from orbit_runtime.workers.environment_protocol import Step
+from orbit_runtime.workers.user_code.environment_protocol import Step
 
 
 class SkyRLEpisode:

@@ -21,7 +21,7 @@ from verifiers.types import (  # type: ignore[import-not-found, unused-ignore]
 )
 
 from orbit_runtime.environments.tool_calls import parameter_schemas, parse_tool_calls
-from orbit_runtime.workers.environment_protocol import Step
+from orbit_runtime.workers.user_code.environment_protocol import Step
 
 MODEL = "policy"
 

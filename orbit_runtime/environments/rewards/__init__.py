@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orbit_runtime.workers.reward_protocol import WrongAnswer
+from orbit_runtime.workers.user_code.reward_protocol import WrongAnswer
 
 __all__ = ["REWARDS", "WrongAnswer"]
 

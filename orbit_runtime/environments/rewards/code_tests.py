@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orbit_runtime.workers.reward_protocol import WrongAnswer
-from orbit_runtime.workers.sandbox import SandboxLimits, run_program
+from orbit_runtime.workers.user_code.reward_protocol import WrongAnswer
+from orbit_runtime.workers.user_code.sandbox import SandboxLimits, run_program
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 

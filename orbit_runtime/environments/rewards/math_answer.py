@@ -9,7 +9,7 @@ from typing import Any
 # Takes a second, so it belongs to the worker's start: inside the function it would count against the first call.
 from math_verify import parse, verify  # type: ignore[import-untyped]
 
-from orbit_runtime.workers.reward_protocol import WrongAnswer
+from orbit_runtime.workers.user_code.reward_protocol import WrongAnswer
 
 for _name in ("math_verify.parser", "math_verify.grader"):
     # Each worker would warn that there is no time limit, although the worker itself has one.

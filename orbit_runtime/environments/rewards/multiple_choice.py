@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orbit_runtime.workers.reward_protocol import WrongAnswer
+from orbit_runtime.workers.user_code.reward_protocol import WrongAnswer
 
 
 def multiple_choice(

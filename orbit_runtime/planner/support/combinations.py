@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from orbit_runtime.workers.sglang_launch import PINNED_SGLANG
+from orbit_runtime.workers.servers.process import PINNED_SGLANG
 
 State = Literal["works", "planned", "missing", "refused"]
 PINNED = {"sglang": PINNED_SGLANG, "megatron-core": "0.19.2", "torch": "2.14.1", "transformers": "5.19.0"}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.training.megatron.groups import Groups
-from orbit_runtime.workers.rank_notes import in_collective
+from orbit_runtime.workers.ranks.rank import in_collective
 
 Pass = TypeVar("Pass")
 State = TypeVar("State")

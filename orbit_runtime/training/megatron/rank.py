@@ -48,7 +48,7 @@ from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.training.values import HEAD, ValueModel
 from orbit_runtime.types import Computed, Probe, Sample, UpdateResult
-from orbit_runtime.workers.rank_notes import note
+from orbit_runtime.workers.ranks.rank import note
 
 LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
 """Set in rank 0 by the process that starts it: descriptor of a socket that already listens for the ranks."""

@@ -34,7 +34,7 @@ from orbit_runtime.errors import InternalError, UnsupportedError
 from orbit_runtime.policy.packed import PackedBatch
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.pipeline import Pipeline
-from orbit_runtime.workers.rank_notes import note
+from orbit_runtime.workers.ranks.rank import note
 
 Change = Callable[[Tensor], Tensor]
 

@@ -72,7 +72,7 @@ from orbit_runtime.types import (
     StateWriter,
     UpdateResult,
 )
-from orbit_runtime.workers.stalls import STALL_SECONDS
+from orbit_runtime.workers.child.heartbeat import STALL_SECONDS
 
 WINDOW = "window"
 SHARED_WINDOWS = 16

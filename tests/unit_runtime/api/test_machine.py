@@ -13,7 +13,7 @@ from orbit_runtime.api.machine import this_machine, usable_memory
 from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.spec import OrbitRun, load_manifest
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
+from orbit_runtime.workers.servers.process import AGENT_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 MODEL = "Qwen/Qwen3-4B"

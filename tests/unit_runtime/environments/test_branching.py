@@ -21,12 +21,12 @@ from orbit_runtime.environments.episodes import Played
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling
-from orbit_runtime.workers.entrypoints import TargetError
-from orbit_runtime.workers.environment_pool import EnvironmentPool
-from orbit_runtime.workers.environment_protocol import EnvironmentLimits, EnvironmentTarget
-from orbit_runtime.workers.environment_template import _cohorts
-from orbit_runtime.workers.reward_protocol import RewardTarget
-from orbit_runtime.workers.reward_threads import RewardThreads
+from orbit_runtime.workers.user_code.entrypoints import TargetError
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentLimits, EnvironmentTarget
+from orbit_runtime.workers.user_code.environment_template import _cohorts
+from orbit_runtime.workers.user_code.reward_pool import RewardThreads
+from orbit_runtime.workers.user_code.reward_protocol import RewardTarget
 from tests.unit_runtime.environments.test_multi_turn import END, PROMPT, Written
 
 

@@ -15,9 +15,9 @@ from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.environments.tools.calculator import calculate
 from orbit_runtime.spec.environment import Environment
 from orbit_runtime.types import Completion, Prompt, Rollout, Sampling
-from orbit_runtime.workers.environment_pool import EnvironmentPool
-from orbit_runtime.workers.environment_protocol import EnvironmentTarget, ToolResult
-from orbit_runtime.workers.reward_threads import RewardThreads
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentTarget, ToolResult
+from orbit_runtime.workers.user_code.reward_pool import RewardThreads
 from tests.unit_runtime.environments.test_multi_turn import END, Written
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs/guides/environments.md").read_text()

@@ -16,9 +16,9 @@ from orbit_runtime.environments.multi_turn import Answered, MultiTurn
 from orbit_runtime.environments.opponents import ToolUse
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling
-from orbit_runtime.workers.environment_protocol import EnvironmentFailed, ToolResult
-from orbit_runtime.workers.reward_protocol import RewardTarget
-from orbit_runtime.workers.reward_threads import RewardThreads
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, ToolResult
+from orbit_runtime.workers.user_code.reward_pool import RewardThreads
+from orbit_runtime.workers.user_code.reward_protocol import RewardTarget
 
 END = 3
 PROMPT = Prompt("p/0", 0, ({"role": "user", "content": "hi"},), {"answer": "46"})

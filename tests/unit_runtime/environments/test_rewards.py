@@ -22,10 +22,9 @@ from orbit_runtime.environments.rewards.judge import SHORTEST_WAIT, judge
 from orbit_runtime.environments.rewards.length import length
 from orbit_runtime.environments.rewards.multiple_choice import multiple_choice
 from orbit_runtime.environments.rewards.pattern import pattern
-from orbit_runtime.workers.entrypoints import load_object
-from orbit_runtime.workers.reward_pool import RewardPool
-from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget, WrongAnswer
-from orbit_runtime.workers.reward_threads import RewardThreads
+from orbit_runtime.workers.user_code.entrypoints import load_object
+from orbit_runtime.workers.user_code.reward_pool import RewardPool, RewardThreads
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardTarget, WrongAnswer
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
 

@@ -11,8 +11,8 @@ from ruamel.yaml import YAML
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.spec.environment import Environment, RewardType
 from orbit_runtime.spec.template import render_template
-from orbit_runtime.workers.reward_pool import RewardPool
-from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
+from orbit_runtime.workers.user_code.reward_pool import RewardPool
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardTarget
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs/guides/rewards.md").read_text()
 

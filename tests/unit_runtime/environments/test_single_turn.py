@@ -17,9 +17,8 @@ from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import RewardsFailingError
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.types import Completion, Prompt, Sampling
-from orbit_runtime.workers.reward_pool import RewardPool
-from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardTarget, WrongAnswer
-from orbit_runtime.workers.reward_threads import RewardThreads
+from orbit_runtime.workers.user_code.reward_pool import RewardPool, RewardThreads
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardResult, RewardTarget, WrongAnswer
 
 TESTS = str(Path(__file__).resolve().parents[2])
 

@@ -26,8 +26,8 @@ from orbit_runtime.loop.collect import count_groups, teaches
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.types import Completion, Group, Prompt, Request, Rollout, Sampling
-from orbit_runtime.workers.reward_threads import RewardThreads
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
+from orbit_runtime.workers.user_code.reward_pool import RewardThreads
 from tests.unit_runtime.environments.test_multi_turn import Written
 from tests.unit_runtime.loop.test_collector import policy, prompts, rollouts, until
 

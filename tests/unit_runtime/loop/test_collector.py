@@ -19,9 +19,9 @@ from orbit_runtime.loop.collect import check_staleness, measure_staleness, with_
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.types import AdapterFiles, Completion, Prompt, Request, Rollout, Sample, Sampling
-from orbit_runtime.workers.reward_protocol import RewardTarget
-from orbit_runtime.workers.reward_threads import RewardThreads
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
+from orbit_runtime.workers.user_code.reward_pool import RewardThreads
+from orbit_runtime.workers.user_code.reward_protocol import RewardTarget
 
 
 class Letters:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import EngineDiedError, OutOfMemoryError, is_out_of_memory
-from orbit_runtime.workers.server_process import ServerProcess, memory_kills
+from orbit_runtime.workers.servers.process import ServerProcess
+from orbit_runtime.workers.system import memory_kills
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from orbit_runtime.environments.episodes import combine
 from orbit_runtime.loop.row import reward_parts
 from orbit_runtime.types import Rollout
-from orbit_runtime.workers.reward_protocol import RewardResult
+from orbit_runtime.workers.user_code.reward_protocol import RewardResult
 
 WEIGHTS = {"correct": 1.0, "brevity": 0.25}
 

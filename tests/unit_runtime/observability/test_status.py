@@ -15,7 +15,7 @@ from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics, build_row
 from orbit_runtime.observability.server import BIND_VARIABLE, HTTPServer, start_server
 from orbit_runtime.observability.status import RunStatus
-from orbit_runtime.workers.stalls import STALL_SECONDS
+from orbit_runtime.workers.child.heartbeat import STALL_SECONDS
 
 
 class Clock:

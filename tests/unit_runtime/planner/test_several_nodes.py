@@ -12,9 +12,8 @@ from orbit_runtime.planner import judge
 from orbit_runtime.planner.job import asked_machine
 from orbit_runtime.planner.verdict import Verdict
 from orbit_runtime.spec import MachineFacts, OrbitRun, load_manifest, resolve
-from orbit_runtime.spec.placement import Placement
-from orbit_runtime.workers.joined_nodes import joined_nodes
-from orbit_runtime.workers.ray_driver import neighbours_together
+from orbit_runtime.workers.ranks.driver import neighbours_together
+from orbit_runtime.workers.system import joined_nodes
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -64,7 +63,7 @@ def test_nodes_count_where_a_ray_cluster_is_named(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
-    assert joined_nodes(Placement(nodes=3)) == nodes
+    assert joined_nodes(3) == nodes
 
 
 def test_ranks_that_follow_each_other_share_a_node_however_ray_dealt_the_bundles() -> None:

@@ -12,7 +12,7 @@ import pytest
 from orbit_runtime.errors import EngineDiedError
 from orbit_runtime.rollout.sglang_server import PORT_TRIES, ServerSettings, SGLangServer
 from orbit_runtime.rollout.wire import asks_for_token
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 PLAYED = Path(__file__).parents[2] / "fakes" / "played_taken_port.py"
 

@@ -22,7 +22,7 @@ from orbit_runtime.sides.engines import EngineAhead, _Closing, may_start_ahead
 from orbit_runtime.sides.interface import EngineOrder
 from orbit_runtime.sides.trainers import Division, adapter_config
 from orbit_runtime.spec import MachineFacts, Resolved, load_manifest, resolve
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 CPU, GPUS = MachineFacts(has_cuda=False, num_gpus=0), MachineFacts(has_cuda=True, num_gpus=8)

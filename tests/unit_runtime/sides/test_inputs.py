@@ -14,7 +14,7 @@ from orbit_runtime.sides.inputs import Inputs, build_patience, transfer_line
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage.download import Patience, Transfer
 from orbit_runtime.storage.inputs import code_digest
-from orbit_runtime.workers.signals import StopFlag
+from orbit_runtime.workers.child.signals import StopFlag
 from tests.integration.killing import small_manifest
 
 MIB = 2**20

@@ -17,16 +17,15 @@ from fakes import probed
 
 from orbit_runtime.observability.live import LivePage
 from orbit_runtime.services.children import Children
-from orbit_runtime.workers.confine import landlock_version
-from orbit_runtime.workers.entrypoints import check_elsewhere
-from orbit_runtime.workers.environment_pool import EnvironmentPool
-from orbit_runtime.workers.environment_protocol import EnvironmentLimits, EnvironmentTarget
-from orbit_runtime.workers.rank_guard import descendants
-from orbit_runtime.workers.reward_pool import RewardPool
-from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
-from orbit_runtime.workers.sandbox import run_program
-from orbit_runtime.workers.server_process import ServerProcess
-from orbit_runtime.workers.sglang_launch import launch_environment
+from orbit_runtime.workers.ranks.guard import descendants
+from orbit_runtime.workers.servers.process import ServerProcess, launch_environment
+from orbit_runtime.workers.user_code.confine import landlock_version
+from orbit_runtime.workers.user_code.entrypoints import check_elsewhere
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentLimits, EnvironmentTarget
+from orbit_runtime.workers.user_code.reward_pool import RewardPool
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardTarget
+from orbit_runtime.workers.user_code.sandbox import run_program
 
 TESTS = str(Path(__file__).resolve().parents[2])
 ROOT = str(Path(__file__).resolve().parents[3])

@@ -1,0 +1,128 @@
+"""This machine as a run finds it, and how this process uses it.
+
+Belongs here: main memory, what the driver says of GPUs, nodes, free ports, and settings of the interpreter and its
+threads. Does not belong here: what follows for a run.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+
+def usable_memory() -> int | None:
+    """Bytes of main memory, or the control group's limit if that is lower; None if neither can be read."""
+    try:
+        total: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        total = None
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(Path(path).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+        return limit if total is None else min(total, limit)
+    return total
+
+
+def memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
+    """Processes of this container that the kernel's OOM killer has ended; 0 if the kernel keeps no count."""
+    try:
+        counts = dict(line.split() for line in events.read_text(encoding="ascii").splitlines())
+        return int(counts.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def ask_driver(fields: str) -> list[str]:
+    """One line for each GPU that this process sees, in order; empty if the driver cannot be asked.
+
+    Args:
+        fields: as `--query-gpu` takes them, such as `name,memory.total`; memory is in MiB, without the unit.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    return [line for line in asked.stdout.splitlines() if line.strip()]
+
+
+class HeldPort:
+    """A free port of the loopback device that the system gives to nobody else as long as this is open.
+
+    A server that sets SO_REUSEADDR, as asyncio's, uvicorn's and SGLang's do, can bind it meanwhile: the socket that
+    holds it does not listen. Without it, a process that asks for any free port, such as a rank, may get the one that a
+    server was told to use and has not bound yet.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.number = int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._socket.close()
+
+    def __enter__(self) -> int:
+        return self.number
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pauses garbage collection, collects once at the end, and freezes what is alive until `unfreeze_objects`.
+
+    Packages and a model are hundreds of thousands of objects that stay. The collector would walk all of them each time
+    their number has grown by a quarter, and later in the middle of steps. A nested block has no effect.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def unfreeze_objects() -> None:
+    """For the end of a run: otherwise a reference cycle that holds the model would never be collected."""
+    gc.unfreeze()
+
+
+VARIABLE = "OMP_WAIT_POLICY"
+
+
+def wait_asleep(environment: MutableMapping[str, str]) -> None:
+    """Sets it unless it is set. It must be set before torch is imported, or before the process starts."""
+    environment.setdefault(VARIABLE, "PASSIVE")
+
+
+RAY_ADDRESS = "RAY_ADDRESS"
+
+
+def joined_nodes(nodes: int) -> int:
+    """`nodes` of `placement` if a Ray cluster is named; else 1: without one, a run uses the machine that it is on."""
+    return nodes if ray_address() else 1
+
+
+def ray_address() -> str | None:
+    """`HOST:PORT` of the head of a Ray cluster."""
+    return os.environ.get(RAY_ADDRESS) or None

@@ -1,0 +1,67 @@
+"""A process that scores completions: `python -P -m orbit_runtime.workers.user_code.reward_worker` with CALLS_FD,
+RESULTS_FD, STACKS_FD and PARENT_PID.
+
+Belongs here: reading calls from one pipe, writing results to another. Does not belong here: timeouts and restarts,
+which are the parent's (`reward_pool`), and heavy imports: a worker starts in some tens of milliseconds.
+
+In:  frames of JSON. First `{"path": [...], "rewards": [[name, target, arguments], ...]}`, then chunks of calls
+     `[[name, completion, prompt, fields], ...]`.
+Out: JSON lines. First `{"ready": true}` or `{"error": {"reward": ..., "message": ...}}`, then per chunk
+     `{"taken": true}` (from there on time counts: an idle process may first have to be paged in), and per call
+     `[outcome, value, reason, seconds]`, written before the next call starts, so that the parent knows which one hangs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from typing import Any
+
+from orbit_runtime.workers.child.frames import read_frame
+from orbit_runtime.workers.child.process import end_with_parent, tell_stacks, write_all
+from orbit_runtime.workers.user_code.confine import confine_user_code
+from orbit_runtime.workers.user_code.entrypoints import TargetError
+from orbit_runtime.workers.user_code.reward_protocol import call_reward, load_target
+
+
+def main(calls_fd: int, results_fd: int, stacks_fd: int, parent_pid: int) -> int:
+    """Serves until the parent closes the pipe."""
+    end_with_parent(parent_pid)
+    tell_stacks(stacks_fd)
+    confine_user_code()
+    for fd in (calls_fd, results_fd, stacks_fd):
+        os.set_inheritable(fd, False)  # a subprocess of a reward must not keep the pipes open
+    # What rewards print is not lost when the worker is killed.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    with open(calls_fd, "rb") as calls:
+        asked = read_frame(calls.read)
+        if asked is None:
+            return 0
+        head = json.loads(asked)
+        sys.path[:0] = [folder for folder in head["path"] if folder not in sys.path]
+        functions: dict[str, Any] = {}
+        for name, target, arguments in head["rewards"]:
+            try:
+                functions[name] = (load_target(target, arguments), arguments)
+            except TargetError as error:
+                _write(results_fd, {"error": {"reward": name, "message": str(error)}})
+                return 1
+        _write(results_fd, {"ready": True})
+        while (chunk := read_frame(calls.read)) is not None:
+            _write(results_fd, {"taken": True})
+            for name, completion, prompt, fields in json.loads(chunk):
+                function, arguments = functions[name]
+                result = call_reward(function, arguments, completion, prompt, fields)
+                _write(results_fd, [result.outcome, result.value, result.reason, result.seconds])
+    return 0
+
+
+def _write(fd: int, message: Any) -> None:
+    write_all(fd, json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*(int(argument) for argument in sys.argv[1:5])))
