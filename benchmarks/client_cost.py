@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> harness.Measured:
 
 def _steps(rig: Any, publication: Any, steps: int, tokens: int) -> tuple[float, float]:
     """Medians over steps; the first is not counted."""
-    from orbit_runtime.environments.single_turn import SingleTurn
+    from orbit_runtime.environments.turns import SingleTurn
     from orbit_runtime.loop.collect import measure_staleness
     from orbit_runtime.loop.collector import Collector
     from orbit_runtime.workers.child.signals import StopFlag

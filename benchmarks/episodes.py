@@ -45,9 +45,8 @@ class AtOnce:
 def play(episodes: int, seconds: float) -> tuple[float, float]:
     """Seconds of a first round, which starts the processes, and of a second round of all episodes."""
     from orbit_runtime.data.chat import ChatTokenizer
-    from orbit_runtime.environments.multi_turn import MultiTurn
-    from orbit_runtime.environments.opponents import OwnProcess
     from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+    from orbit_runtime.environments.turns import MultiTurn, OwnProcess
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.types import Prompt, Sampling
     from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool

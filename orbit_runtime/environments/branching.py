@@ -3,7 +3,7 @@
 Belongs here: the tokens of an episode's branches, its limits, and which of them become rollouts. Does not belong here:
 what the environment sees of it, in its own process (`workers.user_code`), sampling (`rollout`).
 
-Token in, token out, as in `multi_turn`. The environment names branches and never sees a token, so that masks follow
+Token in, token out, as in `turns`. The environment names branches and never sees a token, so that masks follow
 from what was sampled: a token trains in the first of the episode's rollouts that contains it.
 
 Legend: `_P` prompts, `_T` tokens.
@@ -16,10 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orbit_runtime.environments.episodes import UNCHOSEN, Episode, Played, Stopped, Track, build_played
-from orbit_runtime.environments.scoring import Scoring
+from orbit_runtime.environments.episodes import (
+    UNCHOSEN,
+    Episode,
+    Played,
+    Scoring,
+    Stopped,
+    Track,
+    Trajectory,
+    build_played,
+)
 from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, joined_text, last_role
-from orbit_runtime.environments.trajectory import Trajectory
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Completion, FinishReason, Prompt, Tokenizer, TokenSource
 from orbit_runtime.workers.user_code.environment_pool import EpisodeProcess

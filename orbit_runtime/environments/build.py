@@ -13,10 +13,8 @@ from typing import Any
 from orbit_runtime.environments.asked import check_arguments, check_group_size, reward_targets
 from orbit_runtime.environments.branching import Branching
 from orbit_runtime.environments.episodes import Environment
-from orbit_runtime.environments.multi_turn import MultiTurn
-from orbit_runtime.environments.opponents import OwnProcess, ToolUse
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
-from orbit_runtime.environments.single_turn import SingleTurn
+from orbit_runtime.environments.turns import MultiTurn, OwnProcess, SingleTurn, ToolUse
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling, Tokenizer
 from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool

@@ -1,21 +1,97 @@
-"""Episodes and their results: the types that every environment shares.
+"""One episode: what it is, its tokens while it is played, its scores, and the rollouts that it becomes.
 
-Belongs here: the rollout of a played episode, and how its rewards add up. Does not belong here: playing (`single_turn`,
-`multi_turn`), which step an episode belongs to (`loop`).
+Belongs here: records, columns of tokens that are consistent by construction, and scoring calls of many episodes that go
+to the reward workers together. Does not belong here: whose turn it is (`turns`, `branching`), running rewards
+(`workers`).
 
 Legend: `_P` prompts, `_T` tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+from array import array
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
-from orbit_runtime.environments.trajectory import Trajectory
-from orbit_runtime.types import Outcome, Prompt, Rollout, TokenSource
-from orbit_runtime.workers.user_code.reward_protocol import RewardResult
+from orbit_runtime.errors import OrbitError
+from orbit_runtime.types import (
+    FLAGS,
+    FLOATS,
+    TOKENS,
+    Completion,
+    FinishReason,
+    Outcome,
+    Prompt,
+    Rollout,
+    RoutedExperts,
+    TokenSource,
+    Turn,
+)
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardResult, RewardScorer
+
+_NO_TOKENS: array[int] = array(TOKENS)
+_NO_FLAGS: array[int] = array(FLAGS)
+_NO_FLOATS: array[float] = array(FLOATS)
+_NO_LOGPROB: array[float] = array(FLOATS, [0.0])
+_NO_VERSION: array[int] = array(TOKENS, [-1])
+"""Copied and repeated: in a run, audit hooks of imported packages make each new `array` several times as slow."""
+
+
+class Trajectory:
+    """Grows by completions, which train, and by other tokens, which do not. Nothing in it is ever encoded again.
+
+    Example: after `add_given("user", "hi", [5, 6])` and a completion of `[7]`, `loss_mask_T` is `[0, 0, 1]`.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.finish_reason: FinishReason = "stop"
+        self.routed_experts: RoutedExperts | None = None
+        self.token_ids_T: array[int] = _NO_TOKENS[:]
+        self.loss_mask_T: array[int] = _NO_FLAGS[:]
+        self.logprobs_T: array[float] = _NO_FLOATS[:]
+        self.versions_T: array[int] = _NO_TOKENS[:]
+
+    def add_given(self, role: str, text: str, ids_T: Sequence[int]) -> None:
+        """Adds tokens of the prompt, the environment or the template."""
+        start, count = len(self.token_ids_T), len(ids_T)
+        self.token_ids_T.extend(ids_T)
+        self.loss_mask_T.frombytes(bytes(count))
+        self.logprobs_T.extend(_NO_LOGPROB * count)
+        self.versions_T.extend(_NO_VERSION * count)
+        self.turns.append(Turn(role, start, start + count, text))
+
+    def add_answer(self, completion: Completion) -> None:
+        """Adds the policy's completion of everything before it."""
+        start, count = len(self.token_ids_T), len(completion.token_ids_T)
+        self.token_ids_T.extend(completion.token_ids_T)
+        self.loss_mask_T.frombytes(b"\1" * count)
+        self.logprobs_T.extend(completion.logprobs_T)
+        self.versions_T.extend(completion.versions_T)
+        self.turns.append(Turn("assistant", start, start + count, completion.text))
+        self._end_with(completion)
+
+    def add_repeated(self, completion: Completion) -> None:
+        """Adds a completion that another rollout of the episode trains: here it is given, like a prompt."""
+        self.add_given("assistant", completion.text, completion.token_ids_T)
+        self._end_with(completion)
+
+    def _end_with(self, completion: Completion) -> None:
+        self.finish_reason = completion.finish_reason
+        # Covers everything before it as well.
+        self.routed_experts = completion.routed_experts
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy chose."""
+        return self.loss_mask_T.tobytes().count(1)
+
 
 FAILED: tuple[Outcome, ...] = ("timeout", "crash")
 UNCHOSEN = "tokens_unchosen"
@@ -156,3 +232,54 @@ def combine(results: Sequence[RewardResult], weights: Sequence[float]) -> tuple[
     if not math.isfinite(total):
         return None, "crash"
     return total, "wrong" if "wrong" in outcomes else "value"
+
+
+class Scoring:
+    """Collects scoring calls of many concurrent episodes of one event loop."""
+
+    def __init__(self, scorer: RewardScorer) -> None:
+        self._scorer = scorer
+        self._waiting: list[tuple[Sequence[RewardCall], asyncio.Future[list[RewardResult]]]] = []
+
+    async def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
+        """Results in the order of the calls. Raises the error that ended the scorer."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._submit)
+        future: asyncio.Future[list[RewardResult]] = loop.create_future()
+        self._waiting.append((calls, future))
+        return await future
+
+    def _submit(self) -> None:
+        asked, self._waiting = self._waiting, []
+        try:
+            submitted = self._scorer.submit([call for calls, _ in asked for call in calls])
+        except OrbitError as error:
+            for _, future in asked:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        submitted.add_done_callback(partial(_bring_back, asyncio.get_running_loop(), asked))
+
+
+_Asked = Sequence[tuple[Sequence[RewardCall], asyncio.Future[list[RewardResult]]]]
+
+
+def _bring_back(loop: asyncio.AbstractEventLoop, asked: _Asked, submitted: Future[list[RewardResult]]) -> None:
+    """Runs in the scorer's thread. If the event loop has closed meanwhile, nothing waits for the rewards any more."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(_hand_out, asked, submitted)
+
+
+def _hand_out(asked: _Asked, submitted: Future[list[RewardResult]]) -> None:
+    error = submitted.exception()
+    results = iter(()) if error else iter(submitted.result())
+    for calls, future in asked:
+        mine = [next(results) for _ in calls] if not error else []
+        if future.done():
+            # Its episode was cancelled meanwhile.
+            continue
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(mine)

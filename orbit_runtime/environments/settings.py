@@ -1,6 +1,6 @@
 """What environments of several turns share: an episode's limits, and its messages as text.
 
-Belongs here: settings, and pure functions of them. Does not belong here: playing (`multi_turn`, `branching`).
+Belongs here: settings, and pure functions of them. Does not belong here: playing (`turns`, `branching`).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ CEILINGS: dict[str, Ceiling] = {
     "files of checkpoints": Ceiling(14),
     "files of cli": Ceiling(34),
     "files of data": Ceiling(21),
-    "files of environments": Ceiling(26),
+    "files of environments": Ceiling(22),
     "files of evaluation": Ceiling(10),
     "files of loop": Ceiling(26),
     "files of model_info": Ceiling(35),

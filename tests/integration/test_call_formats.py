@@ -17,10 +17,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.environments.episodes import Played
-from orbit_runtime.environments.multi_turn import MultiTurn
-from orbit_runtime.environments.opponents import ToolUse
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.environments.tool_calls import parameter_schemas
+from orbit_runtime.environments.turns import MultiTurn, ToolUse
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.rollout.requests import answer_text
 from orbit_runtime.serve.answers import Form, Part

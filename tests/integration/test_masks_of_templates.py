@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.environments.multi_turn import Answered, MultiTurn
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.turns import Answered, MultiTurn
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.types import Completion, Prompt, Sampling
 from orbit_runtime.workers.user_code.reward_pool import RewardThreads

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbit_runtime.environments.episodes import Played, Stopped
-from orbit_runtime.environments.multi_turn import Answered, MultiTurn
-from orbit_runtime.environments.opponents import ToolUse
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.turns import Answered, MultiTurn, ToolUse
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling
 from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, ToolResult
 from orbit_runtime.workers.user_code.reward_pool import RewardThreads

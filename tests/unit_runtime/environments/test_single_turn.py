@@ -13,7 +13,7 @@ import pytest
 from orbit_runtime.environments.episodes import Played, combine
 from orbit_runtime.environments.rewards.exact_match import exact_match
 from orbit_runtime.environments.rewards.math_answer import math_answer
-from orbit_runtime.environments.single_turn import SingleTurn
+from orbit_runtime.environments.turns import SingleTurn
 from orbit_runtime.errors import RewardsFailingError
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.types import Completion, Prompt, Sampling

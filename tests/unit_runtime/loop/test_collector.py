@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from fakes.token_engine import TokenEngine, token
 
-from orbit_runtime.environments.single_turn import SingleTurn
+from orbit_runtime.environments.turns import SingleTurn
 from orbit_runtime.errors import DataError, EngineDiedError, GateError
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
 from orbit_runtime.loop.collect import check_staleness, measure_staleness, with_stale

@@ -67,7 +67,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
 
 def keyed(prompts: int, samples: int = 4) -> list[Request]:
-    """With the keys that `environments.single_turn` gives."""
+    """With the keys that `environments.turns` gives."""
     return [
         replace(each, key=stream_key(7, "sample", f"p/{each.prompt_ids_T[0]}", 0, each.request_id % samples, 0))
         for each in requests(prompts, samples)

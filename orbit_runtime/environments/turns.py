@@ -1,7 +1,7 @@
-"""Episodes of several turns: policy and opponent take turns until one of them is done or a limit is reached.
+"""Episodes of one turn, and of several, in which tools or an environment answer the policy.
 
-Belongs here: the order of turns, limits, and the resulting rollout. Does not belong here: the opponents (`opponents`),
-sampling (`rollout`), which step an episode belongs to (`loop`).
+Belongs here: from prompts to episodes, the order of turns, the opponents, and from completions and scores to rollouts.
+Does not belong here: sampling (`rollout`), processes (`workers`), which step an episode belongs to (`loop`).
 
 Token in, token out: sampled tokens enter the next prompt unchanged. Only the text between them, which the chat template
 writes, is encoded.
@@ -11,18 +11,65 @@ Legend: `_P` prompts, `_T` tokens.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from orbit_runtime.environments.episodes import Episode, Played, Stopped, Track, build_played
-from orbit_runtime.environments.scoring import Scoring
+from orbit_runtime.environments.episodes import Episode, Played, Scoring, Stopped, Track, Trajectory, build_played
 from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, joined_text, last_role
-from orbit_runtime.environments.trajectory import Trajectory
+from orbit_runtime.environments.tool_calls import ToolCall, parameter_schemas, parse_tool_calls
+from orbit_runtime.model_info.calls.known import FORMATS
 from orbit_runtime.seeds import stream_key
-from orbit_runtime.types import Prompt, Tokenizer, TokenSource
-from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed
-from orbit_runtime.workers.user_code.reward_protocol import RewardResult, RewardScorer
+from orbit_runtime.types import Prompt, Sampling, Tokenizer, TokenSource
+from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool, EpisodeProcess
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, ToolResult
+from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardResult, RewardScorer
+
+
+class SingleTurn:
+    """Builds episodes from prompts and plays them, any number at a time, in one event loop."""
+
+    def __init__(
+        self,
+        run: str,
+        tokenizer: Tokenizer,
+        scorer: RewardScorer,
+        weights: Mapping[str, float],
+        sampling: Sampling,
+        group_size: int,
+        seed: int,
+    ) -> None:
+        self._run = run
+        self._tokenizer = tokenizer
+        self._scoring = Scoring(scorer)
+        self._weights = dict(weights)
+        """Reward name → its factor in the sum, in the manifest's order."""
+        self._sampling = sampling
+        self._group_size = group_size
+        self._seed = seed
+
+    def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
+        """`group_size` episodes per prompt, in the prompts' order."""
+        encoded = self._tokenizer.encode_many([prompt.messages for prompt in prompts_P])
+        return [
+            Episode(step, prompt, sample, tuple(prompt_ids))
+            for prompt, prompt_ids in zip(prompts_P, encoded, strict=True)
+            for sample in range(self._group_size)
+        ]
+
+    async def play(self, episode: Episode, tokens: TokenSource) -> Played:
+        """Samples the episode's completion and has it scored."""
+        prompt = episode.prompt
+        key = stream_key(self._seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index, 0)
+        completion = await tokens.sample(episode.prompt_ids_T, self._sampling, key=key)
+        results = await self._scoring.score(
+            [RewardCall(name, completion.text, prompt.messages, prompt.fields) for name in self._weights]
+        )
+        track = Trajectory()
+        track.add_given("user", str(prompt.messages[-1].get("content", "")), episode.prompt_ids_T)
+        track.add_answer(completion)
+        return build_played(self._run, episode, [Track(track, results)], self._weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +218,78 @@ class MultiTurn:
         calls = build_calls(self._weights, prompt, state.messages)
         results = await self._scoring.score(calls) if calls else []
         return [RewardResult("value", state.reward), *results] if self._settings.gives_reward else results
+
+
+class ToolUse:
+    """Makes all calls of a completion at once; a completion without calls ends the episode.
+
+    A call that fails or cannot be made returns an error for the policy to read.
+    """
+
+    def __init__(self, pool: EnvironmentPool, call_format: str = "") -> None:
+        """Args: call_format: name of the format in which the model's template writes calls; empty if unknown."""
+        self._pool = pool
+        self._schemas = parameter_schemas(pool.tools)
+        self._own = FORMATS.get(call_format)
+        self._calls = 0
+        self._errors = 0
+
+    async def reset(self, prompt: Prompt, seed: int) -> Answered:
+        return Answered(prompt.messages, tools=self._pool.tools)
+
+    async def step(self, completion: str) -> Answered:
+        calls = parse_tool_calls(completion, self._schemas, self._own)
+        results = await asyncio.gather(*(self._make(call) for call in calls))
+        self._calls += len(calls)
+        self._errors += sum(result.is_error for result in results)
+        messages: list[Mapping[str, Any]] = [
+            {
+                "role": "tool",
+                "name": call.name,
+                "content": result.text,
+                **({"tool_call_id": call.id} if call.id else {}),
+            }
+            for call, result in zip(calls, results, strict=True)
+        ]
+        return Answered(messages, done=not calls)
+
+    async def finish(self) -> Answered:
+        return Answered(done=True)
+
+    async def close(self) -> None: ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {"tool_calls": self._calls, "tool_errors": self._errors}
+
+    async def _make(self, call: ToolCall) -> ToolResult:
+        if call.error:
+            return ToolResult(f"Error: {call.error}", is_error=True)
+        return await self._pool.call_tool(call.name, call.arguments)
+
+
+class OwnProcess:
+    """An environment in a process reserved for this episode."""
+
+    def __init__(self, process: EpisodeProcess) -> None:
+        self._process = process
+
+    async def reset(self, prompt: Prompt, seed: int) -> Answered:
+        return _answered(await self._process.reset(prompt.messages, prompt.fields, seed))
+
+    async def step(self, completion: str) -> Answered:
+        return _answered(await self._process.step(completion))
+
+    async def finish(self) -> Answered:
+        return _answered(await self._process.finish())
+
+    async def close(self) -> None:
+        await self._process.close()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {}
+
+
+def _answered(answer: Mapping[str, Any]) -> Answered:
+    return Answered(answer["messages"], answer["reward"], answer["done"], answer["parts"], answer["tools"])
