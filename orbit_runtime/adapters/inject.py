@@ -19,11 +19,11 @@ from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import TRAINER_SLOT, AdaptedLinear, Selection
 from orbit_runtime.adapters.lora import initial_A
 from orbit_runtime.adapters.masters import Masters, Place
-from orbit_runtime.adapters.names import SHARED_INPUTS
 from orbit_runtime.adapters.oft import check_block_size
 from orbit_runtime.adapters.part import Part
 from orbit_runtime.adapters.report import InjectReport, ReportRow
 from orbit_runtime.errors import InternalError, ManifestError
+from orbit_runtime.model_info.weights import SHARED_INPUTS
 
 AdaptedLayer = AdaptedLinear | AdaptedExpertLinear
 

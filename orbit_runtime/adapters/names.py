@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LAYER_NAMES = {short: name for name, short in STACKED_NAMES.items()}
 _ONE_EXPERT = re.compile(r"(?P<layer>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<leaf>[^.]+)")
-SGLANG_TARGETS = {"kv_proj": "kv_a_proj_with_mqa", "o_b_proj": "o_proj"}
-"""DeepSeek-V4's projections that SGLang's LoRA has no name for → DeepSeek-V3's counterparts."""
-SHARED_INPUTS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"),
-    ("w1", "w3"),
-)
-"""Siblings with the same input. Engines fuse them, so they share one R."""
 
 
 def expert_file_names(module: str, kind: str, layout: str, num_experts: int) -> tuple[str, ...]:

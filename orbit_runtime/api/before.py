@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from orbit_runtime.api.machine import this_machine
 from orbit_runtime.errors import ModelError, OrbitError, StorageError, UnsupportedError
+from orbit_runtime.spec.storage import STORES
 
 if TYPE_CHECKING:
     from orbit_runtime.model_info.weights import ModelFacts
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
-_STORES = ("s3", "gs", "az")
 
 
 def check_can_train() -> None:
@@ -138,7 +138,7 @@ def find_facts(run: OrbitRun, folder: Path, notice: Callable[[str], None] = _pri
         return facts
     uri = run.spec.model.uri
     scheme = uri.partition("://")[0]
-    if scheme in _STORES:
+    if scheme in STORES:
         from orbit_runtime.model_info.remote_checkpoint import store_facts
         from orbit_runtime.storage import open_store
 
@@ -170,7 +170,7 @@ def local_facts(run: OrbitRun, folder: Path) -> ModelFacts | None:
         from orbit_runtime.model_info.checkpoint import folder_facts
 
         return folder_facts(path)
-    if scheme in _STORES:
+    if scheme in STORES:
         return None
     from orbit_runtime.model_info.cards import find_card_facts
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.checkpoint import Headers, headers_facts
+from orbit_runtime.model_info.families import FAMILIES
 from orbit_runtime.model_info.layouts import StoredLinear, check_head, read_linears
 from orbit_runtime.model_info.quantization import PRECISIONS, QuantFormat, parse_quantization
 from orbit_runtime.model_info.weights import EXPERT, Architecture, ModelFacts, Weight
-from orbit_runtime.planner.support.combinations import FAMILY_NAMES, MOE_FAMILIES, Combination, find_support
+from orbit_runtime.planner.support.combinations import MOE_FAMILIES, Combination, find_support
 
 PLACES = (("Torch", "Torch", 1), ("Torch", "SGLang", 1), ("Megatron", "SGLang", 8))
 """Ways to run: trainer, engine and number of GPUs."""
@@ -154,7 +155,7 @@ def inspect_facts(facts: ModelFacts) -> Inspection:
 
 def _facts(headers: Headers) -> tuple[ModelFacts | None, tuple[str, ...]]:
     """A family missing from the tables is not damage: the torch trainer builds it with transformers."""
-    if headers.config.get("model_type") not in (*FAMILY_NAMES, "kimi_k25"):
+    if headers.config.get("model_type") not in FAMILIES:
         kind = headers.config.get("model_type")
         return None, (f"`{kind}` is not in Orbit's tables: `orbit plan` cannot size it; `orbit run` tries to load it",)
     return headers_facts(headers, headers.place), ()

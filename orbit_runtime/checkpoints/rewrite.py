@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from orbit_runtime.adapters.names import SHARED_INPUTS
 from orbit_runtime.checkpoints.stacks import Stack, read_expert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.checkpoints.tensor_files import CODES, Output, ShardWriter, TensorSource
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.layouts import StoredLinear
+from orbit_runtime.model_info.weights import SHARED_INPUTS
 from orbit_runtime.quant.formats import FORMATS, Codec
 
 RUN_ELEMENTS = 1 << 18

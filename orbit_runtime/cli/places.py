@@ -9,8 +9,7 @@ from pathlib import Path
 
 from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.model_info.settings import check_folder
-
-REMOTE = ("s3", "gs", "az")
+from orbit_runtime.spec.storage import STORES
 
 
 def local_folder(uri: str, *, precision: str = "Auto", option: str | None = None) -> Path | None:
@@ -33,7 +32,7 @@ def local_folder(uri: str, *, precision: str = "Auto", option: str | None = None
             return any_builtin_folder(rest, precision)
         return builtin_folder(rest, precision, option=option)
     if separator and scheme != "file":
-        if scheme not in (*REMOTE, "hf"):
+        if scheme not in (*STORES, "hf"):
             raise UsageError(
                 f"there is no address {scheme}://", where=uri, fix="use a path, builtin://, s3:// or hf://"
             )

@@ -153,7 +153,8 @@ def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_js
 
     def train(progress: Progress) -> RunResult:
         from orbit_runtime.api.before import check_before_run
-        from orbit_runtime.services.building import check_apart, kinds_of
+        from orbit_runtime.planner.support.manifests import check_apart
+        from orbit_runtime.services.building import kinds_of
         from orbit_runtime.services.children import Children
         from orbit_runtime.services.connection import Connection
         from orbit_runtime.workers.child.signals import interrupt_on_terminate

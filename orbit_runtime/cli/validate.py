@@ -20,8 +20,8 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
 
     Raises:
         ManifestError: with every problem of the file; or a function of the user's cannot be imported or called.
-        UnsupportedError: (78) sampling that the engine it names does not give, or sizes that do not divide the model,
-            as `orbit plan` says it, where the model's headers are on this machine.
+        UnsupportedError: (78) what is supported on no machine, as `orbit plan` says it; or, where the model's headers
+            are on this machine, an adapter that servers cannot apply, or sizes that do not divide the model.
         ModelError: (66) no model of that name, or in that precision, ships with Orbit.
         DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
@@ -30,16 +30,15 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     from orbit_runtime.environments.asked import check_local_inputs, code_path
     from orbit_runtime.evaluation.tasks import task_specs, telling_fields
     from orbit_runtime.model_info.builtin_models import builtin_folder
-    from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling
+    from orbit_runtime.planner.verdict import check_support
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 
     run = load_manifest(file, overrides)
     # The identity is the same on every machine; only relative paths need a folder to start from.
     resolved = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=file.resolve().parent)
-    check_engine(run.spec)
+    check_support(run, None)
     if run.spec.model.uri.startswith("builtin://"):
         builtin_folder(run.spec.model.uri.removeprefix("builtin://"), run.spec.model.precision)
-    check_teacher_sampling(run.spec)
     folders = [str(file.resolve().parent), str(Path.cwd())]
     unopened = check_local_inputs(resolved.run.spec, folders)
     if run.spec.evaluation.environments and run.spec.algorithm.type != "SFT":
@@ -52,7 +51,7 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
         unopened = [resolved.run.spec.model.uri, *unopened]
     if resolved.run.spec.environment.code is None or code_path(resolved.run.spec):
         unopened += check_own(resolved.run.spec.algorithm, [*code_path(resolved.run.spec), *folders])
-    unchecked = _check_sizes(run, file.resolve().parent)
+    unchecked = _check_model(run, file.resolve().parent)
     if as_json:
         said = {"valid": True, "name": run.name, "identity": resolved.identity}
         print_json({**said, "not_opened": unopened, "not_checked": unchecked})
@@ -67,21 +66,27 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
         print(f"but its model is not on this machine: `orbit run` ends here until the folder {absent} exists")
 
 
-def _check_sizes(run: OrbitRun, folder: Path) -> list[str]:
-    """Returns what of the manifest's parallel sizes only `orbit plan` can know, for it asks elsewhere, or is where the
-    run will be."""
-    from orbit_runtime.api.before import local_facts
-    from orbit_runtime.planner.verdict import check_sizes, has_sizes
+def _check_model(run: OrbitRun, folder: Path) -> list[str]:
+    """Checks what depends on the model, if its headers are on this machine.
 
-    if not has_sizes(run):
+    Returns what of the manifest's parallel sizes only `orbit plan` can know, for it asks elsewhere, or is where the run
+    will be."""
+    from orbit_runtime.api.before import local_facts
+    from orbit_runtime.planner.verdict import check_sizes, check_support, has_sizes, needs_model
+
+    if not has_sizes(run) and not needs_model(run):
         return []
     uri = run.spec.model.uri
     try:
-        model = local_facts(run, folder)
+        model, why = local_facts(run, folder), "which is not on this machine"
     except OrbitError as error:
-        return [f"whether parallel sizes divide {uri}, whose headers cannot be read here: {error.message}"]
+        model, why = None, f"whose headers cannot be read here: {error.message}"
+    if model is not None:
+        check_support(run, model)
+    if not has_sizes(run):
+        return []
     if model is None:
-        return [f"whether parallel sizes divide {uri}, which is not on this machine"]
+        return [f"whether parallel sizes divide {uri}, {why}"]
     if check_sizes(run, model):
         return []
     return ["whether parallel sizes suit the GPUs of the machine, which the manifest does not name"]

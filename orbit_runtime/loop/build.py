@@ -26,14 +26,13 @@ from orbit_runtime.loop.publish import Keeper, PolicyVersions, Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
-from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, sampling_of
+from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids, sampling_of
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.content import content_digests
 from orbit_runtime.sides.engines import (
     EngineAhead,
     build_engine,
     change_limit,
-    check_token_ids,
     may_start_ahead,
 )
 from orbit_runtime.sides.inputs import Inputs

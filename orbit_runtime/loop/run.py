@@ -58,7 +58,7 @@ from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.trackers import Asked, Tracking, check_trackers, open_tracker
 from orbit_runtime.observability.versions import installed_versions
-from orbit_runtime.planner.support.manifests import check_whole
+from orbit_runtime.planner.support.manifests import Manifest, check_manifest
 from orbit_runtime.sides.content import Names, check_content, resolve_names
 from orbit_runtime.sides.inputs import Inputs, build_patience
 from orbit_runtime.sides.interface import Sides
@@ -170,7 +170,7 @@ def _run(
     trackers = asked_trackers(asked.run, store, started)
     if before:
         check_same_run(store, before, asked)
-    check_whole(asked.run.spec)
+    check_manifest(Manifest(asked.run.spec))
     bundle, skipped = find_checkpoint(store, in_place=given.sides is not None)
     origin = find_origin(asked.run, before) if bundle is None else None
     initial = open_initial(asked.run.spec, before) if bundle is None else None
@@ -179,7 +179,7 @@ def _run(
     build = _open(asked, resolve_names(asked.run, before), inputs, given, show, closing)
     resolved = _kept(resolve_on(machine or find_machine(show.stage, stop)), before)
     changes = check_same_run(store, before, resolved) if before else []
-    check_whole(resolved.run.spec)
+    check_manifest(Manifest(resolved.run.spec))
     parts = build(resolved, store, execution, show, inputs=inputs, closing=closing)
     parts = replace(parts, content={**parts.content, **initial_digest(initial, before), **given.digests()})
     if before:

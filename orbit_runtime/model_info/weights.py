@@ -18,6 +18,15 @@ Role = Literal[
 ]  # fmt: skip
 EXPERT = "{e}"
 """Placeholder for an expert's number in a name."""
+SGLANG_TARGETS = {"kv_proj": "kv_a_proj_with_mqa", "o_b_proj": "o_proj"}
+"""DeepSeek-V4's projections that SGLang's LoRA has no name for → DeepSeek-V3's counterparts."""
+SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"),
+    ("w1", "w3"),
+)
+"""Siblings with the same input. Engines fuse them, so they share one R."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ Does not belong here: arithmetic (`parts`), or whether anything is supported (`s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from orbit_runtime.errors import UsageError
 from orbit_runtime.model_info.gpus import CARDS, GPUCard, find_gpu
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.adapter import LoRA
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.quantities import read_quantity
 from orbit_runtime.spec.teacher import TeacherType
@@ -123,6 +125,9 @@ class Job:
     """`Full`: every weight of the model trains."""
     rank: int
     """LoRA's rank or OFT's block size."""
+    scaling: float
+    """LoRA: by what its update is multiplied."""
+    rslora: bool
     targets: tuple[str, ...]
     """None for the family's defaults."""
     experts: ExpertLayout
@@ -213,6 +218,8 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         activations=spec.model.activation_precision,
         adapter=adapter.type,
         rank=adapter.lora.rank if adapter.lora else adapter.oft.block_size if adapter.oft else 0,
+        scaling=_scaling(adapter.lora) if adapter.lora else 1.0,
+        rslora=adapter.lora is not None and adapter.lora.rslora,
         targets=tuple(adapter.targets or ()),
         experts=adapter.expert_layout,
         max_sequence=spec.model.max_sequence_length,
@@ -242,6 +249,10 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         deterministic=spec.rollout.deterministic,
         engine_arguments=spec.rollout.engine_arguments,
     )
+
+
+def _scaling(lora: LoRA) -> float:
+    return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
 def _critic_rank(run: OrbitRun) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from orbit_runtime.errors import ManifestError, UnsupportedError
@@ -20,12 +21,12 @@ from orbit_runtime.planner.layout import Layout, objection
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
 from orbit_runtime.planner.search import Choice, advise, capacity_of, choose
 from orbit_runtime.planner.serving import ServerMemory, find_objection, find_refusal, server_gpus, server_memory
-from orbit_runtime.planner.support import Problem
+from orbit_runtime.planner.support import Problem, find_problems
 from orbit_runtime.planner.support.combinations import Combination, Support, find_support
-from orbit_runtime.planner.support.kernels import EXCHANGE, choose_kernels, find_unadaptable
-from orbit_runtime.planner.support.manifests import whole_problems
-from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling
-from orbit_runtime.planner.support.served import FIELD, find_contradictions
+from orbit_runtime.planner.support.kernels import EXCHANGE, choose_kernels
+from orbit_runtime.planner.support.manifests import MANIFESTS, read_manifest
+from orbit_runtime.planner.support.sampling import TAUGHT, check_token_ids, engine_problems
+from orbit_runtime.planner.support.served import argument_problems, served_problems
 from orbit_runtime.spec import OrbitRun
 
 
@@ -123,6 +124,7 @@ def plan(
     """
     job = build_job(run, machine, may_choose=may_choose, devices=devices)
     _check_precision(job, model)
+    check_token_ids(run.spec, model.architecture.vocab_size)
     adapter = adapter_size(model.architecture, job)
     gpus = len(job.devices.engine)
     size, refusal = server_gpus(model, job, gpus), find_refusal(model, job, gpus)
@@ -130,17 +132,14 @@ def plan(
     support = find_support(_combination(job, model, machine))
     host, disk = _host_bytes(choice, machine), _disk_bytes(model, job, adapter)
     problems = (
-        *whole_problems(run.spec, model.precision, model.architecture.num_experts),
+        *find_problems(MANIFESTS, read_manifest(run.spec, model, job.trainer)),
         *_unsupported(support),
-        *_experts_problem(model, job, machine),
-        *_sampling_problem(run, job),
+        *(() if support.state == "refused" else served_problems(model, job, machine)),
+        *islice((*engine_problems(run.spec, job.engine), *find_problems(TAUGHT, run.spec)), 1),
         *(() if refusal is None else (Problem(refusal.message, refusal.where or "spec", refusal.fix or ""),)),
         *_copies_problem(job),
         *division_problems(model, job, choice.setting.layout, machine),
-        *(
-            Problem(message, f"{FIELD}.{name}", fix)
-            for name, message, fix in find_contradictions(model, job, machine, size)
-        ),
+        *argument_problems(model, job, machine, size),
         *_too_big(choice, model, machine),
         *_short(machine.host_bytes if machine.gpu else None, host, "main memory", "placement.resources.memory"),
         *_short(machine.disk_bytes, disk, "disk", "placement.modelCache.sizeLimit"),
@@ -187,33 +186,14 @@ def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:
     return Combination(
         model.precision, model.architecture.family, job.adapter, experts, job.engine, job.trainer, machine.num_gpus,
         job.deterministic, any(target.rpartition(".")[2] == "down_proj" for target in targets),
-        machine.gpu.name if machine.gpu else "", not job.teacher_on_ranks,
+        machine.gpu.capability if machine.gpu else None, not job.teacher_on_ranks,
     )  # fmt: skip
 
 
 def _unsupported(support: Support) -> list[Problem]:
     if support.state != "refused":
         return []
-    return [Problem("; ".join(support.reasons), f"spec.{support.where}", support.fix)]
-
-
-def _sampling_problem(run: OrbitRun, job: Job) -> list[Problem]:
-    try:
-        check_engine(run.spec, job.engine)
-        check_teacher_sampling(run.spec)
-    except UnsupportedError as error:
-        return [Problem(error.message, error.where or "spec.rollout.sampling", error.fix or "", fix_suffices=True)]
-    return []
-
-
-def _experts_problem(model: ModelFacts, job: Job, machine: Machine) -> list[Problem]:
-    if machine.gpu is None or job.engine != "SGLang" or not job.adapts_experts_by_lora:
-        return []
-    why = find_unadaptable(model)
-    if why is None:
-        return []
-    message = f"SGLang 0.5.23 has no LoRA on routed experts in {why}"
-    return [Problem(message, "spec.adapter.experts", "write None, or adapter.type: OFT, or use another checkpoint")]
+    return [Problem("; ".join(support.reasons), f"spec.{support.where}", support.fix, is_limit=True)]
 
 
 def _copies_problem(job: Job) -> list[Problem]:
@@ -236,7 +216,8 @@ def division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Mach
     if why is None:
         return []
     message = f"{model.name} cannot be divided like this: {why}"
-    return [Problem(message, "spec.training.parallel", "leave the block out, and the planner chooses")]
+    fix = "leave the block out, and the planner chooses"
+    return [Problem(message, "spec.training.parallel", fix, is_limit=True)]
 
 
 def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:

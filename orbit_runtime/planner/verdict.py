@@ -18,7 +18,9 @@ from orbit_runtime.planner.layout import asked_layout
 from orbit_runtime.planner.plan import Plan, division_problems, plan
 from orbit_runtime.planner.serving import TENSOR_PARALLEL, find_refusal
 from orbit_runtime.planner.support import Problem
-from orbit_runtime.planner.support.manifests import FIELD
+from orbit_runtime.planner.support.manifests import Manifest, check_manifest, read_manifest
+from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling
+from orbit_runtime.planner.support.served import served_problems
 from orbit_runtime.spec import OrbitRun
 
 Reason = Literal["Fits", "DoesNotFit", "Unsupported", "NotInThisVersion", "ModelMismatch", "MemoryUnknown"]
@@ -54,18 +56,31 @@ def judge(run: OrbitRun, model: ModelFacts, machine: Machine) -> Verdict:
         problem = Problem(error.message, error.where or "spec", error.fix or "")
         return Verdict(False, "ModelMismatch", problem, None)
     # If the run exceeds the memory of these GPUs, report that first.
-    if made.support.state == "missing" and not made.is_too_big:
-        problem = Problem("; ".join(made.support.reasons), f"spec.{made.support.where}", made.support.fix)
-        return Verdict(False, "NotInThisVersion", problem, made)
+    missing = find_missing(made)
+    if missing is not None and not made.is_too_big:
+        return Verdict(False, "NotInThisVersion", missing, made)
     if made.problems:
         first, *others = made.problems
         message = "; ".join([first.message, *(other.message for other in others)])
-        is_limit = first.where.startswith(("spec.rollout.sampling.", "spec.training.parallel", FIELD))
-        reason: Reason = "Unsupported" if made.support.state == "refused" or is_limit else "DoesNotFit"
+        reason: Reason = "Unsupported" if made.support.state == "refused" or first.is_limit else "DoesNotFit"
         return Verdict(False, reason, replace(first, message=message), made)
     if made.capacity is None:
         return Verdict(None, "MemoryUnknown", None, made)
     return Verdict(True, "Fits", None, made)
+
+
+def find_missing(made: Plan) -> Problem | None:
+    """What of a plan this version of Orbit lacks."""
+    support = made.support
+    if support.state != "missing":
+        return None
+    return Problem("; ".join(support.reasons), f"spec.{support.where}", support.fix)
+
+
+def check_missing(made: Plan) -> None:
+    """Raises UnsupportedError (78) for what this version of Orbit lacks, whether or not it fits."""
+    if (missing := find_missing(made)) is not None:
+        raise missing.error()
 
 
 def check_verdict(verdict: Verdict) -> None:
@@ -183,6 +198,30 @@ def check_sizes(run: OrbitRun, model: ModelFacts) -> bool:
     return False
 
 
+def needs_model(run: OrbitRun) -> bool:
+    """Whether rows about a served adapter, which take the model's headers, apply on every machine."""
+    return run.spec.rollout.engine in ("SGLang", "OpenAI") and run.spec.algorithm.type != "SFT"
+
+
+def check_support(run: OrbitRun, model: ModelFacts | None) -> None:
+    """Checks what is supported on no machine that the manifest may run on. Pure.
+
+    Args:
+        model: None if its headers are not known here.
+
+    Raises:
+        UnsupportedError: (78) with the plan's message.
+        ManifestError: (64) a target of the adapter names no layer of the model.
+    """
+    spec = run.spec
+    check_engine(spec)
+    check_teacher_sampling(spec)
+    check_manifest(Manifest(spec) if model is None else read_manifest(spec, model, spec.training.trainer))
+    if model is not None and needs_model(run):
+        machine = _machine(run) or _CPU
+        _raise_first([*served_problems(model, build_job(run, machine), machine)])
+
+
 def _machine(run: OrbitRun) -> Machine | None:
     """The machine that the manifest names; None if unknown. For several nodes the number of GPUs is enough. For one
     node, `gpus` is what a cluster's pod would have; elsewhere a run takes the machine as it is, even with an unknown
@@ -198,5 +237,5 @@ def _machine(run: OrbitRun) -> Machine | None:
 
 
 def _raise_first(problems: list[Problem]) -> None:
-    for problem in problems[:1]:
-        raise UnsupportedError(problem.message, where=problem.where, fix=problem.fix)
+    for problem in problems:
+        raise problem.error()

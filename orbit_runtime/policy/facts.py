@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.report import InjectReport, join_reports
 from orbit_runtime.errors import ManifestError
+from orbit_runtime.planner.support.served import Place, ServedAdapter
 
 if TYPE_CHECKING:
     from orbit_runtime.policy.model import Policy
@@ -49,6 +50,16 @@ class PolicyFacts:
     """Columns of the packed base that share a scale; None if it has no groups."""
     routed: RoutedFacts | None
     """None without routed experts, or if the routers cannot be given another choice."""
+
+    def served(
+        self, place: Place, *, capability: tuple[int, int] | None = None, deterministic: bool = False
+    ) -> ServedAdapter:
+        """What the table of support is asked with before servers are to apply the adapter."""
+        adapter = self.adapter
+        return ServedAdapter(
+            adapter.type, adapter.expert_layout, adapter.rank, adapter.scaling, adapter.rslora, self.layers,
+            self.modules, self.expert_formats, place, capability, deterministic,
+        )  # fmt: skip
 
 
 def describe(policy: Policy) -> PolicyFacts:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orbit_runtime.adapters.names import SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.headers import TensorInfo, read_folder, read_header
+from orbit_runtime.model_info.weights import SHARED_INPUTS
 
 NVFP4_ENDINGS, FP8_ENDING = (".weight_scale_2", ".weight_global_scale"), ".weight_scale"
 

@@ -1,6 +1,7 @@
 """An SGLang server started by Orbit: its arguments, its start, its end.
 
-Belongs here: which arguments follow from a run. Does not belong here: requests (`sglang_api`), processes (`workers`).
+Belongs here: which arguments follow from a run. Does not belong here: requests (`sglang_api`), processes (`workers`),
+what is refused (`planner.support`).
 
 On a CPU SGLang runs no packed format, so it gets the base dequantised by our codecs: the same values.
 """
@@ -15,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.names import SGLANG_TARGETS, SHARED_INPUTS
-from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.support.kernels import EngineKernels
+from orbit_runtime.model_info.weights import SGLANG_TARGETS
+from orbit_runtime.planner.support.kernels import EXPERTS_FLAG, LORA_RUNNERS, EngineKernels
+from orbit_runtime.planner.support.served import LORA_LAYOUTS
 from orbit_runtime.rollout.server_types import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
-from orbit_runtime.rollout.sglang_experts import expert_arguments
 from orbit_runtime.rollout.wire import asks_for_token, is_serving
 from orbit_runtime.workers.child.run_token import new_token
 from orbit_runtime.workers.servers.process import (
@@ -287,23 +286,22 @@ def server_arguments(settings: ServerSettings, port: int, host: str = LOOPBACK) 
     return arguments
 
 
+def expert_arguments(experts: str, device: str, formats: Collection[str]) -> list[str]:
+    """Flags for adapters of routed experts, whose layouts `planner.support.served` has found one runner for."""
+    if experts not in LORA_LAYOUTS:
+        return []
+    # Without an adapter to look at, SGLang would assume the second.
+    shared = "--experts-shared-outer-loras" if experts == "SharedOuter" else "--no-experts-shared-outer-loras"
+    if device == "cpu":
+        return [shared]
+    runners = {LORA_RUNNERS[form] for form in formats}
+    assert len(runners) == 1, formats
+    return [shared, "--lora-backend", "triton", EXPERTS_FLAG, *runners]
+
+
 def local_host(host: str) -> str:
     """As it stands in an address for requests from this machine."""
     return EVERYWHERE.get(host, f"[{host}]" if ":" in host else host)
-
-
-def check_attached(layers: Collection[str]) -> None:
-    """Raises UnsupportedError (78) for layers that an adapter reaches only through the plug-in.
-
-    Args:
-        layers: names of the adapted modules.
-    """
-    if only_ours := sorted({name.rpartition(".")[2] for name in layers} & SGLANG_TARGETS.keys()):
-        raise UnsupportedError(
-            f"{', '.join(only_ours)} of DeepSeek-V4 are adapted by Orbit's plug-in, in servers that Orbit starts",
-            where="spec.adapter.targets",
-            fix="write rollout.engine: SGLang, or targets: [gate_proj, up_proj]",
-        )
 
 
 def deterministic_attention(family: str, capability: tuple[int, int]) -> str | None:
@@ -316,16 +314,6 @@ def deterministic_attention(family: str, capability: tuple[int, int]) -> str | N
         capability: CUDA's, major and minor.
     """
     return "triton" if family in ("gpt_oss", "deepseek_v3", "kimi_k2") and capability[0] == 10 else None
-
-
-def check_deterministic(device: str) -> None:
-    """Raises UnsupportedError (78) on a CPU, where SGLang 0.5.23 has no deterministic attention or products."""
-    if device == "cpu":
-        raise UnsupportedError(
-            "SGLang samples deterministically on GPUs only, and this machine has none",
-            where="spec.rollout.deterministic",
-            fix="remove it, or use engine: Torch",
-        )
 
 
 def sleeping_parts(sleep: str) -> tuple[Sleeping, ...]:
@@ -361,43 +349,3 @@ def lora_targets(modules: Collection[str]) -> tuple[str, ...]:
     """
     leaves = {name.rpartition(".")[2] for name in modules}
     return tuple(sorted({SGLANG_TARGETS.get(leaf, leaf) for leaf in leaves}))
-
-
-def check_served(adapter: AdapterConfig, layers: Collection[str], modules: Collection[str]) -> None:
-    """Raises UnsupportedError (78) for an adapter that SGLang and our plug-in cannot apply as the trainer does.
-
-    Args:
-        layers: names of the adapted modules.
-        modules: names of all modules of the model.
-    """
-    if adapter.type == "LoRA" and adapter.rslora:
-        raise UnsupportedError(
-            "SGLang scales a LoRA by alpha / rank", where="spec.adapter.lora.rslora", fix="leave it out"
-        )
-    for name in layers:
-        parent, _, last = name.rpartition(".")
-        for group in SHARED_INPUTS:
-            missing = [each for each in group if last in group and f"{parent}.{each}" in modules]
-            missing = [each for each in missing if f"{parent}.{each}" not in layers]
-            if missing:
-                raise UnsupportedError(
-                    f"SGLang runs {' and '.join(each for each in group if f'{parent}.{each}' in modules)} as one "
-                    f"layer, and {' and '.join(missing)} of {parent} has no adapter",
-                    where="spec.adapter.targets",
-                    fix=f"add {', '.join(missing)}, or use engine: Torch",
-                )
-    _check_every(layers, modules)
-
-
-def _check_every(layers: Collection[str], modules: Collection[str]) -> None:
-    """SGLang matches targets by their last name alone; routed experts have rules of their own."""
-    targets = {name.rpartition(".")[2] for name in layers}
-    others = {name for name in modules if name.rpartition(".")[2] in targets and ".experts." not in name}
-    others = {name for name in others - set(layers) if ".compressor." not in name}
-    if others:
-        last = min(others).rpartition(".")[2]
-        raise UnsupportedError(
-            f"SGLang adapts every {last} of a model, and {min(others)} has no adapter",
-            where="spec.adapter.targets",
-            fix=f"write {last}, or use engine: Torch",
-        )

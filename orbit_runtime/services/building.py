@@ -13,7 +13,7 @@ from typing import Any
 
 import orbit_runtime
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
-from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.planner.support.manifests import check_apart
 from orbit_runtime.sides.content import resolve_names
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.machine import machine_facts
@@ -47,35 +47,6 @@ def kinds_of(spec: RunSpec) -> tuple[str, ...]:
     if spec.algorithm.type == "SFT" or spec.rollout.engine == "OpenAI":
         return ("trainer",)
     return ("trainer", "inference")
-
-
-def check_apart(spec: RunSpec) -> None:
-    """Raises UnsupportedError (78) for what this version supports in one process only."""
-    if spec.rollout.adapter_transport == "Broadcast":
-        raise UnsupportedError(
-            "adapters come to the servers' machine by the run's store; from there a broadcast brings nothing",
-            where="spec.rollout.adapterTransport",
-            fix="write SharedMemory or File, or use `orbit run`",
-        )
-    if spec.rollout.sleep != "None":
-        raise UnsupportedError(
-            "a server sleeps to make room for the trainer on its GPU, and a trainer in another process does not give "
-            "back what it took before the server wakes",
-            where="spec.rollout.sleep",
-            fix="write None, or use `orbit run`",
-        )
-    if spec.training.trainer == "Auto" and spec.placement.nodes > 1:
-        raise UnsupportedError(
-            "three processes read `Auto` as Torch, which does not use several nodes",
-            where="spec.training.trainer",
-            fix="write Megatron, or placement.nodes: 1",
-        )
-    if spec.adapter.type == "Full":
-        raise UnsupportedError(
-            "the whole of a model is trained in one process: each of its states would pass through the orchestrator",
-            where="spec.adapter.type",
-            fix="use `orbit sft`, or train an adapter (adapter.type: LoRA)",
-        )
 
 
 def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked:

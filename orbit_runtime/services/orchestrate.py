@@ -15,16 +15,16 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.planner.support.manifests import check_apart
+from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
-from orbit_runtime.rollout.sglang_server import check_served
-from orbit_runtime.services.building import check_apart
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import sweep, try_to_share
 from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.remote_servers import RemoteDesk, RemoteServer
 from orbit_runtime.services.remote_trainer import RemoteTrainer
-from orbit_runtime.sides.engines import build_servers, routed_layers
+from orbit_runtime.sides.engines import build_servers, place_of, routed_layers
 from orbit_runtime.sides.interface import EngineOrder, Opened, TrainerSide
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
 from orbit_runtime.types import Engine
@@ -100,7 +100,7 @@ class RemoteSides:
 
 def _start_remote(inference: Connection, desk: RemoteDesk, order: EngineOrder) -> ServedEngine:
     facts, rollout = order.facts, order.resolved.run.spec.rollout
-    check_served(facts.adapter, facts.layers, facts.modules)
+    check_served(facts.served(place_of(order.resolved)))
     routed = routed_layers(facts) if rollout.router_replay != "None" else None
     servers = [
         RemoteServer(inference, index, deterministic=rollout.deterministic, routed=routed)

@@ -18,14 +18,15 @@ from typing import Any
 import httpx
 
 from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.rollout.served_engine import start_servers
-from orbit_runtime.rollout.sglang_server import SGLangServer, check_served
+from orbit_runtime.rollout.sglang_server import SGLangServer
 from orbit_runtime.rollout.transport import FolderDesk, build_transport
 from orbit_runtime.services.building import Asked, common_facts
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.sides.engines import plan_servers, starts_at_once
+from orbit_runtime.sides.engines import place_of, plan_servers, starts_at_once
 from orbit_runtime.sides.trainers import adapter_config
 from orbit_runtime.storage import Part
 from orbit_runtime.storage.cache import Cache, default_cache
@@ -144,7 +145,7 @@ def build_server_host(asked: Asked, address: str, note: Callable[[str], None], c
     """
     resolved, rollout = asked.resolved, asked.resolved.run.spec.rollout
     facts = facts_of_checkpoint(asked.folder, adapter_config(resolved.run.spec), resolved.compute_dtype)
-    check_served(facts.adapter, facts.layers, facts.modules)
+    check_served(facts.served(place_of(resolved)))
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
     servers = plan_servers(resolved, facts, asked.folder, scratch, address)
     for server in servers:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from orbit_runtime.adapters.names import SGLANG_TARGETS
+from orbit_runtime.model_info.weights import SGLANG_TARGETS
 
 LORA = "sglang.srt.lora"
 MODEL_TYPE = "deepseek_v4"

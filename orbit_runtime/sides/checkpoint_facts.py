@@ -12,11 +12,12 @@ from pathlib import Path
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.report import InjectReport
 from orbit_runtime.errors import ManifestError
-from orbit_runtime.model_info.checkpoint import folder_headers, headers_facts
+from orbit_runtime.model_info.checkpoint import Headers, folder_headers, headers_facts
 from orbit_runtime.model_info.layouts import packed_module
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.model_info.weights import EXPERT, Architecture, Weight
 from orbit_runtime.planner.adapter_size import LEFT_OUT
+from orbit_runtime.planner.support.served import module_name
 from orbit_runtime.policy.facts import PolicyFacts, RoutedFacts
 
 EXPERTS = f".{EXPERT}."
@@ -31,8 +32,12 @@ def facts_of_checkpoint(folder: Path, adapter: AdapterConfig, compute_dtype: str
         ModelError: the folder is incomplete, or its model family is unknown.
         ManifestError: (64) a target names no linear layer.
     """
-    headers = folder_headers(folder)
-    model = headers_facts(headers, folder.name)
+    return facts_of_headers(folder_headers(folder), adapter, compute_dtype)
+
+
+def facts_of_headers(headers: Headers, adapter: AdapterConfig, compute_dtype: str) -> PolicyFacts:
+    """The same, from headers that are read already."""
+    model = headers_facts(headers, headers.place)
     architecture = model.architecture
     adapter = replace(adapter, targets=adapter.targets or architecture.default_targets)
     linears = [weight for weight in architecture.weights if weight.is_linear and weight.role not in LEFT_OUT]
@@ -44,9 +49,9 @@ def facts_of_checkpoint(folder: Path, adapter: AdapterConfig, compute_dtype: str
     adapted = [weight for weight in linears if any(_is_named(weight, target) for target in adapter.targets)]
     if adapter.expert_layout == "None":
         adapted = [weight for weight in adapted if weight.role != "routed_expert"]
-    layers = tuple(dict.fromkeys(_module(weight) for weight in adapted))
+    layers = tuple(dict.fromkeys(module_name(weight) for weight in adapted))
     infos = headers.infos()
-    quant = parse_quantization(headers.config, where=str(folder / "config.json"), tensors=infos)
+    quant = parse_quantization(headers.config, where=f"{headers.place}/config.json", tensors=infos)
     routed = _routed_layers(architecture)
     of_experts = {weight.module.partition(EXPERTS)[0] for weight in adapted if weight.role == "routed_expert"}
     packed = (packed_module(name, info)[0] for name, info in infos.items() if ".experts." in name)
@@ -57,7 +62,7 @@ def facts_of_checkpoint(folder: Path, adapter: AdapterConfig, compute_dtype: str
         compute_dtype=compute_dtype,
         adapter=adapter,
         layers=layers,
-        modules=frozenset(_module(weight) for weight in linears),
+        modules=frozenset(module_name(weight) for weight in linears),
         report=InjectReport((), 0),
         expert_formats=tuple(sorted(formats or ({"BF16"} if of_experts else set()))),
         group_size=None,
@@ -72,9 +77,4 @@ def _routed_layers(architecture: Architecture) -> tuple[int, ...]:
 
 
 def _is_named(weight: Weight, target: str) -> bool:
-    return target == weight.target or _module(weight).endswith(f".{target}")
-
-
-def _module(weight: Weight) -> str:
-    """The name that a loaded policy gives it: all experts of a layer are one module."""
-    return weight.module.replace(EXPERTS, ".")
+    return target == weight.target or module_name(weight).endswith(f".{target}")

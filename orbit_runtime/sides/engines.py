@@ -17,14 +17,14 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.errors import CredentialsError, EngineDiedError, ManifestError, UnsupportedError
+from orbit_runtime.errors import CredentialsError, EngineDiedError
 from orbit_runtime.planner.support.sampling import sampling_of
+from orbit_runtime.planner.support.served import LORA_LAYOUTS, Place, check_served, served_experts
 from orbit_runtime.sides.interface import EngineOrder
 from orbit_runtime.sides.trainers import Division
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Server
-from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Engine
 from orbit_runtime.workers.servers.process import AGENT_VARIABLE
 
@@ -71,11 +71,13 @@ def build_servers(order: EngineOrder) -> ServedEngine:
         UnsupportedError: (78) servers cannot apply this adapter, or cannot be had here.
         EngineDiedError: (82) one does not come to answer.
     """
-    from orbit_runtime.rollout.sglang_server import check_served
-
-    facts = order.facts
-    check_served(facts.adapter, facts.layers, facts.modules)
+    check_served(order.facts.served(place_of(order.resolved)))
     return _attach(order) if order.resolved.engine == "OpenAI" else _start(order)
+
+
+def place_of(resolved: Resolved) -> Place:
+    """Where the run's servers are, for the table of support."""
+    return "attached" if resolved.engine == "OpenAI" else "GPU" if resolved.device == "cuda" else "CPU"
 
 
 def _start(order: EngineOrder) -> ServedEngine:
@@ -122,7 +124,6 @@ def plan_servers(
     from orbit_runtime.data.tiktoken_model import is_tiktoken, save_converted
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner.assumptions import SERVER_SLOTS
-    from orbit_runtime.rollout.sglang_experts import served_experts
     from orbit_runtime.rollout.sglang_server import LOOPBACK, ServerSettings, SGLangServer, lora_targets
     from orbit_runtime.workers.child.run_token import run_token
 
@@ -147,7 +148,7 @@ def plan_servers(
         seed=spec.data.seed,
         lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
         oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
-        experts=served_experts(adapter, layers),
+        experts=served_experts(adapter.expert_layout, layers),
         expert_formats=facts.expert_formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
@@ -184,21 +185,17 @@ def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path, kernels:
     Raises UnsupportedError (78) for what SGLang cannot do on this machine's device.
     """
     from orbit_runtime.rollout.fused_scales import check_fused_scales
-    from orbit_runtime.rollout.sglang_experts import check_experts, check_generation
-    from orbit_runtime.rollout.sglang_server import check_deterministic, deterministic_attention
+    from orbit_runtime.rollout.sglang_server import deterministic_attention
 
     is_deterministic = resolved.run.spec.rollout.deterministic
-    check_experts(facts.adapter, facts.layers, resolved.device, facts.expert_formats)
-    if is_deterministic:
-        check_deterministic(resolved.device)
     if kernels is None:
+        check_served(facts.served("CPU", deterministic=is_deterministic))
         return None
     check_fused_scales(folder, keeps_fp8=kernels.keeps_fp8)
     import torch
 
     capability = torch.cuda.get_device_capability()
-    if facts.adapter.type == "LoRA":
-        check_generation(facts.expert_formats, capability)
+    check_served(facts.served("GPU", capability=capability, deterministic=is_deterministic))
     return deterministic_attention(kernels.family, capability) if is_deterministic else None
 
 
@@ -226,9 +223,8 @@ class Serving:
 
 def _plan_kernels(resolved: Resolved, facts: PolicyFacts, model: ModelFacts) -> EngineKernels:
     from orbit_runtime.planner.support.kernels import choose_kernels
-    from orbit_runtime.rollout.sglang_experts import LORA_LAYOUTS, served_experts
 
-    adapts_experts = served_experts(facts.adapter, facts.layers) in LORA_LAYOUTS
+    adapts_experts = served_experts(facts.adapter.expert_layout, facts.layers) in LORA_LAYOUTS
     spec = resolved.run.spec
     return choose_kernels(
         model,
@@ -272,18 +268,10 @@ def _log(scratch: Path, index: int) -> Path:
 
 def _attach(order: EngineOrder) -> ServedEngine:
     from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
-    from orbit_runtime.rollout.sglang_experts import served_experts
-    from orbit_runtime.rollout.sglang_server import check_attached, lora_targets
+    from orbit_runtime.rollout.sglang_server import lora_targets
 
     spec, facts = order.resolved.run.spec, order.facts
     adapter, layers = facts.adapter, facts.layers
-    check_attached(layers)
-    if served_experts(adapter, layers) != "None":
-        raise UnsupportedError(
-            "adapters of routed experts are not handed to attached servers in this version",
-            where="spec.adapter.experts",
-            fix="write None, or use engine: SGLang",
-        )
     shared = spec.rollout.adapter_folder
     parent = order.closing.enter_context(TemporaryDirectory(prefix="orbit-adapters-", dir=shared))
     # The server may run as another user.
@@ -311,22 +299,6 @@ def _attach(order: EngineOrder) -> ServedEngine:
         folder=Path(parent) / "adapters",
         max_running_requests=spec.rollout.max_running_requests,
     )
-
-
-def check_token_ids(spec: RunSpec, vocabulary: int) -> None:
-    """Raises ManifestError (64) for the id of a token that the model does not have."""
-    sampling = spec.rollout.sampling
-    named = {
-        **{f"logitBias.{token}": int(token) for token in sampling.logit_bias},
-        **{f"stopTokenIds[{index}]": token for index, token in enumerate(sampling.stop_token_ids)},
-    }
-    for field, token in named.items():
-        if token >= vocabulary:
-            raise ManifestError(
-                f"the model has no token {token}: its vocabulary ends at {vocabulary - 1}",
-                where=f"spec.rollout.sampling.{field}",
-                fix="write the token's number in the model's vocabulary",
-            )
 
 
 def all_headers(where: str, endpoints: Sequence[Server], environment: Mapping[str, str]) -> list[dict[str, str]]:
@@ -377,10 +349,7 @@ class EngineAhead:
         Raises:
             UnsupportedError: (78) servers cannot apply this adapter.
         """
-        from orbit_runtime.rollout.sglang_server import check_served
-
-        facts = order.facts
-        check_served(facts.adapter, facts.layers, facts.modules)
+        check_served(order.facts.served(place_of(order.resolved)))
         self._closing = _Closing()
         self._order = replace(order, closing=self._closing)
         self._engine: Future[ServedEngine] = Future()

@@ -21,7 +21,7 @@ from orbit_runtime.adapters.files import MODEL_FILE, plain_key
 from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, hold_given, load_own, own_targets
 from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
 from orbit_runtime.errors import InternalError, ModelError, OrbitError, UnsupportedError
-from orbit_runtime.planner.support.manifests import check_adapted
+from orbit_runtime.planner.support.manifests import Manifest, check_adapted, check_manifest
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.sides.interface import TrainerSide, TrainerStart
 from orbit_runtime.sides.machine import rounding_facts
@@ -30,7 +30,6 @@ from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import TEACHER_SLOT, Probe, Sampling, Trainer
 from orbit_runtime.workers.system import joined_nodes, ray_address
-from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON
 
 if TYPE_CHECKING:
     from orbit_runtime.adapters.config import AdapterConfig
@@ -71,7 +70,7 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
     _check_torch()
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner.layout import Layout
-    from orbit_runtime.planner.verdict import check_alone, plan_as_run
+    from orbit_runtime.planner.verdict import check_alone, check_missing, plan_as_run
     from orbit_runtime.sides.machine import planned_machine
 
     training = resolved.run.spec.training
@@ -96,13 +95,7 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
         check_alone(made)
     if made.trainer == "Torch":
         return replace(alone, recompute=made.recompute)
-    algorithm = resolved.run.spec.algorithm
-    if algorithm.teacher and not algorithm.teacher.is_on_ranks:
-        raise UnsupportedError(
-            "; ".join(made.support.reasons) or "ranks cannot ask this teacher in this version",
-            where="spec.training.trainer",
-            fix=made.support.fix or "write training.trainer: Torch",
-        )
+    check_missing(made)
     check_rank_packages()
     gpus = tuple(made.devices.trainer) if resolved.device == "cuda" else None
     nodes = joined_nodes(resolved.run.spec.placement.nodes)
@@ -148,12 +141,7 @@ def _build_ranks(
     from orbit_runtime.workers.ranks.group import Group, start_ranks
 
     spec, layout, note, closing = resolved.run.spec, division.layout, start.note, start.closing
-    if spec.algorithm.entrypoint == FROM_PYTHON:
-        raise UnsupportedError(
-            "ranks import a loss by its name, and this one was passed from Python",
-            where="spec.algorithm.entrypoint",
-            fix="name it `module:function`, or write `trainer: Torch` in spec.training",
-        )
+    check_manifest(Manifest(spec, trainer="Megatron"))
     sizes = Sizes(
         layout.num_gpus,
         tensor=layout.tensor,
@@ -459,12 +447,7 @@ def _teacher_settings(spec: RunSpec) -> TeacherSettings | None:
 
 def check_replay(spec: RunSpec, facts: PolicyFacts) -> None:
     """Raises UnsupportedError (78) for a model whose tokens cannot be sent to given experts."""
-    if spec.rollout.router_replay != "None" and facts.routed is None:
-        raise UnsupportedError(
-            "this model has no routed experts, or routers that no other choice can be given to",
-            where="spec.rollout.routerReplay",
-            fix="remove it",
-        )
+    check_manifest(Manifest(spec, replays=facts.routed is not None))
 
 
 def rank_devices(gpus: Sequence[int] | None, nodes: int) -> tuple[str, ...] | None:

@@ -9,7 +9,9 @@ from pydantic import Field
 
 from orbit_runtime.spec.block import DISPLAY, Block, Contradiction, ObjectName, Uri, check_scheme
 
-STORAGE_SCHEMES = ("file", "s3", "gs", "az")
+STORES = ("s3", "gs", "az")
+"""Schemes of object stores."""
+STORAGE_SCHEMES = ("file", *STORES)
 
 
 class Storage(Block):

@@ -206,8 +206,11 @@ def _remote(uri: str, scheme: str, environ: Mapping[str, str]) -> Backend:
         return cast(Backend, GCSStore(parts.netloc, prefix=prefix, client_options=_CLIENT, retry_config=retry))
     if scheme == "az":
         return cast(Backend, AzureStore(parts.netloc, prefix=prefix, client_options=_CLIENT, retry_config=retry))
+    from orbit_runtime.spec.storage import STORAGE_SCHEMES
+
+    *others, last = (f"{each}://" for each in STORAGE_SCHEMES)
     raise UsageError(
         f"{scheme}:// is not a kind of store that Orbit knows",
         where=uri,
-        fix="use a path, file://, s3://, gs:// or az://",
+        fix=f"use a path, {', '.join(others)} or {last}",
     )

@@ -19,15 +19,14 @@ from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.tiktoken_model import is_tiktoken, save_converted
 from orbit_runtime.parity.liveness import Limits, Proof, prove
+from orbit_runtime.planner.support.served import check_served, served_experts
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.facts import describe
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
-from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
 from orbit_runtime.rollout.sglang_server import (
     ServerSettings,
     SGLangServer,
-    check_served,
     lora_targets,
 )
 from orbit_runtime.rollout.transport import FolderDesk, SharedMemory
@@ -142,13 +141,13 @@ def serve(
     policy, tokenizer = load_policy(packed, config), ChatTokenizer(packed)
     layers = tuple(policy.injected.layers)
     facts = describe(policy)
-    check_served(config, layers, facts.modules)
-    check_experts(config, layers, "cpu", facts.expert_formats)
+    check_served(facts.served("CPU"))
     settings = ServerSettings(
         model=plain, device="cpu", dtype="float32", max_running_requests=16,
         targets=lora_targets((*layers, *config.targets)), max_sequence_length=256, seed=0,
         lora_rank=config.rank if config.type == "LoRA" else 1,
-        oft_block_size=config.block_size if config.type == "OFT" else 0, experts=served_experts(config, layers),
+        oft_block_size=config.block_size if config.type == "OFT" else 0,
+        experts=served_experts(config.expert_layout, layers),
         tensor_parallel=tensor_parallel, reports_experts=tells_experts,
         tokenizer=save_converted(packed, folder / "tokenizer") if is_tiktoken(packed) else None,
     )  # fmt: skip

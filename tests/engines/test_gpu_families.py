@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.files import ROTATIONS_FILE, expected_applied_digest
 from orbit_runtime.adapters.state import parse_tensors
+from orbit_runtime.planner.support.served import check_served, served_experts
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.rollout.sglang_experts import served_experts
+from orbit_runtime.policy.facts import describe
 from orbit_runtime.rollout.sglang_server import (
     ServerSettings,
-    check_served,
     lora_targets,
     server_arguments,
 )
@@ -202,8 +202,7 @@ def check_close(config: AdapterConfig, name: str, found: Tensor, expected: Tenso
 
 def publish(policy: Policy, folder: Path) -> dict[str, AdapterFiles]:
     """Two adapters that nobody trained, each in a folder of its name."""
-    config, layers = policy.injected.config, tuple(policy.injected.layers)
-    check_served(config, layers, {name for name, _ in policy.model.named_modules()})
+    check_served(describe(policy).served("CPU"))
     made = {f"policy-v{seed}": random_adapter(policy, seed, scale=0.1) for seed in (1, 2)}
     for name, adapter in made.items():
         (folder / name).mkdir()
@@ -229,7 +228,7 @@ def ask(policy: Policy, base: Path, adapters: Iterable[str], inputs: Mapping[str
     if not os.environ.get(PYTHON_VARIABLE):
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
     config, layers, folder = policy.injected.config, tuple(policy.injected.layers), base.parent
-    is_lora, experts = config.type == "LoRA", served_experts(config, layers)
+    is_lora, experts = config.type == "LoRA", served_experts(config.expert_layout, layers)
     settings = ServerSettings(
         model=base, device="cpu", dtype="float32", targets=lora_targets((*layers, *config.targets)),
         max_running_requests=16, max_sequence_length=256, seed=0, lora_rank=config.rank if is_lora else 1,

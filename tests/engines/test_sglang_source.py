@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.adapters.names import SGLANG_TARGETS
+from orbit_runtime.model_info.weights import SGLANG_TARGETS
 from orbit_runtime.planner.support.combinations import PINNED
-from orbit_runtime.planner.support.kernels import DEEPGEMM_VARIABLE, FP8_VARIABLE, MXFP4_FLAG, NVFP4_FLAG
-from orbit_runtime.rollout.sglang_experts import MOE_RUNNERS
+from orbit_runtime.planner.support.kernels import (
+    DEEPGEMM_VARIABLE,
+    FP8_VARIABLE,
+    LORA_RUNNERS,
+    MXFP4_FLAG,
+    NVFP4_FLAG,
+)
 from orbit_runtime.rollout.sglang_server import deterministic_attention
 from orbit_runtime.sglang_plugin import deepseek_v4
 from orbit_runtime.sglang_plugin.mxfp4_experts import PACKED_AS
@@ -79,15 +84,15 @@ def test_lora_on_experts_is_served_where_their_class_tells_how_they_are_packed(p
     (found,) = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == name]
     methods = {each.name for each in found.body if isinstance(each, ast.FunctionDef)}
     runners = {"triton": "get_triton_quant_info", "marlin": "get_marlin_quant_info"}
-    if layout in MOE_RUNNERS:
-        assert runners[MOE_RUNNERS[layout]] in methods
+    if layout in LORA_RUNNERS:
+        assert runners[LORA_RUNNERS[layout]] in methods
     else:
         assert not methods & set(runners.values())
 
 
 def test_every_layout_with_a_runner_is_looked_up() -> None:
     """DeepSeek-V4's FP4 has none of SGLang's own: `sglang_plugin.mxfp4_experts` stands there."""
-    assert MOE_RUNNERS.keys() - CLASSES.keys() == {"MXFP4V4"}
+    assert LORA_RUNNERS.keys() - CLASSES.keys() == {"MXFP4V4"}
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ import pytest
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
 from orbit_runtime.model_info.families import describe
+from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.planner.adapter_size import adapter_size
 from orbit_runtime.planner.job import Machine, build_job
+from orbit_runtime.planner.support.combinations import FAMILY_NAMES, FORMATS, Combination, find_support
 from orbit_runtime.policy import load_policy
 from orbit_runtime.spec import OrbitRun
 from tests.integration.tiny_families import CONFIGS, make_family
@@ -37,6 +39,13 @@ def test_the_selection_has_every_pair_of_choices() -> None:
     chosen, every = pairwise(), all_cases()
     assert {pair for case in chosen for pair in case.pairs()} == {pair for case in every for pair in case.pairs()}
     assert len(chosen) < len(every) / 4
+
+
+def test_the_table_of_support_names_what_is_compared_here() -> None:
+    compared = {(case.family, PRECISIONS[case.layout]) for case in all_cases()}
+    asked = [Combination(form, family, "LoRA", "None", "Torch", "Torch") for family in FAMILY_NAMES for form in FORMATS]
+    working = {(each.family, each.format) for each in asked if find_support(each).state == "works"}
+    assert working == {each for each in compared if each[0] != "kimi_k25"}
 
 
 @pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"kimi_k25"}))

@@ -1,7 +1,7 @@
 """`docs/reference/sglang.md`: format x family x adapter that SGLang serves, as the planner's table has it.
 
 Belongs here: the tables of the page. Does not belong here: its prose (`sglang.md.in`), what the tables say
-(`planner.support`, `rollout.sglang_experts`).
+(`planner.support`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orbit_runtime.planner.support.combinations import (
     Combination,
     find_support,
 )
-from orbit_runtime.rollout.sglang_experts import MOE_RUNNERS
+from orbit_runtime.planner.support.kernels import LORA_RUNNERS
 
 LAYOUTS = ("SharedOuter", "Shared", "PerExpert", "None")
 TEMPLATE = Path(__file__).with_name("sglang.md.in")
@@ -43,7 +43,7 @@ def render_page() -> str:
         "version": PINNED["sglang"],
         "on_cpu": _table(0, reasons),
         "on_gpu": _table(1, reasons),
-        "runners": "\n".join(f"| {layout} | `{runner}` |" for layout, runner in MOE_RUNNERS.items()),
+        "runners": "\n".join(f"| {layout} | `{runner}` |" for layout, runner in LORA_RUNNERS.items()),
         "reasons": "\n".join(f"{number}. {reason}" for reason, number in reasons.found.items()),
     }
     text = TEMPLATE.read_text(encoding="utf-8")

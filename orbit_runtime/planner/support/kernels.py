@@ -1,8 +1,8 @@
 """Which kernels of SGLang 0.5.23 multiply by a packed base on a GPU: what they round, activations or the base itself.
 
 Belongs here: formats → the flags and variables that ask for kernels which round nothing, and what is rounded all the
-same. Does not belong here: kernels of LoRA on routed experts (`rollout.sglang_experts`), the trainer's own rounding
-(`quant.activations`).
+same; layouts of routed experts → the runners of SGLang that multiply by them. Does not belong here: the trainer's own
+rounding (`quant.activations`).
 
 SGLang chooses for speed: FP8 weights are multiplied as W8A8, NVFP4 as W4A4, gpt-oss's MXFP4 as W4A8. A trainer with
 `model.activationPrecision: WeightOnly` computes another policy than such an engine samples from. On Blackwell, DeepGEMM
@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orbit_runtime.model_info.weights import ModelFacts, Role
+from orbit_runtime.model_info.weights import ModelFacts, Role, StoredWeight
 
 DENSE: tuple[Role, ...] = ("attention", "dense_mlp", "shared_expert")
 EXPERTS: tuple[Role, ...] = ("routed_expert",)
@@ -29,8 +29,41 @@ PLUGIN_VARIABLE = "ORBIT_SGLANG_WEIGHT_ONLY"
 EXCHANGE = "moe-a2a-backend"
 """The engine argument that sends tokens to experts by programs which multiply with DeepGEMM alone."""
 NVFP4_FLAG, MXFP4_FLAG, EXPERTS_FLAG = "--fp4-gemm-backend", "--flashinfer-mxfp4-moe-precision", "--moe-runner-backend"
-REPORTING = {"BF16": "triton", "FP8": "triton", "INT4": "marlin", "NVFP4": "flashinfer_cutlass", "MXFP4": "marlin"}
-"""Format of routed experts → a runner that takes its experts from SGLang's router, which is what is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKernels:
+    """Runners of SGLang over routed experts in one layout."""
+
+    reporting: str
+    """The one that takes its experts from SGLang's router, which is what is reported."""
+    lora: str | None = None
+    """The one with LoRA; None if no class describes to LoRA how the base is packed, by `get_triton_quant_info` or
+    `get_marlin_quant_info`. For DeepSeek-V4's FP4 `sglang_plugin.mxfp4_experts` does. A test reads this from SGLang's
+    source."""
+
+
+EXPERT_KERNELS = {
+    "BF16": ExpertKernels("triton", "triton"),
+    "FP8Block": ExpertKernels("triton", "triton"),
+    "FP8BlockV4": ExpertKernels("triton", "triton"),
+    "FP8BlockCT": ExpertKernels("triton"),
+    "FP8": ExpertKernels("triton"),
+    "INT4": ExpertKernels("marlin", "marlin"),
+    "INT4Asymmetric": ExpertKernels("marlin", "marlin"),
+    "GPTQ": ExpertKernels("marlin"),
+    "GPTQv2": ExpertKernels("marlin"),
+    "AWQ": ExpertKernels("marlin"),
+    "NVFP4ModelOpt": ExpertKernels("flashinfer_cutlass", "marlin"),
+    "NVFP4": ExpertKernels("flashinfer_cutlass"),
+    "MXFP4V4": ExpertKernels("marlin", "marlin"),
+    "MXFP4GptOss": ExpertKernels("marlin"),
+    "MXFP4": ExpertKernels("marlin"),
+}
+"""By the layout of the experts, as `quant` names it."""
+FP8_BLOCKS, MXFP4 = {"deepseek_v4": "FP8BlockV4"}, {"deepseek_v4": "MXFP4V4", "gpt_oss": "MXFP4GptOss"}
+"""Family → its own layout."""
+LORA_RUNNERS = {layout: kernels.lora for layout, kernels in EXPERT_KERNELS.items() if kernels.lora}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +135,34 @@ def choose_kernels(
     )
 
 
-def _reporting_runner(model: ModelFacts, experts: Collection[str]) -> list[str]:
+def _reporting_runner(model: ModelFacts, formats: Collection[str]) -> list[str]:
     """SGLang's own choice on Blackwell (`flashinfer_trtllm`), and for gpt-oss everywhere, picks experts inside the
     kernel: 0.5.23 then reports expert 0 for every token. DeepSeek-V4's routers are not replayed."""
-    if model.architecture.family == "deepseek_v4" or not experts:
+    if model.architecture.family == "deepseek_v4" or not formats:
         return []
     # Of experts in several formats one runner must hold all; Triton's has the fewest conditions.
-    return [EXPERTS_FLAG, REPORTING[min(experts)] if len(experts) == 1 else "triton"]
+    runners = {EXPERT_KERNELS[layout].reporting for layout in expert_layouts(model)} if len(formats) == 1 else ()
+    return [EXPERTS_FLAG, *runners] if len(runners) == 1 else [EXPERTS_FLAG, "triton"]
 
 
-def find_unadaptable(model: ModelFacts) -> str | None:
-    """Why SGLang 0.5.23 has no LoRA on these routed experts on any GPU; None if it has, or has on some.
+def expert_layouts(model: ModelFacts) -> tuple[str, ...]:
+    """Layouts of the routed experts, as `quant` names them. INT4 with zero points, which SGLang computes alike, is not
+    told apart."""
+    experts = [each for each in model.weights if each.weight.is_linear and each.weight.role in EXPERTS]
+    return tuple(sorted({_layout(each, model) for each in experts}))
 
-    `rollout.sglang_experts.MOE_RUNNERS` lists the layouts that it has kernels for; MXFP4 is `planner.support`'s.
-    """
-    is_converted = model.quantised_by == "compressed-tensors"
-    for stored in model.weights:
-        if stored.weight.role not in EXPERTS or not stored.weight.is_linear:
-            continue
-        if stored.format == "FP8" and (is_converted or not stored.block):
-            return "FP8 that is not in blocks of its original publisher's"
-        if stored.format == "NVFP4" and is_converted:
-            return "NVFP4 of compressed-tensors"
-    return None
+
+def _layout(stored: StoredWeight, model: ModelFacts) -> str:
+    family, writer = model.architecture.family, model.quantised_by
+    if stored.format == "INT4":
+        return {"gptq": "GPTQ", "awq": "AWQ"}.get(writer, "INT4")
+    if stored.format == "FP8" and stored.block:
+        return "FP8BlockCT" if writer == "compressed-tensors" else FP8_BLOCKS.get(family, "FP8Block")
+    if stored.format == "NVFP4":
+        return "NVFP4" if writer == "compressed-tensors" else "NVFP4ModelOpt"
+    if stored.format == "MXFP4":
+        return MXFP4.get(family, "MXFP4")
+    return stored.format
 
 
 def _formats(model: ModelFacts, roles: Collection[Role]) -> set[str]:

@@ -1,60 +1,108 @@
-"""What this version cannot combine with training all weights of a model (`spec.adapter.type: Full`).
+"""What a manifest may not combine, whatever the machine: a whole model's weights, replayed routers, three processes.
 
-Belongs here: those limits, for `orbit plan`, the operator and a run. Does not belong here: bytes (`parts`).
+Belongs here: those rows. Does not belong here: contradictions among fields that no model would mend (`spec`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.support import Problem
+from orbit_runtime.model_info.weights import ModelFacts
+from orbit_runtime.planner.support import Row, Words, check_rows
 from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON
 
-FIELD = "spec.adapter.type"
 ADAPT = "train an adapter (adapter.type: LoRA)"
 
 
-def whole_problems(spec: RunSpec, precision: str | None = None, num_experts: int = 0) -> Iterator[Problem]:
-    """Args: precision, num_experts: the checkpoint's; if omitted, only the manifest is known."""
-    if spec.adapter.type != "Full":
-        return
-    if spec.algorithm.type != "SFT":
-        yield Problem(
-            f"a whole model is trained only on demonstrations: with algorithm.type {spec.algorithm.type} an engine "
-            "would need every weight at each publish",
-            FIELD,
-            f"{ADAPT}; or write algorithm.type: SFT, and start the run with rewards from the resulting model",
-        )
-    precision = precision or spec.model.precision
-    if precision not in ("Auto", "BF16"):
-        yield Problem(
-            f"{precision} weights are packed and frozen: they cannot be trained",
-            FIELD,
-            f"name a BF16 checkpoint in spec.model, or {ADAPT}",
-        )
-    if num_experts:
-        yield Problem("this version trains no routed experts as a whole", FIELD, ADAPT)
-    if spec.training.trainer == "Megatron":
-        yield Problem(
-            "ranks divide a frozen base: they hold no masters of its weights",
-            FIELD,
-            f"write training.trainer: Torch where one GPU is enough, or {ADAPT}",
-        )
-    if spec.algorithm.kl.coefficient > 0:
-        yield Problem("no base is left beside the model to keep it close to", FIELD, f"remove algorithm.kl, or {ADAPT}")
-    for field, value, fix in (
-        ("targets", spec.adapter.targets, "remove it"),
-        ("initFrom", spec.adapter.init_from, "name the model to start from in spec.model.uri"),
-    ):
-        if value is not None:
-            yield Problem(f"adapter.{field} applies to an adapter, but with `Full` there is none", FIELD, fix)
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest, and what is known of its model by then."""
+
+    spec: RunSpec
+    precision: str = "Auto"
+    """The checkpoint's; `Auto` if only the manifest is known."""
+    num_experts: int = 0
+    replays: bool = True
+    """Whether tokens can be sent to given experts, or that is not known yet."""
+    trainer: str = ""
+    """`Auto` decided; empty if it is not yet."""
 
 
-def check_whole(spec: RunSpec) -> None:
-    """Raises UnsupportedError (78) with the first problem."""
-    for problem in whole_problems(spec):
-        raise UnsupportedError(problem.message, where=problem.where, fix=problem.fix)
+def read_manifest(spec: RunSpec, model: ModelFacts, trainer: str) -> Manifest:
+    """With what the headers of a checkpoint tell."""
+    shape = model.architecture
+    replays = bool(shape.num_experts) and shape.family != "deepseek_v4"
+    return Manifest(spec, model.precision, shape.num_experts, replays, trainer)
+
+
+def _whole(when: Callable[[Manifest], bool | Words | None], why: str, fix: str) -> Row[Manifest]:
+    return Row("adapter.type", "Full", lambda asked: asked.spec.adapter.type == "Full" and when(asked), why, fix)
+
+
+def _packed(asked: Manifest) -> Words | None:
+    precision = asked.spec.model.precision if asked.precision == "Auto" else asked.precision
+    return None if precision in ("Auto", "BF16") else {"precision": precision}
+
+
+def _sampled(asked: Manifest) -> Words | None:
+    kind = asked.spec.algorithm.type
+    return None if kind == "SFT" else {"kind": kind}
+
+
+MANIFESTS: tuple[Row[Manifest], ...] = (
+    _whole(_sampled, "a whole model is trained only on demonstrations: with algorithm.type {kind} an engine would need "
+           "every weight at each publish",
+           f"{ADAPT}; or write algorithm.type: SFT, and start the run with rewards from the resulting model"),
+    _whole(_packed, "{precision} weights are packed and frozen: they cannot be trained",
+           f"name a BF16 checkpoint in spec.model, or {ADAPT}"),
+    _whole(lambda asked: bool(asked.num_experts), "this version trains no routed experts as a whole", ADAPT),
+    _whole(lambda asked: asked.spec.training.trainer == "Megatron",
+           "ranks divide a frozen base: they hold no masters of its weights",
+           f"write training.trainer: Torch where one GPU is enough, or {ADAPT}"),
+    _whole(lambda asked: asked.spec.algorithm.kl.coefficient > 0,
+           "no base is left beside the model to keep it close to", f"remove algorithm.kl, or {ADAPT}"),
+    _whole(lambda asked: asked.spec.adapter.targets is not None,
+           "adapter.targets applies to an adapter, but with `Full` there is none", "remove it"),
+    _whole(lambda asked: asked.spec.adapter.init_from is not None,
+           "adapter.initFrom applies to an adapter, but with `Full` there is none",
+           "name the model to start from in spec.model.uri"),
+    Row("rollout.routerReplay", "models without routed experts",
+        lambda asked: asked.spec.rollout.router_replay != "None" and not asked.replays and _sampled(asked) is not None,
+        "this model has no routed experts, or routers that no other choice can be given to", "remove it"),
+    Row("algorithm.entrypoint", "ranks",
+        lambda asked: asked.spec.algorithm.entrypoint == FROM_PYTHON and asked.trainer == "Megatron",
+        "ranks import a loss by its name, and this one was passed from Python",
+        "name it `module:function`, or write `trainer: Torch` in spec.training"),
+)  # fmt: skip
+
+APART: tuple[Row[RunSpec], ...] = (
+    Row("rollout.adapterTransport", "three processes", lambda spec: spec.rollout.adapter_transport == "Broadcast",
+        "adapters come to the servers' machine by the run's store; from there a broadcast brings nothing",
+        "write SharedMemory or File, or use `orbit run`"),
+    Row("rollout.sleep", "three processes", lambda spec: spec.rollout.sleep != "None",
+        "a server sleeps to make room for the trainer on its GPU, and a trainer in another process does not give back "
+        "what it took before the server wakes", "write None, or use `orbit run`"),
+    Row("training.trainer", "three processes",
+        lambda spec: spec.training.trainer == "Auto" and spec.placement.nodes > 1,
+        "three processes read `Auto` as Torch, which does not use several nodes",
+        "write Megatron, or placement.nodes: 1"),
+    Row("adapter.type", "three processes", lambda spec: spec.adapter.type == "Full",
+        "the whole of a model is trained in one process: each of its states would pass through the orchestrator",
+        "use `orbit sft`, or train an adapter (adapter.type: LoRA)"),
+)  # fmt: skip
+
+
+def check_manifest(asked: Manifest) -> None:
+    """Raises UnsupportedError (78) for what no machine would mend."""
+    check_rows(MANIFESTS, asked)
+
+
+def check_apart(spec: RunSpec) -> None:
+    """Raises UnsupportedError (78) for what this version supports in one process only."""
+    check_rows(APART, spec)
 
 
 def check_adapted(spec: RunSpec) -> None:
@@ -62,7 +110,7 @@ def check_adapted(spec: RunSpec) -> None:
     if spec.adapter.type == "Full":
         raise UnsupportedError(
             "a run that trains a whole model has no adapters: its result is a model",
-            where=FIELD,
+            where="spec.adapter.type",
             fix="name that model, <run folder>/models/policy-v…: `orbit serve --model`, or `spec.model.uri` of a "
             "manifest with an adapter",
         )

@@ -6,11 +6,12 @@ One row for each setting, or combination of settings, that a kind of engine lack
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.errors import ManifestError
+from orbit_runtime.planner.support import Problem, Row, Words, check_rows
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling
 
@@ -59,8 +60,8 @@ LACKS: dict[Kind, tuple[Lack, ...]] = {
 vLLM 0.32, from its documentation: no vLLM was run with these settings."""
 
 
-def check_sampling(sampling: Sampling, kind: Kind, name: str) -> None:
-    """Raises UnsupportedError (78) for settings that this kind of engine does not support.
+def sampling_problems(sampling: Sampling, kind: Kind, name: str) -> Iterator[Problem]:
+    """Settings that this kind of engine does not support.
 
     Args:
         name: name of the engine or server, for the message.
@@ -69,11 +70,19 @@ def check_sampling(sampling: Sampling, kind: Kind, name: str) -> None:
         if all(IS_SET[field](sampling) for field in lack.fields):
             blamed, *others = lack.fields
             together = f" together with {' and '.join(others)}" if others else ""
-            raise UnsupportedError(
+            yield Problem(
                 f"{name} does not support {blamed}{together}: {lack.why}",
-                where=f"spec.rollout.sampling.{blamed}",
-                fix=f"write engine: Torch, or remove {' or '.join(lack.fields)}",
+                f"spec.rollout.sampling.{blamed}",
+                f"write engine: Torch, or remove {' or '.join(lack.fields)}",
+                fix_suffices=True,
+                is_limit=True,
             )
+
+
+def check_sampling(sampling: Sampling, kind: Kind, name: str) -> None:
+    """Raises UnsupportedError (78) for settings that this kind of engine does not support."""
+    for problem in sampling_problems(sampling, kind, name):
+        raise problem.error()
 
 
 def shaping_fields(sampling: Sampling) -> tuple[str, ...]:
@@ -98,8 +107,8 @@ def sampling_of(spec: RunSpec) -> Sampling:
     )
 
 
-def check_engine(spec: RunSpec, engine: str | None = None) -> None:
-    """Raises UnsupportedError (78) for sampling settings that the manifest's engine does not support.
+def engine_problems(spec: RunSpec, engine: str | None = None) -> Iterator[Problem]:
+    """Sampling settings that the manifest's engine does not support.
 
     What attached servers support is only known once they are asked.
 
@@ -108,17 +117,46 @@ def check_engine(spec: RunSpec, engine: str | None = None) -> None:
     """
     if (engine or spec.rollout.engine) == "SGLang":
         kind: Kind = "SGLang, deterministic" if spec.rollout.deterministic else "SGLang"
-        check_sampling(sampling_of(spec), kind, kind)
+        yield from sampling_problems(sampling_of(spec), kind, kind)
+
+
+def check_engine(spec: RunSpec, engine: str | None = None) -> None:
+    """Raises UnsupportedError (78) with the first of `engine_problems`."""
+    for problem in engine_problems(spec, engine):
+        raise problem.error()
+
+
+def _shaped_beside_teacher(spec: RunSpec) -> Words | None:
+    teacher = spec.algorithm.teacher
+    shaping = shaping_fields(sampling_of(spec)) if teacher is not None and teacher.type == "Served" else ()
+    return {"first": shaping[0], "shaping": " and ".join(shaping)} if shaping else None
+
+
+TAUGHT: tuple[Row[RunSpec], ...] = (
+    Row(
+        "rollout.sampling.{first}", "teachers on servers", _shaped_beside_teacher,
+        "servers report log-probs of the model's own distribution, but with {shaping} the policy samples from another",
+        "remove {shaping}, or take a teacher on the run's own base",
+    ),
+)  # fmt: skip
 
 
 def check_teacher_sampling(spec: RunSpec) -> None:
     """Raises UnsupportedError (78) if a served teacher would be compared with a distribution other than its own."""
-    teacher = spec.algorithm.teacher
-    shaping = shaping_fields(sampling_of(spec)) if teacher is not None and teacher.type == "Served" else ()
-    if shaping:
-        raise UnsupportedError(
-            f"servers report log-probs of the model's own distribution, but with {' and '.join(shaping)} the policy "
-            "samples from another",
-            where=f"spec.rollout.sampling.{shaping[0]}",
-            fix=f"remove {' and '.join(shaping)}, or take a teacher on the run's own base",
-        )
+    check_rows(TAUGHT, spec)
+
+
+def check_token_ids(spec: RunSpec, vocabulary: int) -> None:
+    """Raises ManifestError (64) for the id of a token that the model does not have."""
+    sampling = spec.rollout.sampling
+    named = {
+        **{f"logitBias.{token}": int(token) for token in sampling.logit_bias},
+        **{f"stopTokenIds[{index}]": token for index, token in enumerate(sampling.stop_token_ids)},
+    }
+    for field, token in named.items():
+        if token >= vocabulary:
+            raise ManifestError(
+                f"the model has no token {token}: its vocabulary ends at {vocabulary - 1}",
+                where=f"spec.rollout.sampling.{field}",
+                fix="write the token's number in the model's vocabulary",
+            )

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from orbit_runtime.adapters.names import SGLANG_TARGETS
+from orbit_runtime.model_info.weights import SGLANG_TARGETS
 from orbit_runtime.sglang_plugin import deepseek_v4, mxfp4_experts
 from orbit_runtime.sglang_plugin.rotation import parts
 from tests.integration.tiny_families import COMMON, CONFIGS
