@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Buffer, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isqrt
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,15 +24,26 @@ from orbit_runtime.storage.bundles import MANIFEST, list_bundles, read_pieces
 
 CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE = "adapter_config.json", "adapter_model.safetensors", "rotations.safetensors"
 PREFIX = "base_model.model."
+COPY = "copy both files again, from the same LoRA or OFT adapter of PEFT"
 TYPES = {"LORA": "LoRA", "OFT": "OFT"}
 ExpertLayout = Literal["None", "Shared", "SharedOuter", "PerExpert"]
 EXPERT_LAYOUTS: tuple[ExpertLayout, ...] = get_args(ExpertLayout)
 """From the one with the fewest parameters on: each can express those before it."""
-REFUSED_FIELDS: dict[str, Any] = {
-    "bias": "none", "use_dora": False, "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {},
-    "modules_to_save": None, "block_share": False,
+NEUTRAL_FIELDS = frozenset({
+    # Read here.
+    "peft_type", "r", "lora_alpha", "use_rslora", "oft_block_size", "use_cayley_neumann", "num_cayley_neumann_terms",
+    # Where it came from, and which layers it adapts, as the tensors' names say too.
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "target_modules",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config", "megatron_core",
+    # How it was trained, and settings of what another field switches on.
+    "inference_mode", "lora_dropout", "module_dropout", "init_weights", "runtime_config", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "qalora_group_size", "eps",
+})  # fmt: skip
+"""Fields of PEFT's configuration with which an adapter computes the same whatever they hold, or that Orbit reads. Each
+other field must hold nothing, or one of `PLAIN`: it may change the arithmetic."""
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
 }  # fmt: skip
-"""Fields of PEFT's configuration that would change the arithmetic, each with the only value that Orbit supports."""
 ADAPTERS = "adapters/"
 """Folder of the adapters that a run published."""
 
@@ -162,7 +174,8 @@ def read_adapter(store: Store) -> AdapterFolder:
         files[ROTATIONS_FILE] = store.view(ROTATIONS_FILE)
     manifest = _parse(store.get("manifest.json"), store, "manifest.json") if store.exists("manifest.json") else {}
     _check_digests(store, files, manifest)
-    _check_config(store, config)
+    # Rotations are Orbit's, which keeps parameters within COFT's limit; PEFT moves them there in each pass.
+    _check_config(store, config if ROTATIONS_FILE not in files else {**config, "coft": False})
     adapter = build_adapter(store.uri, files, dict(manifest.get("facts") or {}))
     _check_names(adapter)
     return adapter
@@ -257,33 +270,48 @@ def _check_config(store: Store, config: Mapping[str, Any]) -> None:
     where = f"{store.uri}/{CONFIG_FILE}"
     if config.get("peft_type") not in TYPES:
         raise ModelError(f"peft_type is {config.get('peft_type')!r}", where=where, fix="use a LoRA or an OFT adapter")
-    for key, only in REFUSED_FIELDS.items():
-        value = config.get(key, only)
-        if value != only and (value or only):
-            raise ModelError(f"Orbit does not compute with {key} = {value!r}", where=where)
+    for key in sorted(config.keys() - NEUTRAL_FIELDS):
+        if (value := config[key]) and value not in PLAIN.get(key, ()):
+            raise ModelError(
+                f"Orbit does not compute with {key} = {value!r}",
+                where=where,
+                fix="its base was changed when it was made: save it in PEFT as plain LoRA, by `save_pretrained` with "
+                "path_initial_model_for_weight_conversion"
+                if key == "init_lora_weights"
+                else "train it without that setting, or merge it into its base by PEFT and use that as the model",
+            )
     for key in ("r", "lora_alpha") if config["peft_type"] == "LORA" else ("oft_block_size",):
         if not isinstance(config.get(key), int | float) or config[key] <= 0:
             raise ModelError(f"{key} is {config.get(key)!r}", where=where, fix="copy the adapter again")
 
 
 def _check_names(adapter: AdapterFolder) -> None:
-    """Checks that every module has the tensors of its type, and that LoRA's two agree on the rank."""
+    """Checks that every module has the tensors of its type, of the rank or block size that the configuration names."""
     where = f"{adapter.place}/{MODEL_FILE}"
     kinds = ("lora_A", "lora_B") if adapter.type == "LoRA" else ("oft_R",)
     tensors = adapter.header.tensors
     for name in sorted(tensors):
         if module_of(name)[1] not in kinds:
-            raise ModelError(f"the tensor {name} belongs to no {adapter.type} adapter", where=where)
+            raise ModelError(f"the tensor {name} belongs to no {adapter.type} adapter", where=where, fix=COPY)
     for module in adapter.modules():
         infos = [tensors.get(f"{PREFIX}{module}.{kind}.weight") for kind in kinds]
         shapes = [info.shape for info in infos if info is not None]
         of_experts = module.rpartition(".")[0].endswith("experts") and all(len(shape) == 3 for shape in shapes)
         if len(shapes) < len(kinds) or not (of_experts or all(len(shape) == 2 for shape in shapes)):
-            raise ModelError(f"{module} lacks one of {', '.join(kinds)}, or it is not a matrix", where=where)
+            raise ModelError(f"{module} lacks one of {', '.join(kinds)}, or it is not a matrix", where=where, fix=COPY)
         if adapter.type == "LoRA" and shapes[0][-2] != shapes[1][-1]:
-            raise ModelError(f"lora_A and lora_B of {module} have different ranks", where=where)
+            raise ModelError(f"lora_A and lora_B of {module} have different ranks", where=where, fix=COPY)
+        # Of a block of b by b, OFT keeps the numbers above the diagonal.
+        width = shapes[0][-2] if adapter.type == "LoRA" else shapes[0][-1]
+        wanted = adapter.rank if adapter.type == "LoRA" else adapter.rank * (adapter.rank - 1) // 2
+        if width != wanted:
+            what = "rank" if adapter.type == "LoRA" else "blocks of size"
+            found = width if adapter.type == "LoRA" else (1 + isqrt(1 + 8 * width)) // 2
+            raise ModelError(
+                f"{module} has {what} {found}, and {CONFIG_FILE} says {adapter.rank}", where=where, fix=COPY
+            )
         if of_experts and len({shape[0] for shape in shapes} - {1}) > 1:
-            raise ModelError(f"the tensors of {module} are of different numbers of experts", where=where)
+            raise ModelError(f"the tensors of {module} are of different numbers of experts", where=where, fix=COPY)
 
 
 @dataclass(frozen=True)

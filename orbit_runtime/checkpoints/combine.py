@@ -278,14 +278,8 @@ def _factors(adapter: AdapterFolder) -> dict[str, Factor]:
                 where = f"{adapter.place}/{ROTATIONS_FILE}"
                 raise ModelError(f"{key} does not hold blocks of {adapter.rank}", where=where)
         return {layer: Factor(held, Tensor.double) for (layer, _), held in _by_layer(turned, 3).items()}
-    config, size = adapter.config, adapter.rank
-    if config.get("coft"):
-        raise UnsupportedError("constrained OFT (coft) without its rotations is not merged", where=adapter.place)
     tensors = _tensors(adapter, MODEL_FILE)
-    for key, parameters in tensors.items():
-        if parameters.shape[-1] != size * (size - 1) // 2:
-            raise ModelError(f"{key} does not hold blocks of {size}", where=f"{adapter.place}/{MODEL_FILE}")
-    build = partial(_build, size=size, form=adapter.parametrization, terms=adapter.neumann_terms)
+    build = partial(_build, size=adapter.rank, form=adapter.parametrization, terms=adapter.neumann_terms)
     return {layer: Factor(held, build) for (layer, _), held in _by_layer(tensors, 2).items()}
 
 

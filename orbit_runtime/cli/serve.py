@@ -19,14 +19,13 @@ from orbit_runtime.cli.output import print_json
 from orbit_runtime.cli.places import local_folder
 from orbit_runtime.errors import EXIT_DONE, UsageError
 from orbit_runtime.model_info.settings import check_model_folder
+from orbit_runtime.observability.origins import LOOPBACK
 from orbit_runtime.serve.names import check_one_source
 from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
 from orbit_runtime.workers.child.run_token import SERVE_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.serve.requests import Limits
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -388,10 +389,17 @@ def _load_tokenizer(folder: Path) -> Any:
 
 
 def _load_published(folder: Path) -> Any:
-    from transformers import AutoTokenizer
+    """By the rules of tokenizer.json alone where there is one: the class that tokenizer_config.json names, or that the
+    library has for the model's type, may cut texts by rules of its own."""
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if not (folder / "tokenizer.json").is_file():
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        # As that does: a type that the library does not know is no error, but a value that is impossible is one.
+        with suppress(ValueError, OSError):
+            AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, _from_auto=True)
     except Exception as error:  # the library raises anything from OSError to KeyError here
         _check_settings(folder)
         raise ModelError(

@@ -20,8 +20,8 @@ from orbit_runtime.types import FLOATS, TOKENS, Rollout, RoutedExperts, TopToken
 
 MAX_BYTES = 1 << 34
 """A decompressed step larger than this is refused, so that a corrupt size cannot exhaust memory."""
-FED_BYTES = 1 << 10
-"""Compressed bytes unpacked at a time: to at most 32 MiB."""
+FED_BYTES = 1 << 8
+"""Compressed bytes unpacked at a time: to at most 8 MiB."""
 
 
 def rollout_to_line(rollout: Rollout) -> bytes:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics
+from orbit_runtime.observability.origins import LOOPBACK, foreign
 from orbit_runtime.observability.status import RunStatus
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ async def _answer(request: Request, made: Callable[[], bytes | None], kind: str)
     from fastapi.concurrency import run_in_threadpool
     from fastapi.responses import PlainTextResponse, Response
 
-    if not _is_own(request.client.host if request.client else "", request.url.hostname or ""):
+    client = request.client.host if request.client else ""
+    if client.removeprefix("::ffff:") not in LOOPBACK or foreign(request.scope):
         return PlainTextResponse(_NOT_OWN, status_code=403)
     data = await run_in_threadpool(made)
     if data is None:
@@ -125,13 +127,6 @@ async def _answer(request: Request, made: Callable[[], bytes | None], kind: str)
 _NOT_OWN = (
     "the page shows prompts and answers: open it from this machine, such as through `kubectl port-forward` or ssh -L\n"
 )
-
-
-def _is_own(client: str, asked: str) -> bool:
-    """Whether the request is from this machine and names it as host, unlike a page from elsewhere whose name a browser
-    resolves to this machine."""
-    names = ("localhost", "127.0.0.1", "::1")
-    return asked in names and client.removeprefix("::ffff:") in names
 
 
 def start_server(

@@ -146,6 +146,9 @@ class Routes:
             message = f"a whole model takes the place of the base, {self._engine.base!r}: leave `model` out"
             raise APIError(400, message, param="model")
         is_whole = asked.checkpoint is not None
+        if not (asked.adapter or asked.checkpoint or "").strip():
+            self._metrics.updated("refused")
+            raise APIError(422, "the address is empty", param="checkpoint" if is_whole else "adapter")
         name = self._engine.base if is_whole else asked.model or self._engine.default_name(POLICY)
         try:
             said = await self._engine.change(name, adapter=asked.adapter, checkpoint=asked.checkpoint)

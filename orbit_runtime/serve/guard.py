@@ -1,4 +1,4 @@
-"""Checks every request before a route sees it: its token, and the limits on its body.
+"""Checks every request before a route sees it: its token or its origin, and the limits on its body.
 
 Belongs here: early refusals, counting every response. Does not belong here: the content of a body.
 """
@@ -14,6 +14,7 @@ from contextlib import suppress
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
+from orbit_runtime.observability.origins import foreign
 from orbit_runtime.serve.errors import APIError
 from orbit_runtime.serve.metrics import ServeMetrics
 
@@ -40,11 +41,13 @@ class Guard:
         body_bytes: int,
         read_seconds: float,
         routes: Collection[str],
+        takes_json: bool = True,
     ) -> None:
         """
         Args:
-            token: None to allow every client.
+            token: None to allow every program of this machine, but no page of another site in a browser on it.
             routes: paths with their own metrics label; all others are counted together.
+            takes_json: whether bodies are JSON, which such a page cannot send as what it is without being asked.
         """
         self._app = app
         self._metrics = metrics
@@ -52,6 +55,7 @@ class Guard:
         self._body_bytes = body_bytes
         self._read_seconds = read_seconds
         self._routes = frozenset(routes)
+        self._takes_json = takes_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +87,10 @@ class Guard:
             self._metrics.answered(route, status, time.monotonic() - started)
 
     def _check_token(self, scope: Scope) -> None:
-        if self._token is None or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
+            return
+        if self._token is None:
+            self._check_origin(scope)
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
@@ -91,6 +98,14 @@ class Guard:
         is_equal = hmac.compare_digest(token.strip(), self._token)
         if scheme.lower() != b"bearer" or not is_equal:
             raise APIError(401, "the bearer token is missing or wrong", code="invalid_api_key")
+
+    def _check_origin(self, scope: Scope) -> None:
+        if reason := foreign(scope):
+            raise APIError(403, f"{reason}: this server needs a token for that", code="foreign_origin")
+        kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"application/json")
+        if self._takes_json and scope["method"] == "POST" and kind.partition(b";")[0].strip() != b"application/json":
+            message = f"the body is {kind.decode('latin-1')[:200]!r}: send `Content-Type: application/json`"
+            raise APIError(415, message, code="unsupported_media_type")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body; None if the client has left."""

@@ -213,7 +213,7 @@ class Sampler:
             self._line.send(Changed(asked.call, result, tuple(self._policies.all())))
 
     def _changed(self, asked: Change) -> dict[str, Any]:
-        place = asked.adapter or asked.checkpoint
+        place = asked.checkpoint if asked.adapter is None else asked.adapter
         if place is None:
             return self._policies.reset(asked.name)
         param = "adapter" if asked.adapter is not None else "checkpoint"

@@ -258,5 +258,6 @@ def start_host(host: Host, address: str, port: int, token: str | None, *, body_b
         body_bytes=body_bytes,
         read_seconds=READ_SECONDS,
         routes=("/health", "/facts", "/open", "/close"),
+        takes_json=False,
     )
     return serve_app(guard, listen(address, port, "--listen", LISTEN_FIX), address, LISTEN_FIX)

@@ -397,6 +397,13 @@ def test_adapters_from_elsewhere_are_forbidden_and_the_base_has_no_other(
     assert answer.status_code == 400
 
 
+@pytest.mark.parametrize("asked", [{"adapter": ""}, {"adapter": " ", "model": "policy"}, {"checkpoint": ""}])
+def test_an_empty_address_changes_nothing(raw: httpx.Client, asked: dict[str, str]) -> None:
+    before = raw.get("/v1/models").json()
+    assert raw.post("/update_weights", json=asked).status_code == 422
+    assert raw.get("/v1/models").json() == before
+
+
 def test_the_command_serves_drains_and_ends_with_0(trained: Path) -> None:
     command = [sys.executable, "-m", "orbit_runtime", "serve", "--model", "builtin://tiny-adder"]
     command += ["--adapter", f"sums={trained}", "--listen", "127.0.0.1:0", "--json"]

@@ -68,7 +68,7 @@ def test_the_guides_client_and_its_change_of_weights(serving: Serving, trained: 
     assert 1 <= len(answer) <= 4
     change, _ = commands(GUIDE, "Other weights while it serves")
     program, *words = shlex.split(change.replace(ADDRESS, serving.url))
-    assert (program, words[::2][:2]) == ("curl", ["-H", "-d"])
+    assert (program, words[::2][:2]) == ("curl", ["-H", "--json"])
     body = json.loads(words[3].replace("runs/quickstart", str(trained)).replace("policy-v20", "policy-v1"))
     for version in (1, 2):
         body["adapter"] = str(trained / "adapters" / f"policy-v{version}")
@@ -113,7 +113,7 @@ def test_the_guides_whole_model_takes_the_bases_place_once_the_adapter_is_put_ba
     said = []
     for each in sent:
         words = shlex.split(each)
-        body = words[words.index("-d") + 1] if "-d" in words else None
+        body = words[words.index("--json") + 1] if "--json" in words else None
         assert body or "-X" in words
         said.append(httpx.post(words[-1], content=body, timeout=60))
     assert [each.status_code for each in said] == [200, 200, 200], [each.text for each in said]

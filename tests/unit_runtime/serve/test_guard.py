@@ -1,0 +1,74 @@
+"""Ports that need no token answer programs of this machine, and no page of another site in a browser on it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from orbit_runtime.serve.guard import Guard
+from orbit_runtime.serve.metrics import ServeMetrics
+from orbit_runtime.services.host import Host, start_host
+
+HERE = "http://127.0.0.1:8000"
+
+
+async def answers(scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def asked(method: str, headers: dict[str, str], *, path: str = "/update_weights", token: str | None = None) -> int:
+    guard = Guard(answers, ServeMetrics(), token=token, body_bytes=100, read_seconds=5.0, routes=())
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url=HERE) as client:
+            content = b"{}" if method == "POST" else None
+            return (await client.request(method, path, headers=headers, content=content)).status_code
+
+    return asyncio.run(ask())
+
+
+JSON = {"Content-Type": "application/json; charset=utf-8"}
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("POST", JSON, 200),
+        ("POST", {}, 200),
+        ("POST", {**JSON, "Host": "localhost:8000"}, 200),
+        ("POST", {**JSON, "Host": "[::1]:8000"}, 200),
+        ("POST", {**JSON, "Origin": HERE}, 200),
+        ("POST", {**JSON, "Origin": "http://127.0.0.2:9977"}, 403),
+        ("POST", {**JSON, "Origin": "http://127.0.0.1:9977"}, 403),
+        ("POST", {**JSON, "Origin": "null"}, 403),
+        ("POST", {**JSON, "Host": "evil.example"}, 403),
+        ("POST", {**JSON, "Host": "127.0.0.1.evil.example:8000"}, 403),
+        ("POST", {**JSON, "Host": "[", "Origin": "http://["}, 403),
+        ("GET", {"Host": "evil.example:8000"}, 403),
+        ("POST", {"Content-Type": "text/plain;charset=UTF-8"}, 415),
+        ("POST", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    ],
+)
+def test_without_a_token_only_this_machines_programs_are_answered(
+    method: str, headers: dict[str, str], status: int
+) -> None:
+    assert asked(method, headers) == status
+    with_token = {**headers, "Authorization": "Bearer secret"}
+    assert asked(method, with_token, token="secret") == 200, "no page knows the token"
+    assert asked("GET", headers, path="/health") == 200
+
+
+def test_a_page_opens_no_session_of_a_trainer_and_reads_no_facts() -> None:
+    server = start_host(Host({"kind": "trainer"}, {}, lambda: None), "127.0.0.1", 0, None)
+    try:
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            assert client.get("/facts").status_code == 200
+            for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+                assert client.get("/facts", headers=headers).status_code == 403
+                assert client.post("/open", headers=headers, content=b"x").status_code == 403
+    finally:
+        server.close()
