@@ -20,8 +20,8 @@ from orbit_runtime.types import FLOATS, TOKENS, Rollout, RoutedExperts, TopToken
 
 MAX_BYTES = 1 << 34
 """A decompressed step larger than this is refused, so that a corrupt size cannot exhaust memory."""
-FED_BYTES = 1 << 8
-"""Compressed bytes unpacked at a time: to at most 8 MiB."""
+FED_BYTES = (1 << 6, 1 << 10)
+"""Compressed bytes unpacked at a time, of bytes that become many and of others: each becomes 64 KiB at most."""
 
 
 def rollout_to_line(rollout: Rollout) -> bytes:
@@ -126,15 +126,18 @@ def unpacked(chunks: Iterable[bytes]) -> Iterator[bytes]:
     Raises:
         ZstdError: the bytes are damaged or cut off.
     """
-    frame, size = None, 0
+    frame, size, fed = None, 0, FED_BYTES[0]
     for chunk in chunks:
-        for start in range(0, len(chunk), FED_BYTES):
-            rest = chunk[start : start + FED_BYTES]
+        at = 0
+        while at < len(chunk):
+            rest, at = chunk[at : at + fed], at + fed
             while rest:
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()
                 piece = frame.decompress(rest)
                 size += len(piece)
                 yield piece
+                if piece:
+                    fed = min(2 * fed, FED_BYTES[1]) if len(piece) < 1 << 18 else FED_BYTES[0]
                 rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
         raise zstandard.ZstdError(f"it is cut off after {size} unpacked bytes")

@@ -120,7 +120,7 @@ def test_records_are_read_where_there_is_little_memory() -> None:
 
 
 def test_lines_are_put_together_from_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orbit_runtime.data.records.FED_BYTES", 7)
+    monkeypatch.setattr("orbit_runtime.data.records.FED_BYTES", (7, 7))
     rollouts = [rollout(0, index, 1.0) for index in range(4)]
     assert decompress_rollouts(compress_rollouts(rollouts)) == rollouts
     monkeypatch.setattr("orbit_runtime.data.records.MAX_BYTES", 100)
