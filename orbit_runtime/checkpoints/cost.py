@@ -61,7 +61,8 @@ def measure(base: Path, merged: Path, combined: Combined, prompts: Sequence[str]
     ids = tokenizer.encode_many([[{"role": "user", "content": prompt}] for prompt in prompts])
     # An adapter is part of every policy; that of the merged model stays off.
     off = _off(combined)
-    policy = _load(merged, off, device)
+    longest = max(map(len, ids)) + NEW_TOKENS
+    policy = _load(merged, off, device, longest)
     engine = TorchEngine(policy, tokenizer, max_running_requests=len(ids))
     sampling = Sampling(max_new_tokens=NEW_TOKENS)
     requests = [
@@ -73,16 +74,16 @@ def measure(base: Path, merged: Path, combined: Combined, prompts: Sequence[str]
     of_merged = _logprobs(policy, branches, None)
     del policy, engine
     gc.collect()
-    policy = _load(base, off, device)
+    policy = _load(base, off, device, longest)
     for name, layer in policy.injected.layers.items():
         layer.slots[SLOT] = _slot(combined, name, layer)
     of_adapter = _logprobs(policy, branches, SLOT)
     return Cost(build_difference(of_adapter, of_merged), len(branches), sum(len(b.continuation_T) for b in branches))
 
 
-def _load(folder: Path, adapter: AdapterConfig, device: str) -> Policy:
+def _load(folder: Path, adapter: AdapterConfig, device: str, longest: int) -> Policy:
     compute_dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return load_policy(folder, adapter, device=device, compute_dtype=compute_dtype)
+    return load_policy(folder, adapter, device=device, compute_dtype=compute_dtype, longest=longest)
 
 
 def _off(combined: Combined) -> AdapterConfig:

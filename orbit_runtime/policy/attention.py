@@ -1,6 +1,6 @@
 """The single entry point to transformers' attention: every layer passes its queries, keys and values to a `Plan`.
 
-Belongs here: the registered attention function and the attention kernels that both plans share.
+Belongs here: handing a plan to a model, the registered attention function, and the kernels that both plans share.
 Does not belong here: which token may see which (`packed` for whole sequences, `rollout` for cached decoding).
 
 Legend: `B` rows, `H` query heads, `K` key/value heads, `Q` query positions, `S` key positions, `T` packed tokens,
@@ -73,12 +73,16 @@ def orbit_attention(
     """transformers' attention interface; the plan is passed as the keyword `orbit_plan`.
 
     Raises:
-        UnsupportedError: the layer requires something that a plan does not support (soft capping).
+        UnsupportedError: the layer requires something that a plan does not support (soft capping), or hands no plan on.
     """
     for unknown in ("softcap", "position_bias"):
         if extras.get(unknown) is not None:
             raise UnsupportedError(f"attention with {unknown} is not supported", where=type(module).__name__)
-    plan: Plan = extras["orbit_plan"]
+    plan: Plan | None = extras.get("orbit_plan")
+    if plan is None:
+        raise UnsupportedError(
+            "its layers do not hand arguments of a pass to the attention", where=type(module).__name__
+        )
     window = extras.get("sliding_window")
     look = Look(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -86,6 +90,19 @@ def orbit_attention(
         extras.get("s_aux"),
     )
     return plan.attend(module.layer_idx, query, key, value, look), None  # type: ignore[arg-type]
+
+
+def decoder_of(model: torch.nn.Module) -> Any:
+    """The model without its output layer."""
+    return getattr(model, str(model.base_model_prefix))
+
+
+def hidden_of(
+    model: torch.nn.Module, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: Plan
+) -> torch.Tensor:
+    """Last hidden states `[B, Q, N]` of a pass with this plan, after the final norm."""
+    out = decoder_of(model)(input_ids=token_ids_BQ, position_ids=position_BQ, use_cache=False, orbit_plan=plan)
+    return out.last_hidden_state
 
 
 def attend_rows(

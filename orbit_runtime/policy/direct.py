@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from orbit_runtime.policy.attention import Look, Plan
+from orbit_runtime.policy.attention import Look, Plan, decoder_of
 from orbit_runtime.policy.linear_group import LinearGroup
 from orbit_runtime.policy.modules import FusedRMSNorm
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT
@@ -118,7 +118,7 @@ def build_direct(model: nn.Module, compute_dtype: torch.dtype) -> DirectDecoder 
     fp32 only: in BF16 every rounding would have to happen at the same place as in the model's own modules.
     """
     config = model.config
-    decoder = getattr(model, str(model.base_model_prefix))
+    decoder = decoder_of(model)
     rope = getattr(decoder.rotary_emb, "rope_type", None) if hasattr(decoder, "rotary_emb") else None
     of_form = (
         compute_dtype is torch.float32

@@ -9,6 +9,7 @@ quantised weight keeps its packed bytes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import inject
 from orbit_runtime.adapters.report import InjectReport
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
-from orbit_runtime.model_info.families import default_targets
+from orbit_runtime.model_info.families import FAMILIES, default_targets
 from orbit_runtime.model_info.headers import check_finished
 from orbit_runtime.model_info.layouts import check_head, read_linears
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, parse_quantization
@@ -35,11 +36,15 @@ from orbit_runtime.policy.families import Family, find_family
 from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms
+from orbit_runtime.policy.probe import Behaviour, check_rope, kept_behaviour
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
 from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_modules
 from orbit_runtime.quant.activations import ActivationPrecision
+from orbit_runtime.storage.cache import Cache, default_cache
 
+DEFAULT_LONGEST = 4096
+"""Maximum length of sequences of a model whose configuration names none."""
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 
 
@@ -54,6 +59,7 @@ def load_policy(
     compute_dtype: torch.dtype = torch.float32,
     kernel: Kernel = "SDPA",
     share: Share = UNDIVIDED,
+    longest: int | None = None,
     announce: Callable[[InjectReport], None] | None = None,
 ) -> Policy:
     """Loads the base and injects the adapter.
@@ -64,13 +70,14 @@ def load_policy(
         seed: seed of the adapter's initial values.
         compute_dtype: dtype of activations; a BF16 weight widened to fp32 keeps its value.
         share: the part of a divided model that this process holds.
+        longest: maximum length of a sequence; None for the model's own.
         announce: called with the adapter's size before it is allocated.
 
     Raises:
         ModelError: something is missing, broken, or unknown in the folder.
         ManifestError: `precision` differs from the checkpoint's, nothing in it has the activations' format, or a target
             matches nothing.
-        UnsupportedError: the architecture requires something that Orbit does not support.
+        UnsupportedError: the architecture requires something that Orbit does not support (`check_behaviour`).
     """
     device = torch.device(device)
     raw = read_config(folder)
@@ -88,14 +95,14 @@ def load_policy(
     adapter = _with_targets(adapter, raw)
     _check_targets(adapter, family)
     model = build_structure(folder, raw, family)
+    behaviour = check_behaviour(model, folder, raw, longest)
     share = share.of_layers(int(model.config.num_hidden_layers))  # type: ignore[union-attr,arg-type]
     fill(model, reader, quant, family, compute_dtype, activation_precision, share)
     vocabulary = model.get_output_embeddings().out_features
     drop_modules(model, share)
     if compute_dtype is torch.float32:
         fuse_norms(model)
-    model.requires_grad_(False)
-    model.eval()
+    model.requires_grad_(False).eval()
     model.to(device)
     injected = inject(
         model,
@@ -119,6 +126,7 @@ def load_policy(
         direct,
         packs=family.packs,
         routing=build_routing(model, family.gate_weights) if family.packs else None,
+        behaviour=behaviour,
     )
 
 
@@ -191,6 +199,32 @@ def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Mod
             f"the attention of {type(model).__name__} cannot be chosen", where=str(folder / "config.json")
         )
     return model
+
+
+def check_behaviour(model: nn.Module, folder: Path, raw: dict[str, Any], longest: int | None) -> Behaviour | None:
+    """How the model treats several sequences; None for families whose tests prove it, and those that are refused.
+
+    Raises:
+        UnsupportedError: what it computes for a sequence depends on the others of a pass, or its code fails.
+    """
+    where = str(folder / "config.json")
+    longest = longest or int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_LONGEST)
+    check_rope(model.config, longest, where)  # type: ignore[arg-type]
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            # No sequence needs the long factors, and transformers would write the short ones anew at every pass.
+            module.rope_type = "default"  # type: ignore[assignment]
+    # `fill` refuses experts of other families.
+    if raw.get("model_type") in FAMILIES or any(type(each).__name__.endswith("Experts") for each in model.modules()):
+        return None
+    found = kept_behaviour(model, raw, longest, Cache(default_cache(os.environ)))
+    if found.reason:
+        raise UnsupportedError(
+            f"models of type {raw.get('model_type')} cannot be used here: {found.reason}",
+            where=where,
+            fix="choose a model of another family (docs/guides/models.md)",
+        )
+    return found
 
 
 @contextmanager

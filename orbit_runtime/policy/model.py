@@ -20,13 +20,14 @@ from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.adapters.masters import Trained
 from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
-from orbit_runtime.policy.attention import Kernel, Plan
+from orbit_runtime.policy.attention import Kernel, Plan, decoder_of, hidden_of
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.distance import Measure, Told, token_distances
 from orbit_runtime.policy.division import Division
 from orbit_runtime.policy.head import logits_of
 from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
+from orbit_runtime.policy.probe import Behaviour
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
 from orbit_runtime.policy.routing import Routing
 from orbit_runtime.policy.seen import Seen
@@ -61,6 +62,8 @@ class Policy:
     """Routing of its routed experts; None if it has none, or none that can be given another choice."""
     division: Division | None = None
     """The processes that hold the model together; None if this one holds all of it."""
+    behaviour: Behaviour | None = None
+    """Measured, if its family is none that tests prove."""
 
     def sampled_hidden(
         self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan | WholeRows
@@ -79,15 +82,12 @@ class Policy:
         return packed_hidden(self._decode_rows, plan.batch, self.injected.selection)
 
     def _decode_rows(self, token_BS: torch.Tensor) -> torch.Tensor:
-        decoder = getattr(self.model, self.model.base_model_prefix)
         position_BS = torch.arange(token_BS.shape[1], device=token_BS.device).expand_as(token_BS)
-        return decoder(input_ids=token_BS, position_ids=position_BS, use_cache=False).last_hidden_state
+        return decoder_of(self.model)(input_ids=token_BS, position_ids=position_BS, use_cache=False).last_hidden_state
 
     def hidden(self, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Last hidden states `[B, Q, N]`, after the final norm."""
-        decoder = getattr(self.model, self.model.base_model_prefix)
-        out = decoder(input_ids=token_ids_BQ, position_ids=position_BQ, use_cache=False, orbit_plan=plan)
-        return out.last_hidden_state
+        return hidden_of(self.model, token_ids_BQ, position_BQ, plan)
 
     def head(self, hidden_RN: torch.Tensor) -> torch.Tensor:
         """Logits `[R, V]`, as `head.logits_of`."""

@@ -18,6 +18,7 @@ from torch import nn
 from orbit_runtime.adapters.part import WHOLE, Part
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.stages import stage_layers
+from orbit_runtime.policy.attention import decoder_of
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import Weight
 from orbit_runtime.quant.slicing import slice_weight
@@ -139,7 +140,7 @@ class Elsewhere(nn.Module):
 
 def drop_modules(model: nn.Module, share: Share) -> None:
     """Removes what other processes hold from the model; layers keep their numbers."""
-    decoder = getattr(model, str(model.base_model_prefix))
+    decoder = decoder_of(model)
     for index in range(len(decoder.layers)):
         if share.layers is not None and index not in share.layers:
             decoder.layers[index] = Elsewhere(decoder.layers[index])

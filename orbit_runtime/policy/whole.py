@@ -32,7 +32,7 @@ from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.families import find_family
-from orbit_runtime.policy.load import build_structure, read_config
+from orbit_runtime.policy.load import build_structure, check_behaviour, read_config
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.types import AdapterManifest, AdapterSink
@@ -123,6 +123,7 @@ def load_whole(
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype = torch.float32,
     kernel: Kernel = "SDPA",
+    longest: int | None = None,
     announce: Callable[[InjectReport], None] | None = None,
 ) -> Policy:
     """Loads a model of which every weight is trained.
@@ -157,6 +158,7 @@ def load_whole(
             fix="train an adapter (adapter.type: LoRA)",
         )
     model = build_structure(folder, raw, family)
+    behaviour = check_behaviour(model, folder, raw, longest)
     applied = _fill(model, reader, compute_dtype)
     reader.check_all_used()
     model.eval()
@@ -176,6 +178,7 @@ def load_whole(
         quant.name,
         kernel,
         whole=masters,  # type: ignore[arg-type]
+        behaviour=behaviour,
     )
 
 

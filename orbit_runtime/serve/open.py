@@ -140,7 +140,7 @@ def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: Limits) -> He
             return build_policy(source.resolved, folder, "None")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        return load_policy(folder, source.config, device=device, compute_dtype=dtype)
+        return load_policy(folder, source.config, device=device, compute_dtype=dtype, longest=limits.sequence)
 
     def build(policy: Policy) -> TorchEngine:
         return TorchEngine(policy, tokenizer, max_running_requests=limits.running)

@@ -246,7 +246,7 @@ def _build_whole(
     settings = _policy_settings(resolved)
     policy = load_whole(
         folder,
-        **{name: settings[name] for name in ("precision", "device", "compute_dtype", "kernel")},
+        **{name: settings[name] for name in ("precision", "device", "compute_dtype", "kernel", "longest")},
         announce=lambda report: note(report.text()),
     )
     policy.recompute(division.recompute)
@@ -347,6 +347,7 @@ def _policy_settings(resolved: Resolved) -> dict[str, Any]:
         "device": resolved.device,
         "compute_dtype": getattr(torch, resolved.compute_dtype),
         "kernel": spec.training.decided_attention(spec.model.max_sequence_length),
+        "longest": spec.model.max_sequence_length,
     }
 
 

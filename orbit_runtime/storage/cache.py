@@ -4,7 +4,8 @@ Belongs here: where a downloaded byte is kept and when it counts. Does not belon
 retries (`download`).
 
 `blobs/<sha256>` finished files · `parts/<key>` unfinished ones · `known/<key>` SHA-256 of files that announce none ·
-`folders/<digest>/` names that point at blobs · `listings/<key>.json` what a hub's revision holds · `locks/` ·
+`folders/<digest>/` names that point at blobs · `listings/<key>.json` what a hub's revision holds, and
+what passes of a small copy of a model showed · `locks/` ·
 `digests/<key>` of models whose files are as they were when they were hashed.
 Nothing here expires: delete the folder, or any part of it, while no run starts.
 """
