@@ -6,8 +6,12 @@ says, which is JSON or pickled.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # A reward worker, which reads by blocking, starts without it.
+    import asyncio
 
 HEADER = 4
 

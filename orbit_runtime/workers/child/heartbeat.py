@@ -20,7 +20,17 @@ from dataclasses import dataclass
 
 from orbit_runtime.errors import StalledError
 
+STALL_SECONDS = 1800.0
+"""How long a piece of a device's work, a rank, or a run may show no sign of life. A decoding step or a micro-batch
+takes seconds; no kernel takes as long to compile."""
+LOOK_SECONDS = 5.0
+FIX = "see the driver's log (`dmesg`, Xid errors), then start the same command again"
+_MAX_STACKS = 1 << 18
+WATCHED = frozenset({"cuda"})
+"""Types of devices that can fail to answer. On a CPU a large model may honestly take this long."""
+
 _newest = -math.inf
+"""When the newest piece of work ended."""
 
 
 def sign() -> None:
@@ -34,20 +44,9 @@ def silent_seconds() -> float:
     return time.monotonic() - _newest
 
 
-STALL_SECONDS = 1800.0
-"""How long a piece of a device's work, a rank, or a run may show no sign of life. A decoding step or a micro-batch
-takes seconds; no kernel takes as long to compile."""
-LOOK_SECONDS = 5.0
-FIX = "see the driver's log (`dmesg`, Xid errors), then start the same command again"
-_MAX_STACKS = 1 << 18
-WATCHED = frozenset({"cuda"})
-"""Types of devices that can fail to answer. On a CPU a large model may honestly take this long."""
-
 _numbers = itertools.count()
 _under_way: dict[int, tuple[int, str]] = {}
 """By thread: a number that no other piece of work has, and what it is."""
-
-
 _is_ours = threading.Event()
 
 

@@ -9,7 +9,6 @@ read it from a file in a volume that only they share.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -25,6 +24,8 @@ SERVE_VARIABLE, SERVICE_VARIABLE = "ORBIT_SERVE_TOKEN", "ORBIT_SERVICE_TOKEN"
 
 def new_token() -> str:
     """A token of 256 bits, as text that is valid in a header."""
+    import secrets  # not at the top: every child knows the names above, and should start fast
+
     return secrets.token_urlsafe(32)
 
 
@@ -35,7 +36,7 @@ def shared_token(path: Path) -> str:
         OutputError: it cannot be written, or others could read it.
     """
     try:
-        draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(new_token())

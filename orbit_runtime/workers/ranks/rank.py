@@ -35,6 +35,11 @@ from orbit_runtime.errors import (
 from orbit_runtime.workers.child.process import tell_stacks
 
 LENGTH = 512
+LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
+"""In rank 0: a listening socket at MASTER_ADDR:MASTER_PORT, for `TCPStore(master_listen_fd=...)`."""
+_C10D = "torch/distributed/distributed_c10d.py"
+_COLLECTIVE_WORDS = ("gloo", "nccl", "ProcessGroup", "c10d", "Connection closed by peer", "TCPStore", "Broken pipe")
+_GPU_WORDS = ("CUDA error", "cudaError", "uncorrectable ECC", "HIP error", "Xid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +100,6 @@ def read_note(path: Path) -> Note:
         return Note(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return Note()
-
-
-LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
-"""In rank 0: a listening socket at MASTER_ADDR:MASTER_PORT, for `TCPStore(master_listen_fd=...)`."""
-_C10D = "torch/distributed/distributed_c10d.py"
-_COLLECTIVE_WORDS = ("gloo", "nccl", "ProcessGroup", "c10d", "Connection closed by peer", "TCPStore", "Broken pipe")
-_GPU_WORDS = ("CUDA error", "cudaError", "uncorrectable ECC", "HIP error", "Xid")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,11 @@ PINNED_SGLANG = "0.5.23"
 """The version whose source Orbit's plug-in was written against. A hook can fit another one and mean something else."""
 VERSION_VARIABLE = "ORBIT_SGLANG_VERSION"
 """`Any`: servers start with any version (`rollout.engineVersion`)."""
+TAIL_LINES = 20
+LONGEST_LINE = 300
+STOP_SECONDS = 20.0
+LOG_SECONDS = 1.0
+"""Between two looks into the log of a server that is starting."""
 
 
 def check_version(found: str, *, name: str) -> None:
@@ -64,13 +69,6 @@ def launch_environment(own: Mapping[str, str]) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH", ""))))
     fixed = {PARENT_VARIABLE: str(os.getpid()), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **own, **fixed}
-
-
-TAIL_LINES = 20
-LONGEST_LINE = 300
-STOP_SECONDS = 20.0
-LOG_SECONDS = 1.0
-"""Between two looks into the log of a server that is starting."""
 
 
 class PortTakenError(EngineDiedError):

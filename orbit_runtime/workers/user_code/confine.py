@@ -37,6 +37,35 @@ SCOPE_ABSTRACT_SOCKET, SCOPE_SIGNAL = 1 << 0, 1 << 1
 SCOPES_SINCE = 6
 """ABI of Linux 6.12. Before it Landlock has only rules on files, and a process that is bound by those may not mount."""
 PR_SET_NO_NEW_PRIVS = 38
+NUMBERS: dict[str, dict[str, int]] = {
+    "x86_64": {
+        "socket": 41, "socketpair": 53, "connect": 42, "bind": 49, "clone": 56, "fork": 57, "vfork": 58, "execve": 59,
+        "ptrace": 101, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "setns": 308, "unshare": 272,
+        "keyctl": 250, "add_key": 248, "request_key": 249, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
+        "process_vm_readv": 310, "process_vm_writev": 311, "io_uring_setup": 425, "clone3": 435, "execveat": 322,
+        "kill": 62, "tkill": 200, "tgkill": 234, "pidfd_open": 434, "pidfd_send_signal": 424, "memfd_create": 319,
+        "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240,
+    },
+    "aarch64": {
+        "socket": 198, "socketpair": 199, "connect": 203, "bind": 200, "clone": 220, "execve": 221, "ptrace": 117,
+        "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "setns": 268, "unshare": 97, "keyctl": 219,
+        "add_key": 217, "request_key": 218, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282,
+        "process_vm_readv": 270, "process_vm_writev": 271, "io_uring_setup": 425, "clone3": 435, "execveat": 281,
+        "kill": 129, "tkill": 130, "tgkill": 131, "pidfd_open": 434, "pidfd_send_signal": 424, "memfd_create": 279,
+        "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180,
+    },
+}  # fmt: skip
+"""Machine → system call → number."""
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32 = 0x40000000
+"""Calls of x86's other ABI have numbers from here on."""
+PROCESSES = ("clone", "fork", "vfork", "clone3")
+CLONE_THREAD = 0x00010000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+"""Offsets in struct seccomp_data; the low half of the argument, both machines being little-endian."""
+ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+PR_SET_SECCOMP, MODE_FILTER = 22, 2
 
 
 def landlock_version() -> int:
@@ -144,38 +173,6 @@ def _call(number: int, *arguments: bytes | int | None) -> int:
 
 def _word(value: bytes | int | None) -> ctypes.c_char_p | ctypes.c_long:
     return ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value)
-
-
-NUMBERS: dict[str, dict[str, int]] = {
-    "x86_64": {
-        "socket": 41, "socketpair": 53, "connect": 42, "bind": 49, "clone": 56, "fork": 57, "vfork": 58, "execve": 59,
-        "ptrace": 101, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "setns": 308, "unshare": 272,
-        "keyctl": 250, "add_key": 248, "request_key": 249, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
-        "process_vm_readv": 310, "process_vm_writev": 311, "io_uring_setup": 425, "clone3": 435, "execveat": 322,
-        "kill": 62, "tkill": 200, "tgkill": 234, "pidfd_open": 434, "pidfd_send_signal": 424, "memfd_create": 319,
-        "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240,
-    },
-    "aarch64": {
-        "socket": 198, "socketpair": 199, "connect": 203, "bind": 200, "clone": 220, "execve": 221, "ptrace": 117,
-        "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "setns": 268, "unshare": 97, "keyctl": 219,
-        "add_key": 217, "request_key": 218, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282,
-        "process_vm_readv": 270, "process_vm_writev": 271, "io_uring_setup": 425, "clone3": 435, "execveat": 281,
-        "kill": 129, "tkill": 130, "tgkill": 131, "pidfd_open": 434, "pidfd_send_signal": 424, "memfd_create": 279,
-        "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180,
-    },
-}  # fmt: skip
-"""Machine → system call → number."""
-ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-X32 = 0x40000000
-"""Calls of x86's other ABI have numbers from here on."""
-PROCESSES = ("clone", "fork", "vfork", "clone3")
-CLONE_THREAD = 0x00010000
-
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data; the low half of the argument, both machines being little-endian."""
-ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-PR_SET_SECCOMP, MODE_FILTER = 22, 2
 
 
 def forbid_processes() -> bool:

@@ -25,6 +25,11 @@ from orbit_runtime.workers.user_code.entrypoints import TargetError
 
 MAX_MESSAGE = 1 << 20
 """Maximum bytes of one response of an environment or a tool."""
+CALLS = {"reset": ("prompt", "fields", "seed"), "step": ("completion",)}
+"""Method → what it is called with, of an environment that answers the policy."""
+PLAY_CALLS = {"play": ("policy", "prompt", "fields", "seed")}
+"""The same of one that asks the policy itself."""
+WANTED = "reset(prompt, fields, seed) and step(completion), or play(policy, prompt, fields, seed)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +118,6 @@ def checked_number(value: Any, what: str) -> float:
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise TypeError(f"the {what} is {repr(value)[:80]}, and no finite number")
     return float(value)
-
-
-CALLS = {"reset": ("prompt", "fields", "seed"), "step": ("completion",)}
-"""Method → what it is called with, of an environment that answers the policy."""
-PLAY_CALLS = {"play": ("policy", "prompt", "fields", "seed")}
-"""The same of one that asks the policy itself."""
-WANTED = "reset(prompt, fields, seed) and step(completion), or play(policy, prompt, fields, seed)"
 
 
 def check_environment(environment: Any, target: str, arguments: Mapping[str, Any]) -> None:

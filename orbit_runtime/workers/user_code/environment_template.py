@@ -39,6 +39,9 @@ from orbit_runtime.workers.user_code.environment_protocol import EnvironmentLimi
 PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Example|Examples):", re.MULTILINE)
 _ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
+COMMAND = 5
+MAX_ROLLOUTS = 1024
+"""Rollouts of one episode."""
 
 
 def tool_schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
@@ -86,11 +89,6 @@ def _described_arguments(text: str) -> dict[str, str]:
         return {}
     lines = _SECTION.split(parts[1])[0].splitlines()
     return {found[1]: found[2].strip() for line in lines if (found := _ARGUMENT.match(line))}
-
-
-COMMAND = 5
-MAX_ROLLOUTS = 1024
-"""Rollouts of one episode."""
 
 
 def main(control_fd: int, parent_pid: int) -> int:

@@ -50,6 +50,15 @@ from orbit_runtime.workers.user_code.reward_protocol import (
 
 READ_SIZE = 1 << 16
 WORKER_MODULE = "orbit_runtime.workers.user_code.reward_worker"
+CHUNK_SECONDS = 0.005
+"""Work sent to a worker at a time: enough to hide a round trip, and little enough to keep the workers balanced."""
+FIRST_CHUNK, MAX_CHUNK = 8, 64
+TAKE_SECONDS = 30.0
+"""Time that an idle worker may need to take its calls, in addition to the first call's own limit."""
+OUTPUT_BYTES = 1 << 20
+"""Limit for the output of all rewards of a run that is passed to standard error; the rest is dropped."""
+MAX_IDLE_DEATHS = 3
+"""Consecutive deaths of workers that run no call, after which the pool gives up."""
 
 
 class RewardProcess:
@@ -146,17 +155,6 @@ def head_message(rewards: Sequence[tuple[str, str, Mapping[str, Any]]], search_p
         "path": import_path(search_path),
         "rewards": [[name, target, dict(arguments)] for name, target, arguments in rewards],
     }
-
-
-CHUNK_SECONDS = 0.005
-"""Work sent to a worker at a time: enough to hide a round trip, and little enough to keep the workers balanced."""
-FIRST_CHUNK, MAX_CHUNK = 8, 64
-TAKE_SECONDS = 30.0
-"""Time that an idle worker may need to take its calls, in addition to the first call's own limit."""
-OUTPUT_BYTES = 1 << 20
-"""Limit for the output of all rewards of a run that is passed to standard error; the rest is dropped."""
-MAX_IDLE_DEATHS = 3
-"""Consecutive deaths of workers that run no call, after which the pool gives up."""
 
 
 @dataclass(eq=False)
@@ -462,7 +460,12 @@ def default_workers() -> int:
 
 
 class RewardThreads:
-    """Runs one call at a time, in order, each in a thread of its own.
+    """Rewards that are callables of this process, passed from Python: one call at a time, in order, each in a thread of
+    its own.
+
+    A thread cannot be ended from outside. A call that exceeds its time counts as `timeout` and is left behind; its
+    thread ends when the function returns, or with the process. For a limit that really ends a call, name the reward by
+    its path.
 
     Raises:
         ManifestError: a target is a dotted path, or cannot be called as a reward is.
