@@ -1,11 +1,13 @@
 """The only writer: turns actions into API calls, each of which is safe to repeat.
 
-Belongs here: carrying out actions and writing the status. Does not belong here: choosing actions (`plan`).
+Belongs here: carrying out actions, writing the status, and what a run reports if the API server refuses an attempt.
+Does not belong here: choosing actions (`plan`), trying again (`main`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from orbit_operator.actions import (
@@ -129,3 +131,25 @@ class Writer:
 def _head(run: RunFacts) -> dict[str, str]:
     """Metadata with the uid, so that writing a status never recreates a run that is gone."""
     return {"namespace": run.namespace, "name": run.name, "uid": run.uid}
+
+
+LASTING = (400, 403, 413, 422)
+"""Status codes for a quota, an admission rule, a missing right or an invalid object; others resolve themselves."""
+
+
+def tell_refusal(action: Action, error: ApiError | NameTakenError, state: State) -> State | None:
+    """The state of a run whose attempt cannot be created; `None` if the refusal does not concern the run."""
+    match action:
+        case CreateAttempt(number):
+            what = f"attempt {number}"
+        case CreateRanks(number):
+            what = f"the RayCluster of attempt {number}"
+        case _:
+            return None
+    if isinstance(error, NameTakenError):
+        return replace(state, phase="Pending", reason="NameTaken", message=f"{error}; delete it", owner="user")
+    if error.status not in LASTING:
+        return None
+    reason = "QuotaExceeded" if "exceeded quota" in error.message else "AttemptRefused"
+    message = f"{what} cannot be created: {error.message}"[:1024]
+    return replace(state, phase="Pending", reason=reason, message=message, owner="cluster")

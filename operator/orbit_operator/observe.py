@@ -1,6 +1,8 @@
-"""The only reader: turns the API's objects into facts.
+"""The only reader: turns the API's objects into facts, Kueue's Workloads among them, and asks the planner.
 
-Belongs here: gathering everything about a run. Does not belong here: deciding anything.
+Belongs here: gathering everything about a run, and the planner's answer on its manifest in one line (`PlanAccepted`),
+from facts that need neither the network nor a model's files. Does not belong here: deciding anything (`plan`,
+`ending`).
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import orjson
 from pydantic import ValidationError
@@ -17,17 +20,23 @@ from pydantic import ValidationError
 from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RAY_CLUSTERS, RUNS, Api, ApiError, Body, Kind
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
-from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, RunFacts, Stored
-from orbit_operator.kueue import Kueue
+from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts, Stored
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RUN_UID, RunSource, cleanup_name, run_folder
-from orbit_operator.plan_check import UNREAD, check_plan
 from orbit_operator.policies.failure import read_termination
 from orbit_operator.policies.patience import PATIENCE_SECONDS
 from orbit_operator.poll import read_progress
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, read_ranks, run_uid_of
 from orbit_operator.stored import read_stored
 from orbit_operator.timestamps import read_time
+from orbit_runtime.errors import OrbitError
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.model_info.cards import find_card_facts
+from orbit_runtime.model_info.checkpoint import folder_facts
+from orbit_runtime.model_info.weights import ModelFacts
+from orbit_runtime.planner import Verdict as Judged
+from orbit_runtime.planner import judge
+from orbit_runtime.planner.job import asked_machine
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.run import API_VERSION
@@ -35,6 +44,58 @@ from orbit_runtime.spec.run import API_VERSION
 NODE_SECONDS = 5.0
 """A node is not read more often than this."""
 KUBERAY_MISSING = "the cluster has no RayCluster (ray.io/v1), which placement.nodes needs: install KubeRay's operator"
+
+
+Verdict = tuple[str, str, str]
+"""Status, reason and message of `PlanAccepted`."""
+UNREAD: Verdict = ("Unknown", "PlannerUnavailable", "")
+BUILTIN = "builtin://"
+GIB = 2**30
+
+
+def check_plan(run: OrbitRun) -> Verdict:
+    """A refusal is final: no pod is created. If a fact is missing, the pod plans, and refuses with exit code 78."""
+    try:
+        machine = asked_machine(run)
+        if machine is None:
+            return _unknown("placement.gpuProduct names no GPU; the pod itself checks what fits before it trains")
+        if machine.gpu is None and machine.host_bytes is None:
+            return _unknown("placement.resources.memory is not set; the pod itself checks what fits before it trains")
+        model = find_model(run)
+    except OrbitError as error:
+        return _unknown(_sentence(error.message, error.where, error.fix))
+    if model is None:
+        return _unknown(f"no facts about {run.spec.model.uri} are shipped; the pod itself checks what fits")
+    return _sentences(judge(run, model, machine))
+
+
+def find_model(run: OrbitRun) -> ModelFacts | None:
+    """The model's facts, from what is shipped with the operator alone."""
+    uri = run.spec.model.uri
+    if uri.startswith(BUILTIN):
+        return folder_facts(builtin_folder(uri.removeprefix(BUILTIN), run.spec.model.precision))
+    return find_card_facts(uri)
+
+
+def _sentences(found: Judged) -> Verdict:
+    if found.problem is not None:
+        return "False", found.reason, _sentence(found.problem.message, found.problem.where, found.problem.fix)
+    made = found.plan
+    assert made is not None, "whatever is not refused was planned"
+    assert made.capacity is not None, "asked with a machine whose memory is known"
+    device = made.machine.split(" x ")[-1]
+    used, there = made.total(made.binding) / GIB, made.capacity / GIB
+    text = f"{used:.1f} GiB of {device} in phase {made.binding}, {there:.1f} are available"
+    return "True", "Fits", "; ".join([text, *made.notes])[:1024]
+
+
+def _unknown(why: str) -> Verdict:
+    return "Unknown", "PlannerUnavailable", why
+
+
+def _sentence(message: str, where: str | None, fix: str | None) -> str:
+    head = f"{where}: {message}" if where else message
+    return (f"{head}; {fix}" if fix else head)[:1024]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +340,55 @@ def build_source(body: Body) -> RunSource:
     }
     manifest = OrbitRun.model_validate(document, by_name=False)
     return RunSource(metadata["namespace"], metadata["name"], metadata["uid"], spec, manifest)
+
+
+WORKLOADS = tuple(Kind(f"/apis/kueue.x-k8s.io/{version}", "workloads") for version in ("v1beta2", "v1beta1"))
+"""Newest first. The fields that we read, a Workload's label and conditions, are the same in both versions."""
+ABSENT_SECONDS = 60.0
+"""If no version is served, none is requested again before this time has passed."""
+
+
+class Kueue:
+    """Requests Workloads in the version that answered last. `clock` counts seconds from any origin."""
+
+    def __init__(self, api: Api, clock: Callable[[], float] = time.monotonic) -> None:
+        self._api = api
+        self._clock = clock
+        self._served: Kind | None = None
+        self._absent_since: float | None = None
+
+    async def ask(self, namespace: str, job_uid: str) -> QueueFacts | None:
+        """`None` without Kueue, without the right to read it, or before it has created the Job's Workload."""
+        if self._absent_since is not None and self._clock() - self._absent_since < ABSENT_SECONDS:
+            return None
+        remembered = () if self._served is None else (self._served,)
+        for kind in (*remembered, *(each for each in WORKLOADS if each not in remembered)):
+            try:
+                found = await self._first(kind, namespace, job_uid)
+            except ApiError as error:
+                if error.status != 404:
+                    return None
+                # Kueue was upgraded or removed.
+                self._served = None
+            else:
+                self._served, self._absent_since = kind, None
+                return found
+        self._absent_since = self._clock()
+        return None
+
+    async def _first(self, kind: Kind, namespace: str, job_uid: str) -> QueueFacts | None:
+        selector = f"kueue.x-k8s.io/job-uid={job_uid}"
+        async for item in self._api.list(kind, namespace, {"labelSelector": selector}):
+            return read_workload(item)
+        return None
+
+
+def read_workload(workload: Mapping[str, Any]) -> QueueFacts:
+    """The most informative condition of a Workload: why it was evicted, or why it waits."""
+    conditions = {each["type"]: each for each in (workload.get("status") or {}).get("conditions") or ()}
+    admitted = conditions.get("Admitted", {}).get("status") == "True"
+    for kind in ("Evicted", "QuotaReserved", "Admitted"):
+        found = conditions.get(kind)
+        if found and found.get("status") == ("True" if kind == "Evicted" else "False"):
+            return QueueFacts(str(found.get("reason") or kind), str(found.get("message") or "")[:900], admitted)
+    return QueueFacts("QueuedByKueue", "waiting for the queue", admitted)

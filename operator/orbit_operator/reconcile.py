@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from orbit_operator.actions import Plan, RunEvent, State
 from orbit_operator.api import ApiError, Body
-from orbit_operator.apply import NameTakenError, Writer
+from orbit_operator.apply import NameTakenError, Writer, tell_refusal
 from orbit_operator.cache import Key
 from orbit_operator.crd_check import drop_fields
 from orbit_operator.events import Recorder
@@ -19,7 +19,6 @@ from orbit_operator.facts import Observed, RunFacts, Stored
 from orbit_operator.metrics import Metrics, build_text
 from orbit_operator.observe import Observer
 from orbit_operator.plan import Limits, needs_fresh_look, plan
-from orbit_operator.refusal import tell_refusal
 from orbit_operator.status import build_status, is_progress_only
 from orbit_operator.timestamps import read_time
 

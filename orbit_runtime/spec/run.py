@@ -1,7 +1,7 @@
 """The whole manifest.
 
-Belongs here: `OrbitRun`, its metadata, and what is impossible between blocks.
-Does not belong here: a block's own fields, or reading a file (`load`).
+Belongs here: `OrbitRun`, its metadata, `checkpoint` and `parity`, and what is impossible between blocks.
+Does not belong here: the fields of larger blocks, or reading a file (`load`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.spec.block import (
     DISPLAY,
     IDENTITY,
+    LAYOUT,
     SHOWN,
     Block,
     Contradiction,
@@ -25,14 +26,12 @@ from orbit_runtime.spec.block import (
     WithoutEmpty,
     check_label_keys,
 )
-from orbit_runtime.spec.checkpoint import Checkpoint
 from orbit_runtime.spec.data import Data
 from orbit_runtime.spec.environment import Environment
 from orbit_runtime.spec.evaluation import Evaluation
 from orbit_runtime.spec.lifecycle import Lifecycle
 from orbit_runtime.spec.model import Model
 from orbit_runtime.spec.observability import Observability
-from orbit_runtime.spec.parity import Parity
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.storage import Storage
@@ -50,6 +49,46 @@ SERVER_SET = frozenset({
     "managedFields", "ownerReferences", "resourceVersion", "selfLink", "uid",
 })  # fmt: skip
 """Metadata of an object in a cluster that says nothing about the run."""
+
+
+class Checkpoint(Block):
+    """How much a killed run can lose, and how many checkpoints are kept."""
+
+    every_steps: Annotated[int, DISPLAY, Field(ge=1, le=1_000_000)] = 1
+    """Number of steps between checkpoints; the last step always gets one."""
+    keep: Annotated[int, DISPLAY, Field(ge=1, le=1_000_000)] = 3
+    """Number of newest complete checkpoints to keep; older ones are deleted."""
+    resume_from: Annotated[
+        str | None, IDENTITY, Field(min_length=1, max_length=1024, examples=["s3://bucket/runs/quickstart"])
+    ] = None
+    """Another run's folder, or one checkpoint in it (`…/checkpoints/step-000060`): a new run starts with its adapter,
+    its optimiser and its step. The base and `adapter` must be the same; everything else may differ."""
+
+
+class Parity(Block):
+    """Gate on the log-probs of trainer against engine."""
+
+    preflight: Annotated[Literal["Enforce", "Report"], IDENTITY] = "Enforce"
+    """Measured at start and after resume; above the limit, `Enforce` stops the run (84) and `Report` only reports."""
+    mean_limit: Annotated[float | None, IDENTITY, Field(gt=0, le=100)] = None
+    """Absolute limit of the mean |Δ log-prob|; if unset, the default of the base's precision."""
+    p99_limit: Annotated[float | None, IDENTITY, Field(gt=0, le=1000)] = None
+    """Limit of the 99th percentile of |Δ log-prob|; if unset, 8 times the limit of the mean. Like the next two limits,
+    it applies from 1,000 tokens on."""
+    k3_limit: Annotated[float | None, IDENTITY, Field(gt=0, le=1_000_000)] = None
+    """Limit of the k3 estimate of the KL divergence; if unset, 16 times the square of the limit of the mean."""
+    outside_limit: Annotated[float | None, IDENTITY, Field(gt=0, le=1)] = None
+    """Limit of the share of tokens whose probability ratio lies outside [0.9, 1.1]; if unset, exp(-0.1 / limit of the
+    mean)."""
+    every_steps: Annotated[int | None, LAYOUT, Field(ge=1, le=1_000_000)] = None
+    """Interval, in steps, of further measurements, on every server; if unset, only at start, after resume and the first
+    wake."""
+    floor_factor: Annotated[float, IDENTITY, Field(ge=1, le=1_000_000)] = 10.0
+    """The limit is never below this many times the difference of one side from itself, nor above the absolute limit."""
+    max_unproven: Annotated[int, LAYOUT, Field(ge=0, le=1_000_000)] = 16
+    """Number of publishes in a row that may stay unproven, on servers that cannot read their slots back and are noisier
+    than the adapter's effect on the canary; one more stops the run (84). Servers that Orbit starts prove every publish.
+    """
 
 
 class Metadata(Block):

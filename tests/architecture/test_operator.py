@@ -83,7 +83,7 @@ for module in pkgutil.walk_packages(orbit_operator.__path__, "orbit_operator."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 
-from orbit_operator.plan_check import check_plan
+from orbit_operator.observe import check_plan
 from orbit_runtime.spec import load_manifest
 for path in sys.argv[2:]:
     for product in (None, "NVIDIA-B200"):

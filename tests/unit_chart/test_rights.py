@@ -11,7 +11,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from orbit_operator.kueue import WORKLOADS
+from orbit_operator.observe import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 OPERATOR = ROOT / "operator/orbit_operator"
@@ -32,7 +32,7 @@ WATCHED = {"orbitruns", "jobs", "pods"}
 """What kopf lists and watches (`orbit_operator.handlers`)."""
 
 IN_TURN = {("workloads", "list")}
-"""What is asked for in one version after the other, by a name that stands for both (`orbit_operator.kueue`)."""
+"""What is asked for in one version after the other, by a name that stands for both (`orbit_operator.observe`)."""
 
 VERB = "(?:get|list|watch|create|patch|update|delete)"
 

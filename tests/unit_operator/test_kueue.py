@@ -11,7 +11,7 @@ pytest.importorskip("kopf", reason="the operator's packages are not installed (e
 
 from orbit_operator.api import Api, ApiError, Body, Kind
 from orbit_operator.facts import QueueFacts
-from orbit_operator.kueue import ABSENT_SECONDS, Kueue, read_workload
+from orbit_operator.observe import ABSENT_SECONDS, Kueue, read_workload
 
 NO_ROOM = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": "no room"}
 WAITS = QueueFacts("Pending", "no room")

@@ -12,9 +12,8 @@ import pytest
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
 from unit_operator.cluster_model import build_cluster
 
-from orbit_operator.observe import judge_manifest
+from orbit_operator.observe import check_plan, judge_manifest
 from orbit_operator.plan import plan
-from orbit_operator.plan_check import check_plan
 from orbit_runtime.api.before import check_before_run, find_facts
 from orbit_runtime.cli.plan import find_machine
 from orbit_runtime.errors import UnsupportedError

@@ -8,8 +8,7 @@ pytest.importorskip("kopf", reason="the operator's packages are not installed (e
 
 from orbit_operator.actions import Action, CreateAttempt, DeletePod, State
 from orbit_operator.api import ApiError
-from orbit_operator.apply import NameTakenError
-from orbit_operator.refusal import tell_refusal
+from orbit_operator.apply import NameTakenError, tell_refusal
 
 STATE = State("Pending", "PodPending")
 QUOTA = 'jobs.batch "a-a1" is forbidden: exceeded quota: none, requested: count/jobs.batch=1'

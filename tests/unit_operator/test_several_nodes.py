@@ -14,13 +14,12 @@ from unit_operator.test_manifests import LARGE, SETTINGS, SMALL, source
 
 from orbit_operator.actions import CreateAttempt, CreateRanks, DeleteRanks, State
 from orbit_operator.api import ApiError
-from orbit_operator.apply import NameTakenError
+from orbit_operator.apply import NameTakenError, tell_refusal
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.network_policy import build_network_policy
 from orbit_operator.manifests.ray_cluster import build_ray_cluster
 from orbit_operator.manifests.source import ranks_name, ray_address
 from orbit_operator.observe import judge_manifest
-from orbit_operator.refusal import tell_refusal
 
 FLAGSHIP: dict[str, Any] = {
     **LARGE,
