@@ -5,29 +5,27 @@ Belongs here: the conversation at a terminal or a pipe. Does not belong here: wh
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import httpx
-from rich.console import Console
+import typer
 
-from orbit_runtime.api.before import check_can_train
-from orbit_runtime.cli.beside import INTERRUPTED, Answer, Pieces, is_wide, printable, show_beside
-from orbit_runtime.cli.serve import check_named, fetch_named, to_stderr
+from orbit_runtime.cli.arguments import AsJson, complete_runs
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, UsageError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from orbit_runtime.cli.beside import Answer, Pieces
 
 HELP = "/reset forgets the conversation, /quit ends, /help says this, Ctrl-C ends an answer"
 FIRST_SECONDS = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatOptions(NamedTuple):
     """What the command line says."""
 
     source: str | None
@@ -43,12 +41,36 @@ class ChatOptions:
     """Of sampling, as OpenAI's API names them."""
 
 
-@dataclass
-class Conversation:
-    """With one model."""
+Conversations = Mapping[str, list[dict[str, str]]]
+"""Model → messages so far."""
 
-    model: str
-    messages: list[dict[str, str]] = field(default_factory=list)
+
+def chat(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run folder, or a manifest.", autocompletion=complete_runs),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="URI", help="Without a run: the base; with --base-url: the name of a model.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(metavar="FOLDER", help="An adapter's folder, or a run's.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="The run's adapter of this version.")] = None,
+    base_url: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible API.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Variable that holds the API's key.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Ask both base and adapter.")] = False,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Send this prompt and exit.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", min=0.0, help="0 always takes the most likely token. [1]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed gives the same answer.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Talk to a checkpoint: base, adapter, or both."""
+    settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    given = {name: value for name, value in settings.items() if value is not None}
+    options = ChatOptions(source, model, adapter, step, base_url, api_key_env, compare, prompt, given)
+    return run_chat(options, as_json=as_json)
 
 
 def run_chat(options: ChatOptions, *, as_json: bool) -> int:
@@ -59,11 +81,13 @@ def run_chat(options: ChatOptions, *, as_json: bool) -> int:
         CredentialsError: (77) the API wants another key. EngineDiedError: (82) it does not answer.
         OrbitError: model or adapter cannot be served.
     """
+    import httpx
+
     with ExitStack() as stack:
         url, key, names = _find_models(options, stack)
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=FIRST_SECONDS))
-        talks = [Conversation(name) for name in names]
+        talks: Conversations = {name: [] for name in names}
         is_terminal = sys.stdin.isatty() and options.prompt is None
         if is_terminal and not as_json:
             print(f"{' and '.join(names)}; {HELP}")
@@ -78,8 +102,8 @@ def run_chat(options: ChatOptions, *, as_json: bool) -> int:
                     print(HELP, file=sys.stderr, flush=True)
                     continue
                 case "/reset":
-                    for talk in talks:
-                        talk.messages.clear()
+                    for messages in talks.values():
+                        messages.clear()
                     continue
             _answer(client, talks, question, options.settings, as_json=as_json)
     return EXIT_DONE
@@ -89,6 +113,9 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     """The API's address and key, and the names to talk to."""
     if options.base_url is not None:
         return _attach(options)
+    from orbit_runtime.api.before import check_can_train
+    from orbit_runtime.cli.serve import check_named, fetch_named, to_stderr
+
     if options.api_key_env is not None:
         raise UsageError("a key is used only with an API", where="--api-key-env", fix="give --base-url as well")
     if options.step is not None and options.source is None:
@@ -99,6 +126,8 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     check_can_train()
     folder = fetch_named(options.model)
     to_stderr("importing torch")
+    from secrets import token_urlsafe
+
     from orbit_runtime.serve.names import POLICY
     from orbit_runtime.serve.open import Asked, open_models
     from orbit_runtime.serve.requests import Limits
@@ -108,7 +137,7 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     asked = Asked(options.source, options.model, folder, adapters, engine="Torch")
     opened = open_models(asked, Limits(), to_stderr)
     stack.callback(opened.close)
-    key = secrets.token_urlsafe()
+    key = token_urlsafe()
     serving = stack.enter_context(closing(start_serving(opened, "127.0.0.1", 0, key)))
     base, *others = [served.name for served in opened.policies.all()]
     chosen = next((name for name in adapters), POLICY if POLICY in others else base)
@@ -161,16 +190,23 @@ def _questions(is_terminal: bool) -> Iterator[str]:
 
 
 def _answer(
-    client: httpx.Client, talks: Sequence[Conversation], question: str, settings: Mapping[str, Any], *, as_json: bool
+    client: httpx.Client, talks: Conversations, question: str, settings: Mapping[str, Any], *, as_json: bool
 ) -> None:
     """Of each model. Ctrl-C ends the answers where they are."""
+    import json
+    from secrets import randbelow
+
+    from rich.console import Console
+
+    from orbit_runtime.cli.beside import is_wide, printable, show_beside
+
     seed: dict[str, int] = {}
     if len(talks) > 1 and "seed" not in settings:
         # Models that are compared draw by the same.
-        seed = {"seed": secrets.randbelow(2**31)}
-    for talk in talks:
-        talk.messages.append({"role": "user", "content": question})
-    asked = {talk.model: stream_chat(client, talk.model, talk.messages, {**settings, **seed}) for talk in talks}
+        seed = {"seed": randbelow(2**31)}
+    for messages in talks.values():
+        messages.append({"role": "user", "content": question})
+    asked = {name: stream_chat(client, name, messages, {**settings, **seed}) for name, messages in talks.items()}
     console = Console()
     note = "".join(f"seed {number}" for number in seed.values())
     if len(talks) > 1 and not as_json and is_wide(console):
@@ -179,12 +215,12 @@ def _answer(
         answers = _one_by_one(asked, as_json=as_json, printed=printable if console.is_terminal else str)
         if note and not as_json:
             print(f"[{note}]")
-    for talk in talks:
+    for name, messages in talks.items():
         # A question that was not asked is not remembered.
-        if talk.model in answers:
-            talk.messages.append({"role": "assistant", "content": answers[talk.model].text})
+        if name in answers:
+            messages.append({"role": "assistant", "content": answers[name].text})
         else:
-            talk.messages.pop()
+            messages.pop()
     if as_json:
         told = {name: {"text": answer.text, "finish_reason": answer.reason} for name, answer in answers.items()}
         print(json.dumps({"prompt": question, **seed, "answers": told}, ensure_ascii=False), flush=True)
@@ -192,6 +228,8 @@ def _answer(
 
 def _one_by_one(asked: Mapping[str, Pieces], *, as_json: bool, printed: Callable[[str], str]) -> dict[str, Answer]:
     """One below the other. After Ctrl-C those that come later are not asked for."""
+    from orbit_runtime.cli.beside import INTERRUPTED, Answer
+
     answers: dict[str, Answer] = {}
     for name, pieces in asked.items():
         answer = answers[name] = Answer()
@@ -217,6 +255,10 @@ def stream_chat(
     client: httpx.Client, model: str, messages: Sequence[Mapping[str, str]], settings: Mapping[str, Any]
 ) -> Pieces:
     """Pieces of the answer, and with the last one why it ended. Who stops reading ends the request."""
+    import json
+
+    import httpx
+
     body = {"model": model, "messages": list(messages), "stream": True, **settings}
     try:
         with client.stream("POST", "/chat/completions", json=body) as answer:

@@ -5,53 +5,70 @@ Belongs here: arguments and tables. Does not belong here: the work (`checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from orbit_runtime.cli.bars import bytes_bar, stages
+import typer
+
+from orbit_runtime.cli.arguments import AsJson
 from orbit_runtime.cli.output import format_bytes, format_table, print_json
-from orbit_runtime.cli.places import needed_folder
 from orbit_runtime.errors import UnsupportedError, UsageError
-from orbit_runtime.storage.opening import check_writable
 
 if TYPE_CHECKING:
     from orbit_runtime.checkpoints.convert import Result
 
 
-def run_convert(
-    source: str,
-    destination: Path,
-    *,
-    precision: str,
-    layout: str | None,
-    group_size: int | None,
-    ignore: Sequence[str],
-    shard_gigabytes: float,
-    as_json: bool,
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="The model's folder, or builtin://.")],
+    destination: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write to, new or empty.")],
+    precision: Annotated[
+        str, typer.Option(metavar="FORMAT", help="INT4, FP8, NVFP4 or MXFP4; BF16 unpacks a packed model exactly.")
+    ],
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Other layout of the format: INT4Asymmetric, FP8 (a scale per row), FP8BlockCT, NVFP4ModelOpt.",
+        ),
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(metavar="N", help="INT4: columns that share a scale. [32]")] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Leave these modules in BF16 too: a name, its last part, or re: and an expression. "
+            "Repeatable. Head, embeddings, norms, routers and vision always stay in BF16.",
+        ),
+    ] = None,
+    shard_gb: Annotated[float, typer.Option(metavar="GB", help="Maximum size of a file.")] = 5.0,
+    as_json: AsJson = False,
 ) -> None:
-    """Converts and prints.
+    """Write a checkpoint in another format. Reports the error of every module; continues after an interruption.
 
+    \f
     Raises:
         UsageError: (64) the target cannot be written. ModelError: (66) the source is damaged.
         OutputError: (73) the destination holds something else. StorageError: (74) the disk is full.
         UnsupportedError: (78) this source cannot become this target.
     """
     from orbit_runtime.checkpoints.target import build_target
+    from orbit_runtime.cli.bars import bytes_bar, stages
+    from orbit_runtime.cli.places import needed_folder
+    from orbit_runtime.storage.opening import check_writable
 
-    target = build_target(precision, layout, group_size, ignore)
+    target = build_target(precision, layout, group_size, ignore or [])
     # A shipped model is converted from its BF16 variant; that to BF16 has one source only.
     folder = needed_folder(source, precision="BF16" if precision != "BF16" else "Auto")
-    if shard_gigabytes <= 0:
+    if shard_gb <= 0:
         raise UsageError("a shard cannot be that small", where="--shard-gb", fix="give a positive number")
     check_torch()
     check_writable(destination.absolute())
     with stages("convert") as stage:
         stage("importing torch")
-        from orbit_runtime.checkpoints.convert import convert
+        from orbit_runtime.checkpoints.convert import convert as write_converted
 
     with bytes_bar("converting") as show:
-        result = convert(folder, destination, target, show=show, shard_bytes=int(shard_gigabytes * 10**9))
+        result = write_converted(folder, destination, target, show=show, shard_bytes=int(shard_gb * 10**9))
     if as_json:
         print_json(result.to_json())
     else:

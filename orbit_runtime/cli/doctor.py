@@ -11,19 +11,16 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
-from orbit_runtime.api.before import NEEDED_TO_TRAIN
+import typer
+
+from orbit_runtime.cli.arguments import AsJson
 from orbit_runtime.cli.output import format_bytes, format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, OrbitError, UnsupportedError
-from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 State = Literal["ok", "note", "warn", "fail"]
 
@@ -38,8 +35,7 @@ MAX_CLOCK_SKEW_SECONDS = 5.0
 NO_VERSION = "(no version)"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """`note`: missing, and only some need it; `warn`: works, but badly; `fail`: `orbit run` cannot work."""
 
     id: str
@@ -48,15 +44,22 @@ class Finding:
     fix: str | None = None
 
 
-def run_doctor(store: str | None, as_json: bool) -> int:
-    """Returns 0, or 78 when something without which nothing trains is missing."""
+def doctor(
+    store: Annotated[str | None, typer.Option(metavar="URI", help="Also write to and read from this store.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show what this machine can run and what is missing.
+
+    \f
+    Returns 0, or 78 when something without which nothing trains is missing.
+    """
     checks = [*CHECKS.values()]
     findings = [finding for check in checks for finding in check()]
     if store is not None:
         findings.append(check_store(store))
     failed = any(finding.state == "fail" for finding in findings)
     if as_json:
-        print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
+        print_json({"ok": not failed, "findings": [finding._asdict() for finding in findings]})
     else:
         print(format_table(["", "finding", ""], [[f.state, f.id, f.detail] for f in findings]))
         fixes = [f"{finding.id}: {finding.fix}" for finding in findings if finding.fix]
@@ -75,6 +78,8 @@ def check_python() -> list[Finding]:
 
 
 def check_train_extra() -> list[Finding]:
+    from orbit_runtime.api.before import NEEDED_TO_TRAIN
+
     missing = [name for name in NEEDED_TO_TRAIN if importlib.util.find_spec(name) is None]
     if missing:
         return [Finding("extra-train", "fail", f"missing: {', '.join(missing)}", "pip install 'orbit-rl[train]'")]
@@ -136,6 +141,8 @@ def check_extras() -> list[Finding]:
 
 def check_ranks() -> list[Finding]:
     """What a model in parts takes: ranks on Ray over Megatron-Core, SGLang's servers beside them, shared memory."""
+    from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
+
     wanted = (("megatron-core", "megatron"), ("ray", "ray"))
     missing = [extra for package, extra in wanted if _version(package) == NO_VERSION]
     lacks, fixes = [], []
@@ -189,6 +196,8 @@ def check_disk() -> list[Finding]:
 
 
 def check_write_access() -> list[Finding]:
+    import tempfile
+
     try:
         with tempfile.TemporaryFile(dir=Path.cwd()) as probe:
             probe.write(b"orbit")
@@ -200,6 +209,8 @@ def check_write_access() -> list[Finding]:
 
 def check_clock() -> list[Finding]:
     """Against the file system here: on a shared one that is the server's clock, which heartbeats rely on."""
+    import tempfile
+
     try:
         with tempfile.NamedTemporaryFile(dir=Path.cwd()) as probe:
             skew = time.time() - Path(probe.name).stat().st_mtime
@@ -212,6 +223,8 @@ def check_clock() -> list[Finding]:
 
 def check_store(uri: str) -> Finding:
     """Writes, reads and deletes one small object."""
+    import uuid
+
     from orbit_runtime.storage import open_store
 
     key = f"orbit-doctor-{uuid.uuid4().hex}"
@@ -246,6 +259,8 @@ FINDING_IDS = ("python", "extra-train", "torch", "threads", "gpu", "extras", "ra
 
 
 def _version(name: str) -> str:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -6,24 +6,23 @@ Belongs here: which models are meant, the folder, printing. Does not belong here
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from orbit_runtime.cli.bars import asking_bar
+from orbit_runtime.cli.arguments import AsJson, Overrides, complete_runs
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, RewardsFailingError, StoppedOnRequest, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from orbit_runtime.evaluation.evaluate import Subject
     from orbit_runtime.evaluation.journal import Journal
     from orbit_runtime.evaluation.scores import Estimate
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
 
 
-@dataclass(frozen=True)
-class Models:
+class Models(NamedTuple):
     """Which models are asked, as the command line has them."""
 
     weights_dir: str | None = None
@@ -48,14 +46,43 @@ class Models:
     """Which of them, or of those that the folder has, the others are compared with; None: the first."""
 
 
-def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequence[str], as_json: bool) -> int:
-    """Returns 0, or 86 where more samples have no score than `environment.failureLimit` allows; all are kept.
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE|DIR", help="A manifest, or a run folder.", autocompletion=complete_runs)
+    ],
+    out: Annotated[
+        str | None, typer.Option(metavar="URI", help="Where to store samples and report. By default, next to the run.")
+    ] = None,
+    weights_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The run folder whose saved adapters are measured.")
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Only the adapters of these steps. [all that are saved]")
+    ] = None,
+    no_eval_base: Annotated[bool, typer.Option("--no-eval-base", help="Leave out the bare base.")] = False,
+    adapter: Annotated[str | None, typer.Option(metavar="DIR", help="One adapter, in PEFT's format.")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="An OpenAI-compatible API, such as http://127.0.0.1:8000/v1.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The API's model.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(metavar="VAR", help="Variable that holds the API's key.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model with which others are compared. [the first]")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> int:
+    """Measure models on prompts. The base, a run's checkpoints, or an API; continues after an interruption.
+
+    \f
+    Returns 0, or 86 where more samples have no score than `environment.failureLimit` allows; all are kept.
 
     Raises:
         OrbitError: something is missing, or a model, an environment or the store ended it. What was answered is kept.
     """
+    models = Models(weights_dir, steps, not no_eval_base, adapter, base_url, api_key_env, model, against)
     _check_models(models)
-    run, folder, weights = _read(target, models, overrides)
+    run, folder, weights = _read(target, models, overrides or [])
     if models.steps is not None and weights is None:
         raise UsageError("of which run?", where="--steps", fix="add --weights-dir, or name a run's folder")
     if not models.base and (weights, models.adapter, models.base_url) == (None, None, None):
@@ -90,6 +117,7 @@ def _measure(
     run: OrbitRun, folder: Path, weights: str | None, models: Models, uri: str, progress: Progress
 ) -> tuple[Summary, str]:
     """Asks for what is missing; returns the summary of everything in the evaluation's folder, and its address."""
+    from orbit_runtime.cli.bars import asking_bar
     from orbit_runtime.evaluation.evaluate import ask_all
     from orbit_runtime.evaluation.journal import Journal, keep_asked, read_asked
     from orbit_runtime.evaluation.tasks import asked_of, open_task, task_specs, telling_fields
@@ -196,6 +224,8 @@ def _steps(text: str | None) -> list[int] | None:
 
 def _read(target: str, models: Models, overrides: Sequence[str]) -> tuple[OrbitRun, Path, str | None]:
     """The run, what its relative paths start from, and the run folder whose adapters are meant."""
+    import json
+
     from orbit_runtime.spec import load_manifest, parse_manifest
     from orbit_runtime.storage import NotFound, open_store
 
@@ -258,6 +288,8 @@ def _local_subjects(
 
 
 def _finish(journal: Journal, run: OrbitRun, uri: str, against: str | None) -> Summary:
+    import json
+
     from orbit_runtime.evaluation.page import render_evaluation
     from orbit_runtime.evaluation.summary import Prices, build_summary
     from orbit_runtime.storage import open_store
@@ -273,6 +305,8 @@ def _finish(journal: Journal, run: OrbitRun, uri: str, against: str | None) -> S
 
 def print_summary(summary: Summary) -> None:
     """Scores, then each model against one."""
+    from rich.table import Table
+
     console = _console()
     table = Table(box=None, pad_edge=False)
     ks = sorted({k for score in summary.scores for k in score.passes})
@@ -313,4 +347,6 @@ def _interval(found: Estimate | None, spec: str = ".3f") -> str:
 
 def _console() -> Console:
     """What is no terminal breaks no lines."""
+    from rich.console import Console
+
     return Console() if sys.stdout.isatty() else Console(width=250)

@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from orbit_runtime.cli.arguments import AsJson
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import OutputError
 
 
-def run_init(path: Path, force: bool, as_json: bool, *, full: bool = False) -> None:
-    """Writes a manifest that runs as it is: a short one, or all fields with what they mean.
+def init(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")] = Path("run.yaml"),
+    full: Annotated[bool, typer.Option("--full", help="Include all fields, as comments with their defaults.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a manifest to start from. It runs as it is.
 
+    \f
     Raises:
         OutputError: a file is there already, or it cannot be written.
     """
@@ -40,6 +49,8 @@ def run_init(path: Path, force: bool, as_json: bool, *, full: bool = False) -> N
 
 def _write_whole(path: Path, text: str) -> None:
     """All of it or nothing: a file beside it, then a rename."""
+    import tempfile
+
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

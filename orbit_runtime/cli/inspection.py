@@ -5,23 +5,31 @@ Belongs here: finding the place, and tables. Does not belong here: what is found
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from orbit_runtime.checkpoints.adapter_folder import describe_adapter, is_adapter, read_adapter
-from orbit_runtime.checkpoints.inspection import Group, Inspection, inspect_facts, inspect_headers
+import typer
+
+from orbit_runtime.cli.arguments import AsJson
 from orbit_runtime.cli.output import format_bytes, format_table, print_json
-from orbit_runtime.cli.places import local_folder
 from orbit_runtime.errors import ModelError, UsageError
-from orbit_runtime.model_info.cards import find_card_facts, repositories
-from orbit_runtime.model_info.checkpoint import folder_headers
-from orbit_runtime.model_info.remote_checkpoint import store_headers
-from orbit_runtime.model_info.settings import check_folder
-from orbit_runtime.storage import open_store
+
+if TYPE_CHECKING:
+    from orbit_runtime.checkpoints.inspection import Group, Inspection
 
 
-def run_inspect(uri: str, *, precision: str, as_json: bool) -> None:
-    """Prints it.
+def inspect(
+    uri: Annotated[
+        str,
+        typer.Argument(metavar="URI", help="A model's folder or address, an adapter's folder, or hf:// of a card."),
+    ],
+    precision: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Variant of a builtin:// model, such as NVFP4.")
+    ] = "Auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint or an adapter holds. Also what Orbit would do with it; reads headers only.
 
+    \f
     Raises:
         ModelError: (66) there is no model, or it is damaged.
     """
@@ -35,6 +43,15 @@ def run_inspect(uri: str, *, precision: str, as_json: bool) -> None:
 
 
 def _inspect(uri: str, precision: str) -> Inspection | dict[str, Any]:
+    from orbit_runtime.checkpoints.adapter_folder import describe_adapter, is_adapter, read_adapter
+    from orbit_runtime.checkpoints.inspection import inspect_facts, inspect_headers
+    from orbit_runtime.cli.places import local_folder
+    from orbit_runtime.model_info.cards import find_card_facts, repositories
+    from orbit_runtime.model_info.checkpoint import folder_headers
+    from orbit_runtime.model_info.remote_checkpoint import store_headers
+    from orbit_runtime.model_info.settings import check_folder
+    from orbit_runtime.storage import open_store
+
     if uri.startswith("hf://"):
         facts = find_card_facts(uri)
         if facts is None:

@@ -5,20 +5,35 @@ Belongs here: one line per run. Does not belong here: judging a run (`observabil
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from orbit_runtime.cli.arguments import AsJson, complete_runs
 from orbit_runtime.cli.output import format_bytes, format_number, format_table, print_json
 from orbit_runtime.errors import UsageError
-from orbit_runtime.observability.report import build_report
-from orbit_runtime.storage import Store, open_store
+
+if TYPE_CHECKING:
+    from orbit_runtime.storage import Store
 
 
-def run_ls(uri: str, as_json: bool) -> None:
-    """`uri` is a folder of runs, or a run itself. No runs is an answer, a missing local folder is a mistake."""
+def list_runs(
+    uri: Annotated[
+        str, typer.Argument(metavar="URI", help="A folder of runs, or one run.", autocompletion=complete_runs)
+    ] = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in a folder. Shows step, reward, state, last checkpoint and size.
+
+    \f
+    No runs is an answer, a missing local folder is a mistake.
+    """
+    from orbit_runtime.storage import open_store
+
     store = open_store(uri, writable=False)
     if store.root is not None and not store.root.is_dir():
         raise UsageError("there is no such folder", where=str(store.root), fix="name the folder that holds the runs")
-    runs = list_runs(store, uri)
+    runs = describe_runs(store, uri)
     if as_json:
         print_json(runs)
         return
@@ -40,8 +55,10 @@ def run_ls(uri: str, as_json: bool) -> None:
     print(format_table(header, rows))
 
 
-def list_runs(store: Store, uri: str) -> list[dict[str, Any]]:
+def describe_runs(store: Store, uri: str) -> list[dict[str, Any]]:
     """`folder, run, uri, step, total, reward, state, last_checkpoint, size_bytes` of each run, by folder."""
+    from orbit_runtime.storage import open_store
+
     if store.exists("run.json"):
         return [_describe(store, store.uri.rstrip("/").rsplit("/", 1)[-1])]
     found = []
@@ -52,6 +69,8 @@ def list_runs(store: Store, uri: str) -> list[dict[str, Any]]:
 
 
 def _describe(store: Store, folder: str) -> dict[str, Any]:
+    from orbit_runtime.observability.report import build_report
+
     report = build_report(store, samples=False)
     facts = report.to_json()
     return {

@@ -6,17 +6,15 @@ Belongs here: arguments and tables. Does not belong here: the work (`checkpoints
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from orbit_runtime.cli.bars import bytes_bar, stages
+import typer
+
+from orbit_runtime.cli.arguments import AsJson
 from orbit_runtime.cli.convert import check_torch, format_result
 from orbit_runtime.cli.output import print_json
-from orbit_runtime.cli.places import needed_folder
 from orbit_runtime.errors import DataError, UsageError
-from orbit_runtime.storage.opening import check_writable
 
 if TYPE_CHECKING:
     from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
@@ -27,31 +25,45 @@ MAX_PROMPTS = 64
 """Of a file of prompts, how many are answered."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the command line says beside the adapters."""
+def merge(
+    adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="Folders or URIs of saved adapters.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to, new or empty.")],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Merge into this base. By default, several adapters into one."),
+    ] = None,
+    precision: Annotated[str, typer.Option(metavar="FORMAT", help="Format of the merged model.")] = "BF16",
+    weight: Annotated[
+        list[float] | None, typer.Option(metavar="W", help="LoRA: weight of each adapter, in their order. [1]")
+    ] = None,
+    measure: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts (JSONL) to measure the cost in log-probs on; none: do not measure.",
+        ),
+    ] = "built-in",
+    unchecked_base: Annotated[
+        bool, typer.Option("--unchecked-base", help="Accept adapters that do not name their base.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Merge adapters into their base, or into one adapter. Measures the cost in log-probs.
 
-    base: str | None
-    precision: str
-    weights: Sequence[float]
-    measure: str
-    """A file of prompts, `built-in` or `none`."""
-    unchecked_base: bool
-
-
-def run_merge(adapters: Sequence[str], folder: Path, options: Options, *, as_json: bool) -> None:
-    """Merges and prints.
-
+    \f
     Raises:
         ModelError: (66) an adapter of another base, or a damaged file. DataError: (65) the prompts are unusable.
         OutputError: (73) the folder holds something else. UnsupportedError: (78) these do not merge.
     """
-    if not all(map(math.isfinite, options.weights)):
+    from orbit_runtime.cli.bars import stages
+    from orbit_runtime.storage.opening import check_writable
+
+    if not all(map(math.isfinite, weight or [])):
         raise UsageError(
             "a weight is a finite number", where="--weight", fix="give a number such as 0.5 for each adapter"
         )
     check_torch()
-    check_writable(folder.absolute())
+    check_writable(out.absolute())
     with stages("merge") as stage:
         stage("importing torch")
         # Of what is imported below, all that takes seconds.
@@ -61,16 +73,14 @@ def run_merge(adapters: Sequence[str], folder: Path, options: Options, *, as_jso
 
         stage("reading the adapters")
         read = [open_adapter(each) for each in adapters]
-    weights = list(options.weights) or [1.0] * len(read)
-    if options.base is None:
-        _merge_adapters(read, weights, folder, options, as_json=as_json)
+    weights = weight or [1.0] * len(read)
+    if base is None:
+        _merge_adapters(read, weights, out, as_json=as_json)
     else:
-        _merge_into_base(read, weights, folder, options, as_json=as_json)
+        _merge_into_base(read, weights, out, base, precision, measure, unchecked=unchecked_base, as_json=as_json)
 
 
-def _merge_adapters(
-    read: list[AdapterFolder], weights: list[float], folder: Path, options: Options, *, as_json: bool
-) -> None:
+def _merge_adapters(read: list[AdapterFolder], weights: list[float], folder: Path, *, as_json: bool) -> None:
     from orbit_runtime.checkpoints.merge import combined_json, merge_adapters
 
     if len(read) < 2:
@@ -89,23 +99,32 @@ def _merge_adapters(
 
 
 def _merge_into_base(
-    read: list[AdapterFolder], weights: list[float], folder: Path, options: Options, *, as_json: bool
+    read: list[AdapterFolder],
+    weights: list[float],
+    folder: Path,
+    named: str,
+    precision: str,
+    measured: str,
+    *,
+    unchecked: bool,
+    as_json: bool,
 ) -> None:
     from orbit_runtime.checkpoints.merge import NamedBase, base_target, merge_into_base
     from orbit_runtime.checkpoints.target import build_target
+    from orbit_runtime.cli.bars import bytes_bar, stages
+    from orbit_runtime.cli.places import needed_folder
 
-    assert options.base is not None
-    base = needed_folder(options.base)
-    target = base_target(base, options.precision) or build_target(options.precision, None, None, ())
-    prompts = _read_prompts(options.measure)
+    base = needed_folder(named)
+    target = base_target(base, precision) or build_target(precision, None, None, ())
+    prompts = _read_prompts(measured)
     with bytes_bar("merging") as show:
         merged = merge_into_base(
-            NamedBase(base, options.base),
+            NamedBase(base, named),
             read,
             weights,
             folder,
             target,
-            unchecked=options.unchecked_base,
+            unchecked=unchecked,
             show=show,
         )
     cost = None

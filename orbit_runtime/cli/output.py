@@ -5,13 +5,14 @@ Belongs here: how a result looks. Does not belong here: what it says.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """One indented JSON document on standard output."""
+    import json
+
     print(json.dumps(value, indent=2, default=str))
 
 

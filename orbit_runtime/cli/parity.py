@@ -5,13 +5,13 @@ Belongs here: the table. Does not belong here: measuring (`parity`), building bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
 from orbit_runtime.cli.output import format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, GateError
-from orbit_runtime.parity.statistics import TAIL_TOKENS
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.parity import Comparison
@@ -26,8 +26,18 @@ ROWS = {
 }
 
 
-def run_parity(file: Path, overrides: Sequence[str], *, layers: bool, as_json: bool) -> int:
-    """Returns 0, or 84 where a gate does not hold.
+def parity(
+    file: Manifest,
+    overrides: Overrides = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Compare layer by layer even if the gates hold. Needs engine: SGLang.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Measure how far trainer and engine differ. Before training; if too far, names the first layer, and why.
+
+    \f
+    Returns 0, or 84 where a gate does not hold.
 
     Raises:
         OrbitError: what `orbit run` would stop with before its first step.
@@ -35,7 +45,7 @@ def run_parity(file: Path, overrides: Sequence[str], *, layers: bool, as_json: b
     from orbit_runtime.api.before import check_before_run, check_can_train
     from orbit_runtime.spec import load_manifest
 
-    manifest, folder = load_manifest(file, overrides), file.resolve().parent
+    manifest, folder = load_manifest(file, overrides or []), file.resolve().parent
     check_can_train()
     from orbit_runtime.observability.logs import configure_logs
     from orbit_runtime.observability.progress import build_progress
@@ -63,6 +73,8 @@ def run_parity(file: Path, overrides: Sequence[str], *, layers: bool, as_json: b
 
 def format_comparison(found: Comparison) -> str:
     """|Δ log-prob| per token of every pair, the limit, and the layer where one was found."""
+    from orbit_runtime.parity.statistics import TAIL_TOKENS
+
     header = ("", "tokens", "mean", "p50", "p99", "max", "k3", "ratio outside 0.9-1.1", "top-1 agreement")
     rows = []
     for name, words in ROWS.items():

@@ -5,11 +5,11 @@ Belongs here: printing. Does not belong here: the arithmetic (`planner`), findin
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from orbit_runtime.api.before import find_facts
-from orbit_runtime.api.machine import this_machine
+import typer
+
+from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import EXIT_DONE, UnsupportedError
 
@@ -18,16 +18,28 @@ if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
 
 
-def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool) -> int:
-    """Prints the plan; returns 0, or 78 where the plan itself was asked for as JSON and says no.
+def plan(
+    file: Manifest,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan for this GPU, such as B200, instead of placement.gpuProduct."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show what a run needs and whether it fits. Part by part; needs no GPU and no download.
+
+    \f
+    Returns 0, or 78 where the plan itself was asked for as JSON and says no.
 
     Raises:
         UnsupportedError: (78) it does not fit, or is not supported; with the number.
     """
+    from orbit_runtime.api.before import find_facts
     from orbit_runtime.planner import check_verdict, judge
     from orbit_runtime.spec import load_manifest
 
-    run = load_manifest(file, overrides)
+    run = load_manifest(file, overrides or [])
     verdict = judge(run, find_facts(run, file.resolve().parent), find_machine(run, gpu))
     if as_json:
         print_json(verdict.to_json())
@@ -44,6 +56,7 @@ def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool
 
 def find_machine(run: OrbitRun, gpu: str | None) -> Machine:
     """The machine that `--gpu` or `placement.gpuProduct` names, with the manifest's number of GPUs; else this one."""
+    from orbit_runtime.api.machine import this_machine
     from orbit_runtime.planner.job import asked_machine
 
     if gpu is None and (run.spec.placement.gpus == 0 or run.spec.placement.gpu_product is None):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from orbit_runtime.cli.arguments import AsJson, complete_runs
 from orbit_runtime.cli.output import format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, GateError
-from orbit_runtime.storage import open_store
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.replay import ReplayedStep
@@ -20,21 +22,31 @@ SHOWN = 19
 """Characters of a digest: its kind and twelve digits."""
 
 
-def run_replay(uri: str, *, steps: int | None, as_json: bool) -> int:
-    """Returns 0, or 84 where a step's adapter differs.
+def replay(
+    run: Annotated[
+        str, typer.Argument(metavar="DIR", help="A run folder: a path or URI.", autocompletion=complete_runs)
+    ],
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Train only this many steps.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train again on a run's recorded rollouts. Needs no engine or rewards; every adapter must be the same.
+
+    \f
+    Returns 0, or 84 where a step's adapter differs.
 
     Raises:
         OrbitError: the folder, its rollouts or the base cannot be used.
     """
     from orbit_runtime.api.before import check_can_train
     from orbit_runtime.cli.bars import steps_bar
+    from orbit_runtime.storage import open_store
 
-    store = open_store(uri, writable=False)
+    store = open_store(run, writable=False)
     check_can_train()
-    from orbit_runtime.loop.replay import replay
+    from orbit_runtime.loop.replay import replay as train_again
 
     with steps_bar("replaying") as show:
-        found = replay(store, steps=steps, show=show, search_path=[str(Path.cwd())])
+        found = train_again(store, steps=steps, show=show, search_path=[str(Path.cwd())])
     if as_json:
         done = [{"step": each.step, "recorded": each.recorded, "replayed": each.replayed} for each in found.steps]
         print_json(

@@ -5,40 +5,65 @@ Belongs here: reading the folders, writing the page, printing. Does not belong h
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from orbit_runtime.cli.arguments import AsJson, complete_runs
 from orbit_runtime.cli.output import before_and_after, format_number, format_table, print_json
 from orbit_runtime.errors import OutputError, UsageError
-from orbit_runtime.observability.compare import FORMULA, Comparison, Entry, compare
-from orbit_runtime.observability.report import Report, build_report
-from orbit_runtime.observability.report_html import render_comparison, render_html
-from orbit_runtime.storage import Store, open_store
+
+if TYPE_CHECKING:
+    from orbit_runtime.observability.compare import Comparison, Entry
+    from orbit_runtime.observability.report import Report
+    from orbit_runtime.storage import Store
 
 
-def run_report(uris: Sequence[str], *, html: Path | None, margin: float, as_json: bool) -> None:
-    """Without `--html` and `--json`, a local run's `report.html` and `report.json` are written anew in its folder."""
-    read = [_read(uri) for uri in uris]
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="DIR", help="Run folders: paths or URIs.", autocompletion=complete_runs)
+    ],
+    html: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write the page here instead of into a local run's own folder.")
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(metavar="REWARD", help="For several runs: the smallest difference that matters.")
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Report one run, or compare several with the first. A run need not be finished.
+
+    \f
+    Without `--html` and `--json`, a local run's `report.html` and `report.json` are written anew in its folder.
+    """
+    import json
+
+    from orbit_runtime.observability.report_html import render_html
+
+    read = [_read(uri) for uri in runs]
     if len(read) > 1:
-        _report_several([report for _, report in read], html=html, margin=margin, as_json=as_json)
+        _report_several([each for _, each in read], html=html, margin=margin, as_json=as_json)
         return
-    store, report = read[0]
+    store, found = read[0]
     place = html
     if html is not None:
-        _write(html, render_html(report))
+        _write(html, render_html(found))
     elif not as_json and store.root is not None:
         place = store.root / "report.html"
-        _write(place, render_html(report))
-        _write(store.root / "report.json", json.dumps(report.to_json(), indent=1))
+        _write(place, render_html(found))
+        _write(store.root / "report.json", json.dumps(found.to_json(), indent=1))
     if as_json:
-        print_json(report.to_json())
+        print_json(found.to_json())
     else:
-        print(format_report(report))
+        print(format_report(found))
         print(f"page                {place}" if place else "page                not written; name a file with --html")
 
 
 def _read(uri: str) -> tuple[Store, Report]:
+    from orbit_runtime.observability.report import build_report
+    from orbit_runtime.storage import open_store
+
     store = open_store(uri, writable=False)
     report = build_report(store)
     if not report.folder.run and store.exists("evaluation.json"):
@@ -90,6 +115,9 @@ def _same(before: str | None, after: str) -> str:
 
 
 def _report_several(reports: list[Report], *, html: Path | None, margin: float, as_json: bool) -> None:
+    from orbit_runtime.observability.compare import compare
+    from orbit_runtime.observability.report_html import render_comparison
+
     comparison = compare(reports, margin)
     if html is not None:
         _write(html, render_comparison(comparison))
@@ -103,6 +131,8 @@ def _report_several(reports: list[Report], *, html: Path | None, margin: float, 
 
 def format_comparison(comparison: Comparison) -> str:
     """The verdicts as a table, then what differs."""
+    from orbit_runtime.observability.compare import FORMULA
+
     measure = comparison.measure
     rows = [
         [

@@ -1,29 +1,54 @@
-"""`orbit run`: check the manifest, the installation and that it fits, train, say what came of it.
+"""`orbit run` and `orbit sft`: check the manifest, the installation and that it fits, train, say what came of it.
 
 Belongs here: the order of those, and their words. Does not belong here: training (`loop`).
 """
 
 from __future__ import annotations
 
-import json
-import shlex
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.api.running import start_run
+from orbit_runtime.cli.arguments import AsJson, DryRun, Manifest, Out, Overrides
 from orbit_runtime.cli.output import before_and_after, print_json
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, OrbitError
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.run import RunResult
     from orbit_runtime.observability.progress import Progress
+    from orbit_runtime.planner.layout import Layout
     from orbit_runtime.spec import OrbitRun
 
 
-def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_run: bool, as_json: bool) -> int:
+def run(
+    file: Manifest,
+    out: Out = None,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> int:
+    """Train. Continues by itself if the run folder holds a checkpoint of the same run."""
+    return _run(file, out, overrides or [], dry_run=dry_run, as_json=as_json)
+
+
+def sft(
+    file: Manifest,
+    out: Out = None,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> int:
+    """Learn from demonstrations. Like `run` with algorithm.type: SFT in the manifest; an RL run can start from the
+    adapter (adapter.initFrom)."""
+    return _run(file, out, [*(overrides or []), "spec.algorithm.type=SFT"], dry_run=dry_run, as_json=as_json)
+
+
+def _run(file: Path, out: str | None, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
     """Returns the exit code: 0 when the run is done, 75 when it was stopped on request."""
+    from orbit_runtime.api.running import start_run
     from orbit_runtime.spec import load_manifest
 
     manifest = load_manifest(file, overrides)
@@ -34,7 +59,9 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
 
 
 def run_with(manifest: OrbitRun, train: Callable[[Progress], RunResult], *, as_json: bool) -> int:
-    """Shows a run while it trains and says what came of it; returns the exit code as `run_manifest`."""
+    """Shows a run while it trains and says what came of it; returns the exit code."""
+    import json
+
     from orbit_runtime.observability.logs import configure_logs
     from orbit_runtime.observability.progress import build_progress
 
@@ -96,19 +123,111 @@ def _published(uri: str, report: Mapping[str, Any]) -> str:
 
 def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:
     from orbit_runtime.api.before import find_facts, find_ranks, find_server_gpus
-    from orbit_runtime.cli.processes import describe
 
     try:
         model = find_facts(manifest, folder)
     except OrbitError:
         model = None
-    processes = describe(manifest, find_server_gpus(manifest, model), find_ranks(manifest, model))
+    processes = describe_processes(manifest, find_server_gpus(manifest, model), find_ranks(manifest, model))
     if as_json:
         print_json({"run": manifest.name, "processes": processes})
         return
+    import shlex
+
     print(f"{manifest.name} would start {len(processes)} kinds of process, and has started none:")
     for process in processes:
         print(f"\n{process['name']} x {process.get('count', 1)}: {process.get('role', '')}".rstrip(": "))
         print(f"  {shlex.join(map(str, process['argv']))}")
         for name, value in process.get("environment", {}).items():
             print(f"  {name}={value}")
+
+
+def describe_processes(
+    run: OrbitRun, server_gpus: int | None = None, ranks: Layout | None = None
+) -> list[dict[str, Any]]:
+    """For `--dry-run`: one entry per process, `name, count, argv, environment`, in the order they would start.
+
+    With the torch trainer and engine everything but the rewards runs in the one process of `orbit run`.
+
+    Args:
+        server_gpus: of each SGLang server, or its processes on a CPU; None: it is not known before the model is there.
+        ranks: how a trainer in several processes divides the model; None: one process trains.
+    """
+    from orbit_runtime.workers.user_code.reward_pool import default_workers
+
+    is_sft = run.spec.algorithm.type == "SFT"
+    does = "loop" if ranks else "trainer, loop" if is_sft else "trainer, engine, loop"
+    return [
+        {
+            "name": "run",
+            "count": 1,
+            "argv": [sys.executable, "-m", "orbit_runtime.cli.main", "run", "FILE"],
+            "environment": {},
+            "role": f"{does} and status server of run {run.name}",
+        },
+        *(_ranks(ranks) if ranks else []),
+        # Demonstrations are neither sampled nor scored.
+        *([] if is_sft else _of_rollouts(run, server_gpus, ranks, default_workers())),
+    ]
+
+
+def _of_rollouts(
+    run: OrbitRun, server_gpus: int | None, ranks: Layout | None, reward_workers: int
+) -> list[dict[str, Any]]:
+    return [
+        *([_sglang(run, server_gpus)] if ranks or run.spec.rollout.engine == "SGLang" else []),
+        {
+            "name": "reward-worker",
+            "count": reward_workers,
+            "argv": [sys.executable, "-m", "orbit_runtime.workers.user_code.reward_worker"],
+            "environment": {},
+            "role": "rewards: " + ", ".join(reward.name for reward in run.spec.environment.rewards),
+        },
+    ]
+
+
+def _ranks(layout: Layout) -> list[dict[str, Any]]:
+    """In the order of their parents: whoever ends takes with him what is below."""
+    python, workers = sys.executable, "orbit_runtime.workers"
+    return [
+        {
+            "name": "rank-guard",
+            "count": 1,
+            "argv": [python, "-m", f"{workers}.ranks.guard", "..."],
+            "environment": {},
+            "role": "ends everything below it when the run ends, however it ends",
+        },
+        {
+            "name": "ray-driver",
+            "count": 1,
+            "argv": [python, "-m", f"{workers}.ranks.driver", "..."],
+            "environment": {},
+            "role": "a private Ray (GCS and node agent) on the loopback device, for this run alone",
+        },
+        {
+            "name": "trainer-rank",
+            "count": layout.num_gpus,
+            "argv": ["ray::RankActor"],
+            "environment": {
+                "RANK": f"0..{layout.num_gpus - 1}", "WORLD_SIZE": str(layout.num_gpus), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "chosen by the system", "CUDA_VISIBLE_DEVICES": "one GPU each; not set on a CPU",
+            },
+            "role": f"the model in parts, over Megatron-Core: {layout.text()}",
+        },
+    ]  # fmt: skip
+
+
+def _sglang(run: OrbitRun, server_gpus: int | None) -> dict[str, Any]:
+    """What decides its size; the other arguments follow from the model's files."""
+    size = "as many GPUs as replicas leave it" if server_gpus is None else f"a process for each of {server_gpus}"
+    python = os.environ.get("ORBIT_SGLANG_PYTHON") or sys.executable
+    return {
+        "name": "sglang-server",
+        "count": run.spec.rollout.replicas,
+        "argv": [
+            python, "-m", "orbit_runtime.sglang_plugin.launch",
+            *([] if server_gpus in (None, 1) else ["--tp-size", str(server_gpus)]), "...",
+        ],
+        "environment": {"ORBIT_SGLANG": "1"},
+        "role": "rollouts; " + ("one process" if server_gpus == 1 else size),
+    }  # fmt: skip

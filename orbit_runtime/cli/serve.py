@@ -10,56 +10,67 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from orbit_runtime.api.before import check_can_train
+import typer
+
+from orbit_runtime.cli.arguments import AsJson, complete_runs
 from orbit_runtime.cli.output import print_json
-from orbit_runtime.cli.places import local_folder
 from orbit_runtime.errors import EXIT_DONE, UsageError
-from orbit_runtime.model_info.settings import check_model_folder
-from orbit_runtime.observability.origins import LOOPBACK
-from orbit_runtime.serve.names import check_one_source
-from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
-from orbit_runtime.workers.child.run_token import SERVE_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.serve.requests import Limits
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """What the command line says."""
+def serve(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run folder, or a manifest.", autocompletion=complete_runs),
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="URI", help="Without a run: the base.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="A model name and its adapter, or a run's newest. Repeatable."),
+    ] = None,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 takes any free port.")] = "127.0.0.1:8000",
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the token for clients. [ORBIT_SERVE_TOKEN]")
+    ] = None,
+    updates_from: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FOLDER", help="/update_weights may load weights below this folder. Repeatable."),
+    ] = None,
+    limit: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A limit, such as body-bytes=65536. Repeatable.")
+    ] = None,
+    engine: Annotated[
+        Literal["Auto", "Torch", "SGLang"], typer.Option(help="Engine that samples. Auto: the run's own engine.")
+    ] = "Auto",
+    as_json: AsJson = False,
+) -> int:
+    """Serve base and adapters to OpenAI clients. Weights can change while it serves, with proof.
 
-    source: str | None
-    model: str | None
-    adapters: Sequence[str]
-    """NAME=FOLDER each."""
-    listen: str
-    token_file: Path | None
-    updates_from: Sequence[str]
-    limits: Sequence[str]
-    """NAME=VALUE each."""
-    engine: Literal["Auto", "Torch", "SGLang"] = "Auto"
-
-
-def run_serve(options: ServeOptions, *, as_json: bool) -> int:
-    """Serves until SIGINT or SIGTERM; then what is under way is finished. Returns 0.
+    \f
+    Serves until SIGINT or SIGTERM; then what is under way is finished. Returns 0.
 
     Raises:
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
         taken. OrbitError: model or adapters cannot be served.
     """
-    host, port, token = read_door(options.listen, options.token_file, SERVE_VARIABLE)
-    limits = read_limits(options.limits)
-    adapters = dict(_named(each) for each in options.adapters)
-    check_named(options.source, options.model, list(adapters.values()))
+    from orbit_runtime.api.before import check_can_train
+    from orbit_runtime.workers.child.run_token import SERVE_VARIABLE
+
+    host, port, token = read_door(listen, token_file, SERVE_VARIABLE)
+    limits = read_limits(limit or [])
+    adapters = dict(_named(each) for each in adapter or [])
+    check_named(source, model, list(adapters.values()))
     check_can_train()
     from orbit_runtime.observability.server import check_port
 
     check_port(host, port)
-    folder = fetch_named(options.model)
+    folder = fetch_named(model)
     to_stderr("importing torch")
     from orbit_runtime.serve.open import Asked, open_models
     from orbit_runtime.serve.server import start_serving
@@ -68,7 +79,7 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
     stopped = threading.Event()
     with stop_on_signals() as stop:
         stop.on_request = stopped.set
-        asked = Asked(options.source, options.model, folder, adapters, tuple(options.updates_from), options.engine)
+        asked = Asked(source, model, folder, adapters, tuple(updates_from or ()), engine)
         with closing(open_models(asked, limits, to_stderr)) as opened:
             serving = start_serving(opened, host, port, token)
             names = [each.name for each in opened.policies.all()]
@@ -91,6 +102,11 @@ def check_named(source: str | None, model: str | None, adapters: Sequence[str]) 
         UsageError: neither or both of run and model are named, an address is none, or a local folder is not there.
         ModelError: the model's folder is not there, or holds no model.
     """
+    from orbit_runtime.cli.places import local_folder
+    from orbit_runtime.model_info.settings import check_model_folder
+    from orbit_runtime.serve.names import check_one_source
+    from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
+
     check_one_source(source, model)
     if model is not None:
         if model.startswith("hf://") and not is_model_address(model):
@@ -112,6 +128,8 @@ def fetch_named(model: str | None) -> Path | None:
 
     Raises: as `fetch_input`.
     """
+    from orbit_runtime.cli.places import local_folder
+
     if model is None or local_folder(model) is not None:
         return None
     from orbit_runtime.sides.inputs import fetch_model
@@ -132,6 +150,8 @@ def read_door(listen: str, token_file: Path | None, variable: str) -> tuple[str,
     Raises:
         UsageError: one of them is impossible, or others could ask without a token.
     """
+    from orbit_runtime.observability.origins import LOOPBACK
+
     host, port = read_address(listen)
     token = read_token(token_file, os.environ, variable)
     if token is None and host not in LOOPBACK:

@@ -1,4 +1,4 @@
-"""What `orbit trainer`, `inference`, `orchestrator` and `rl` do.
+"""`orbit trainer`, `inference`, `orchestrator` and `rl`: a run whose sides are processes of their own.
 
 Belongs here: addresses, tokens, the life of the processes. Does not belong here: what they say to each other
 (`services`), training (`loop`).
@@ -11,16 +11,16 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from orbit_runtime.api.before import check_can_train
+import typer
+
+from orbit_runtime.cli.arguments import AsJson, Manifest, Out, Overrides
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.cli.run import run_with
 from orbit_runtime.cli.serve import read_door, read_token
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, StoppedOnRequest, UsageError
-from orbit_runtime.workers.child.run_token import SERVICE_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.run import RunResult
@@ -32,19 +32,54 @@ CHILD_PATIENCE_SECONDS = 2400.0
 """Longer than ranks may take to start (`workers.ranks.group`), whose error says more."""
 
 
-@dataclass(frozen=True, slots=True)
-class SideOptions:
-    """What the command line says of a side."""
-
-    kind: Literal["trainer", "inference"]
-    file: Path
-    listen: str
-    overrides: Sequence[str]
-    token_file: Path | None
-    end_with_input: bool
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="File with the token that the three processes share. [ORBIT_SERVICE_TOKEN]"),
+]
+Listen = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0 takes any free port.")]
+EndWithInput = Annotated[
+    bool, typer.Option("--end-with-input", help="End when standard input is closed, with the process that started it.")
+]
 
 
-def run_side(options: SideOptions, *, as_json: bool) -> int:
+def trainer(
+    file: Manifest,
+    listen: Listen = "127.0.0.1:8101",
+    overrides: Overrides = None,
+    token_file: TokenFile = None,
+    end_with_input: EndWithInput = False,
+    as_json: AsJson = False,
+) -> int:
+    """Run the trainer process of a run. For `orbit orchestrator`, on this machine or another."""
+    return _run_side(
+        "trainer", file, listen, overrides or [], token_file, end_with_input=end_with_input, as_json=as_json
+    )
+
+
+def inference(
+    file: Manifest,
+    listen: Listen = "127.0.0.1:8102",
+    overrides: Overrides = None,
+    token_file: TokenFile = None,
+    end_with_input: EndWithInput = False,
+    as_json: AsJson = False,
+) -> int:
+    """Run the engine process of a run. For `orbit orchestrator`, on this machine or another."""
+    return _run_side(
+        "inference", file, listen, overrides or [], token_file, end_with_input=end_with_input, as_json=as_json
+    )
+
+
+def _run_side(
+    kind: Literal["trainer", "inference"],
+    file: Path,
+    listen: str,
+    overrides: Sequence[str],
+    token_file: Path | None,
+    *,
+    end_with_input: bool,
+    as_json: bool,
+) -> int:
     """Answers until SIGINT or SIGTERM, after the call that is under way. Returns 0, or 75 where it was
     stopped before it listened.
 
@@ -52,10 +87,12 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
         taken. OrbitError: as `orbit run` with this manifest before its first step.
     """
+    from orbit_runtime.api.before import check_can_train
     from orbit_runtime.spec import load_manifest
+    from orbit_runtime.workers.child.run_token import SERVICE_VARIABLE
 
-    host, port, token = read_door(options.listen, options.token_file, SERVICE_VARIABLE)
-    manifest = load_manifest(options.file, options.overrides)
+    host, port, token = read_door(listen, token_file, SERVICE_VARIABLE)
+    manifest = load_manifest(file, overrides)
     check_can_train()
     from orbit_runtime.observability.server import check_port
 
@@ -74,14 +111,14 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
         return bool(stop)
 
     with stop_on_signals() as stop, ExitStack() as closing:
-        if options.end_with_input:
+        if end_with_input:
             _end_with_input()
         patience = Patience(notice=note, stop=is_stopped)
         try:
-            asked = open_manifest(manifest, options.file.resolve().parent, patience)
+            asked = open_manifest(manifest, file.resolve().parent, patience)
         except StoppedOnRequest:
             return EXIT_STOPPED
-        if options.kind == "trainer":
+        if kind == "trainer":
             made = build_trainer_host(asked, note, closing)
         else:
             made = build_inference_host(asked, host, note, closing)
@@ -90,9 +127,9 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
         server = start_host(made, host, port, token)
         closing.callback(server.close)
         if as_json:
-            print_json({"kind": options.kind, "url": server.url})
+            print_json({"kind": kind, "url": server.url})
         else:
-            print(f"the {options.kind} of {manifest.name} at {server.url}")
+            print(f"the {kind} of {manifest.name} at {server.url}")
         sys.stdout.flush()
         made.work(is_stopped)
     return EXIT_DONE
@@ -109,46 +146,57 @@ def _end_with_input() -> None:
     threading.Thread(target=wait, name="orbit-input", daemon=True).start()
 
 
-def run_orchestrator(
-    file: Path,
-    addresses: Mapping[str, str],
-    *,
-    out: str | None,
-    overrides: Sequence[str],
-    token_file: Path | None,
-    patience: float,
-    as_json: bool,
+def orchestrator(
+    file: Manifest,
+    trainer: Annotated[str, typer.Option(metavar="URL", help="Address of `orbit trainer`.")] = "http://127.0.0.1:8101",
+    inference: Annotated[
+        str, typer.Option(metavar="URL", help="Address of `orbit inference`.")
+    ] = "http://127.0.0.1:8102",
+    out: Out = None,
+    overrides: Overrides = None,
+    token_file: TokenFile = None,
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long a process may be unreachable before the run ends.")
+    ] = 600.0,
+    as_json: AsJson = False,
 ) -> int:
-    """Returns the exit code: 0 when the run is done, 75 when it was stopped on request.
+    """Run the loop with separate trainer and engine processes. Needs no torch.
 
-    Args:
-        addresses: of `trainer` and `inference`.
+    \f
+    Returns the exit code: 0 when the run is done, 75 when it was stopped on request.
 
     Raises:
         OrbitError: as `orbit run`, and where a process is not there (82) or not this run's.
     """
     from orbit_runtime.spec import load_manifest
+    from orbit_runtime.workers.child.run_token import SERVICE_VARIABLE
 
     if not 0 < patience < float("inf"):
         raise UsageError(f"{patience} is not a valid time to wait", where="--patience", fix="write seconds")
-    manifest = load_manifest(file, overrides)
+    manifest = load_manifest(file, overrides or [])
     token = read_token(token_file, os.environ, SERVICE_VARIABLE)
 
     def train(progress: Progress) -> RunResult:
         from orbit_runtime.services.building import kinds_of
         from orbit_runtime.services.connection import Connection
 
+        addresses = {"trainer": trainer, "inference": inference}
         lines = {kind: Connection(kind, addresses[kind], token, patience=patience) for kind in kinds_of(manifest.spec)}
         return _train(manifest, file, out, progress, lines)
 
     return run_with(manifest, train, as_json=as_json)
 
 
-def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_json: bool) -> int:
-    """Returns the exit code of the run; the children have ended by then. Raises: as `run_orchestrator`."""
+def rl(file: Manifest, out: Out = None, overrides: Overrides = None, as_json: AsJson = False) -> int:
+    """Train in three processes on this machine. Gives the result of `orbit run`; a process that dies is restarted.
+
+    \f
+    Returns the exit code of the run; the children have ended by then. Raises: as `orchestrator`.
+    """
+    from orbit_runtime.api.before import check_can_train
     from orbit_runtime.spec import load_manifest
 
-    manifest = load_manifest(file, overrides)
+    manifest = load_manifest(file, overrides or [])
     check_can_train()
 
     def train(progress: Progress) -> RunResult:
@@ -165,7 +213,7 @@ def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_js
         kinds = kinds_of(manifest.spec)
         progress.stage(f"starting {' and '.join(kinds)}")
         # The loop has handlers of its own for as long as it runs; the children outlast it.
-        with interrupt_on_terminate(), Children(kinds, file, overrides, progress.note) as children:
+        with interrupt_on_terminate(), Children(kinds, file, overrides or [], progress.note) as children:
             lines = {
                 kind: Connection(
                     kind, url, children.token, patience=CHILD_PATIENCE_SECONDS, check=children.check,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
 from orbit_runtime.cli.output import format_table, print_json
 from orbit_runtime.errors import OrbitError
 
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
 
 
-def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
-    """Prints what the manifest says.
+def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a manifest and list everything that is wrong with it. Opens local prompts and rewards.
 
+    \f
     Raises:
         ManifestError: with every problem of the file; or a function of the user's cannot be imported or called.
         UnsupportedError: (78) what is supported on no machine, as `orbit plan` says it; or, where the model's headers
@@ -33,7 +35,7 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     from orbit_runtime.planner.verdict import check_support
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 
-    run = load_manifest(file, overrides)
+    run = load_manifest(file, overrides or [])
     # The identity is the same on every machine; only relative paths need a folder to start from.
     resolved = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=file.resolve().parent)
     check_support(run, None)

@@ -26,10 +26,10 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """`path:Class.function`: why it is longer than its budget."""
 MANY_PARAMETERS: dict[str, str] = {
-    "orbit_runtime/cli/main.py:evaluate": "a command's options: which models, and of each kind of model its own",
-    "orbit_runtime/cli/main.py:serve": "a command's options: what is served, and to whom",
+    "orbit_runtime/cli/evaluate.py:evaluate": "a command's options: which models, and of each kind of model its own",
+    "orbit_runtime/cli/serve.py:serve": "a command's options: what is served, and to whom",
     "orbit_runtime/sglang_plugin/turn_kernel.py:turn_kernel": "a Triton kernel: tile sizes and switches are parameters",
-    "orbit_runtime/cli/main.py:chat": "a command's options: which models, which engine, and how it samples",
+    "orbit_runtime/cli/chat.py:chat": "a command's options: which models, which engine, and how it samples",
     "orbit_runtime/cli/data.py:prepare": "a command's options: which columns, what is made of them, what is left out",
     "orbit_runtime/environments/rewards/judge.py:judge": "the arguments of a reward are those of its manifest",
     "orbit_runtime/policy/load.py:load_policy": "the door of a package: one keyword for each decision of a manifest",

@@ -79,7 +79,7 @@ def _examples(name: str) -> list[str]:
 
 
 def _first(command: Any) -> str:
-    return " ".join((command.help or "").split())
+    return " ".join((command.help or "").partition("\f")[0].split())
 
 
 def _parameters(name: str, command: Any) -> list[str]:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.cli.init import run_init
+from orbit_runtime.cli.init import init
 from orbit_runtime.errors import OutputError
 from orbit_runtime.spec import load_manifest
 
 
 def test_it_writes_a_manifest_that_is_valid_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
-    run_init(path, force=False, as_json=True)
+    init(path, force=False, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"path": str(path)}
     assert load_manifest(path).name == "my-run"
     assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
@@ -22,8 +22,8 @@ def test_it_writes_a_manifest_that_is_valid_as_it_is(tmp_path: Path, capsys: pyt
 
 def test_it_is_short_and_names_the_way_to_all_fields(tmp_path: Path) -> None:
     short, full = tmp_path / "short.yaml", tmp_path / "full.yaml"
-    run_init(short, force=False, as_json=False)
-    run_init(full, force=False, as_json=False, full=True)
+    init(short, force=False, as_json=False)
+    init(full, force=False, as_json=False, full=True)
     assert len(short.read_text().splitlines()) <= 25
     assert "orbit init --full" in short.read_text()
     assert len(full.read_text().splitlines()) > 200
@@ -34,15 +34,15 @@ def test_a_file_that_is_there_is_kept_without_force(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("mine")
     with pytest.raises(OutputError) as caught:
-        run_init(path, force=False, as_json=False)
+        init(path, force=False, as_json=False)
     assert caught.value.exit_code == 73
     assert path.read_text() == "mine"
-    run_init(path, force=True, as_json=False)
+    init(path, force=True, as_json=False)
     assert load_manifest(path).name == "my-run"
 
 
 @pytest.mark.parametrize("place", ["missing/run.yaml", "."])
 def test_a_place_that_cannot_be_written_is_one_message(tmp_path: Path, place: str) -> None:
     with pytest.raises(OutputError):
-        run_init(tmp_path / place, force=True, as_json=False)
+        init(tmp_path / place, force=True, as_json=False)
     assert list(tmp_path.iterdir()) == []

@@ -86,7 +86,7 @@ def test_a_stop_within_a_librarys_own_code_ends_with_75_and_not_by_a_signal(tmp_
     program = tmp_path / "program.py"
     program.write_text(
         "import code, ctypes, sys\n"
-        "from orbit_runtime.cli.interrupts import end_stopped\n"
+        "from orbit_runtime.cli.main import end_stopped\n"
         "try:\n"
         "    ctypes.pythonapi.PyRun_SimpleString(b'import sys; sys.excepthook = lambda *_: None; "
         "raise KeyboardInterrupt')\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.cli.plan import run_plan
-from orbit_runtime.cli.validate import run_validate
+from orbit_runtime.cli.plan import plan
+from orbit_runtime.cli.validate import validate
 from orbit_runtime.environments.asked import check_arguments
 from orbit_runtime.errors import DataError, ManifestError, ModelError, UnsupportedError
 from orbit_runtime.spec import load_manifest
@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
 
 
 def test_a_valid_manifest_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
-    run_validate(EXAMPLE, ["training.steps=7"], as_json=False)
+    validate(EXAMPLE, ["training.steps=7"], as_json=False)
     out = capsys.readouterr().out
     assert "builtin://tiny-adder (INT4)" in out
     assert "LoRA: rank 16, alpha 32, 7 targets" in out
@@ -27,12 +27,12 @@ def test_a_valid_manifest_is_summed_up(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_oft_example_is_summed_up_with_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    run_validate(EXAMPLE.with_name("quickstart-oft.yaml"), [], as_json=False)
+    validate(EXAMPLE.with_name("quickstart-oft.yaml"), [], as_json=False)
     assert "OFT: block size 32, CayleyNeumann" in capsys.readouterr().out
 
 
 def test_json_holds_name_and_identity(capsys: pytest.CaptureFixture[str]) -> None:
-    run_validate(EXAMPLE, [], as_json=True)
+    validate(EXAMPLE, [], as_json=True)
     result = json.loads(capsys.readouterr().out)
     assert (result["valid"], result["name"]) == (True, "quickstart")
     assert result["identity"].startswith("sha256:")
@@ -40,7 +40,7 @@ def test_json_holds_name_and_identity(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_problems_are_raised_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ManifestError, match=r"spec\.training\.steps"):
-        run_validate(EXAMPLE, ["training.steps=0"], as_json=True)
+        validate(EXAMPLE, ["training.steps=0"], as_json=True)
     assert capsys.readouterr().out == ""
 
 
@@ -59,14 +59,14 @@ def test_a_model_that_does_not_ship_with_orbit_is_no_valid_manifest(
     overrides: list[str], problem: str, fix: str
 ) -> None:
     with pytest.raises(ModelError, match=problem) as caught:
-        run_validate(EXAMPLE, overrides, as_json=True)
+        validate(EXAMPLE, overrides, as_json=True)
     assert caught.value.exit_code == 66
     assert fix in str(caught.value.fix)
 
 
 def test_sampling_that_the_named_engine_does_not_give_is_no_valid_manifest() -> None:
     with pytest.raises(UnsupportedError, match="repetitionPenalty") as caught:
-        run_validate(EXAMPLE, ["rollout.engine=SGLang", "rollout.sampling.repetitionPenalty=1.2"], as_json=True)
+        validate(EXAMPLE, ["rollout.engine=SGLang", "rollout.sampling.repetitionPenalty=1.2"], as_json=True)
     assert (caught.value.exit_code, caught.value.where) == (78, "spec.rollout.sampling.repetitionPenalty")
 
 
@@ -88,9 +88,9 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_sizes_that_the_plan_refuses_are_no_valid_manifest_with_the_same_words(name: str) -> None:
     with pytest.raises(UnsupportedError) as planned:
-        run_plan(EXAMPLE, IMPOSSIBLE[name], gpu=None, as_json=False)
+        plan(EXAMPLE, overrides=IMPOSSIBLE[name])
     with pytest.raises(UnsupportedError) as caught:
-        run_validate(EXAMPLE, IMPOSSIBLE[name], as_json=True)
+        validate(EXAMPLE, IMPOSSIBLE[name], as_json=True)
     assert caught.value.exit_code == 78
     # A plan tells all of its problems, this one first.
     assert planned.value.message.startswith(caught.value.message)
@@ -100,7 +100,7 @@ def test_sizes_that_the_plan_refuses_are_no_valid_manifest_with_the_same_words(n
 def test_of_several_nodes_the_number_of_gpus_is_enough_to_refuse_sizes() -> None:
     asked = [*QWEN, "training.parallel.tensor=4", "placement.gpus=2", "placement.nodes=3"]
     with pytest.raises(UnsupportedError, match="4, must stay on one node, which has 2 GPUs"):
-        run_validate(EXAMPLE, asked, as_json=True)
+        validate(EXAMPLE, asked, as_json=True)
 
 
 POSSIBLE = {
@@ -118,16 +118,16 @@ POSSIBLE = {
 @pytest.mark.parametrize("name", POSSIBLE)
 def test_what_only_the_plan_can_know_of_sizes_is_said(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked, said = POSSIBLE[name]
-    run_validate(EXAMPLE, asked, as_json=True)
+    validate(EXAMPLE, asked, as_json=True)
     told = json.loads(capsys.readouterr().out)["not_checked"]
     assert len(told) == len(said)
     assert all(words in line for words, line in zip(said, told, strict=True))
-    run_validate(EXAMPLE, asked, as_json=False)
+    validate(EXAMPLE, asked, as_json=False)
     assert ("not checked, see `orbit plan`" in capsys.readouterr().out) == bool(said)
 
 
 def test_a_model_that_is_not_on_this_machine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_validate(EXAMPLE, [f"model.uri={tmp_path}/none"], as_json=False)
+    validate(EXAMPLE, [f"model.uri={tmp_path}/none"], as_json=False)
     assert f"not opened, as it is not on this machine: {tmp_path}/none\n" in capsys.readouterr().out
 
 
@@ -141,7 +141,7 @@ def test_a_model_that_is_not_on_this_machine_is_named(tmp_path: Path, capsys: py
 )
 def test_what_a_shipped_reward_does_not_take_or_lacks_is_no_valid_manifest(reward: str, words: str, fix: str) -> None:
     with pytest.raises(ManifestError, match=words) as caught:
-        run_validate(EXAMPLE, [f"environment.rewards=[{reward}]"], as_json=True)
+        validate(EXAMPLE, [f"environment.rewards=[{reward}]"], as_json=True)
     assert caught.value.where == "spec.environment.rewards[0].arguments"
     assert fix in str(caught.value.fix)
 
@@ -161,17 +161,17 @@ def test_every_shipped_reward_takes_the_arguments_that_the_guide_names() -> None
 
 
 def test_the_prompts_of_an_evaluation_are_opened_too(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_validate(own / "run.yaml", [], as_json=True)
+    validate(own / "run.yaml", [], as_json=True)
     capsys.readouterr()
     asked = "evaluation.environments=[{name: held-out, prompts: [{uri: none.jsonl}]}]"
     with pytest.raises(DataError, match="the prompts file does not exist"):
-        run_validate(own / "run.yaml", [asked], as_json=True)
+        validate(own / "run.yaml", [asked], as_json=True)
     (own / "none.jsonl").write_text('{"prompt": "1+1="}\n')
-    run_validate(own / "run.yaml", [asked], as_json=True)
+    validate(own / "run.yaml", [asked], as_json=True)
     assert json.loads(capsys.readouterr().out)["not_opened"] == []
     scored = "environment: {rewards: [{name: correct, type: ExactMatch, arguments: {field: answer}}]}"
     with pytest.raises(DataError, match="no key 'answer'"):
-        run_validate(own / "run.yaml", [asked.replace("}]}]", "}], " + scored + "}]")], as_json=True)
+        validate(own / "run.yaml", [asked.replace("}]}]", "}], " + scored + "}]")], as_json=True)
 
 
 @pytest.fixture
@@ -187,12 +187,12 @@ def own(tmp_path: Path) -> Path:
 
 
 def test_prompts_and_rewards_of_ones_own_are_opened(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_validate(own / "run.yaml", [], as_json=False)
+    validate(own / "run.yaml", [], as_json=False)
     assert capsys.readouterr().out.endswith("is valid\n")
 
 
 def test_a_model_folder_that_is_not_here_is_told_last(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_validate(own / "run.yaml", ["spec.model.uri=models/none"], as_json=False)
+    validate(own / "run.yaml", ["spec.model.uri=models/none"], as_json=False)
     last = capsys.readouterr().out.splitlines()[-2:]
     assert last[0].endswith("is valid")
     assert last[1].startswith("but its model is not on this machine: ")
@@ -202,13 +202,13 @@ def test_a_model_folder_that_is_not_here_is_told_last(own: Path, capsys: pytest.
 def test_prompts_without_their_column_are_no_valid_manifest(own: Path) -> None:
     (own / "mine.jsonl").write_text('{"question": "1+1="}\n')
     with pytest.raises(DataError, match="prompt"):
-        run_validate(own / "run.yaml", [], as_json=True)
+        validate(own / "run.yaml", [], as_json=True)
 
 
 def test_prompts_that_are_not_there_are_no_valid_manifest(own: Path) -> None:
     (own / "mine.jsonl").unlink()
     with pytest.raises(DataError, match=r"mine\.jsonl"):
-        run_validate(own / "run.yaml", [], as_json=True)
+        validate(own / "run.yaml", [], as_json=True)
 
 
 REWARDS = [
@@ -223,10 +223,10 @@ REWARDS = [
 def test_a_reward_that_cannot_be_called_is_no_valid_manifest(own: Path, code: str, said: str) -> None:
     (own / "mine.py").write_text(code)
     with pytest.raises(ManifestError, match=said):
-        run_validate(own / "run.yaml", [], as_json=True)
+        validate(own / "run.yaml", [], as_json=True)
     assert "mine" not in sys.modules, "code of the user's runs in a worker only"
 
 
 def test_what_lies_elsewhere_is_named_as_not_opened(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_validate(own / "run.yaml", ["spec.data.prompts.0.uri=s3://bucket/mine.jsonl"], as_json=False)
+    validate(own / "run.yaml", ["spec.data.prompts.0.uri=s3://bucket/mine.jsonl"], as_json=False)
     assert "not opened, as it is not on this machine: s3://bucket/mine.jsonl" in capsys.readouterr().out
