@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from orbit_runtime.lazy import lazily
+from orbit_runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from orbit_runtime.api.manifest import load_manifest
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from orbit_runtime.api.samples import Sample
     from orbit_runtime.errors import OrbitError
     from orbit_runtime.spec import OrbitRun
-
-__version__ = "0.1.0"
 
 __all__ = ["Compared", "Headline", "OrbitError", "OrbitRun", "Report", "Sample", "load_manifest", "run"]
 

@@ -5,7 +5,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-VERSION=${VERSION:-$(sed -n 's/^__version__ = "\(.*\)"/\1/p' orbit_runtime/__init__.py)}
+VERSION=${VERSION:-$(sed -n 's/^__version__ = "\(.*\)"/\1/p' orbit_runtime/version.py)}
 REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 # The same sources give the same labels and times, whenever they are built.
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || echo 315532800)}

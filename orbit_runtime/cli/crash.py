@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import orbit_runtime
 from orbit_runtime.observability.versions import PACKAGES, installed_versions
+from orbit_runtime.version import __version__
 
 _PASSWORD_IN_URI = re.compile(r"(://)[^/@\s'\"]+@")
 _SECRET_OPTION = re.compile(r"((?:secret|token|password|key)[^=\s]*=)\S+", re.IGNORECASE)
@@ -33,7 +33,7 @@ def write_crash_report(error: BaseException, argv: Sequence[str], folder: Path |
         "message": _clean(str(error)),
         "traceback": [_clean(line) for line in traceback.format_exception(error)],
         "argv": [_clean(argument) for argument in argv],
-        "orbit": orbit_runtime.__version__,
+        "orbit": __version__,
         "python": sys.version,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),

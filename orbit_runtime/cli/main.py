@@ -19,7 +19,6 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-import orbit_runtime
 from orbit_runtime.cli.chat import chat
 from orbit_runtime.cli.convert import convert
 from orbit_runtime.cli.data import data
@@ -46,6 +45,7 @@ from orbit_runtime.errors import (
     StoppedOnRequest,
     is_out_of_memory,
 )
+from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.heartbeat import end_process, own_process, watch_stalls
 
 COMPLETION_VARIABLE = "_ORBIT_COMPLETE"
@@ -62,7 +62,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"orbit {orbit_runtime.__version__}")
+        print(f"orbit {__version__}")
         raise typer.Exit
 
 

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orbit_runtime
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     DataError,
@@ -66,6 +65,7 @@ from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding, fi
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, NotFound, Store, claim_execution, compact_rows, open_store, read_run_file
 from orbit_runtime.storage.run_files import RUN_FILE
+from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.heartbeat import FIX, Stall, owns_process, silent_seconds, watch_stalls
 from orbit_runtime.workers.child.signals import StopFlag, stop_on_signals
 
@@ -365,7 +365,7 @@ def _write_run_file(
         "seed": parts.spec.data.seed,
         "given_from_python": list(functions),
         "versions": {
-            "orbit-rl": orbit_runtime.__version__,
+            "orbit-rl": __version__,
             "python": platform.python_version(),
             **installed_versions(),
         },

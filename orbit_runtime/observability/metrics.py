@@ -1,6 +1,7 @@
 """The table of metrics: one row per number of a step, from which the JSON row and Prometheus are both built.
 
-Belongs here: names, units, meanings and encodings of a step's numbers. To add a metric, add one row to `METRICS`.
+Belongs here: names, units, meanings and encodings of a step's numbers; what an engine's servers tell, under the run's
+labels. To add a metric, add one row to `METRICS`.
 Does not belong here: computing the numbers (they come back in results) and storing them (`loop.keep`).
 """
 
@@ -18,10 +19,20 @@ from orbit_runtime.types import ServerReading
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge
+    from prometheus_client.metrics_core import Metric as Family
 
 Value = int | float | str | None
 Kind = Literal["gauge", "counter", "none"]
 
+PREFIXES = ("sglang", "vllm")
+"""Families that speak of the engine; a server tells of its process and its HTTP too."""
+REPLICA_LABEL = "replica"
+ENGINE_METRICS = {
+    "orbit_engine_up": "1 where the server takes work, 0 while it is being brought back.",
+    "orbit_engine_memory_bytes": "What the server's device holds, or on a CPU its processes.",
+    "orbit_engine_restarts_total": "Times that the server was lost and brought back with its adapters.",
+    "orbit_engine_missed_adapters_total": "Adapters that did not arrive by `adapterTransport` and came as files.",
+}
 RUN_LABELS = ("namespace", "run", "attempt")
 
 
@@ -408,8 +419,6 @@ class RunMetrics:
 
     def add_engine(self, read: Callable[[], Sequence[ServerReading]]) -> None:
         """From now on `render` asks the engine's servers too."""
-        from orbit_runtime.observability.engine_metrics import EngineCollector
-
         self.registry.register(EngineCollector(read, self._labels))
 
     def render(self) -> bytes:
@@ -417,6 +426,68 @@ class RunMetrics:
         from prometheus_client import generate_latest
 
         return generate_latest(self.registry)
+
+
+class EngineCollector:
+    """A collector for `prometheus_client`'s registry: asks at every scrape, and keeps nothing."""
+
+    def __init__(self, read: Callable[[], Sequence[ServerReading]], labels: Mapping[str, str]) -> None:
+        """
+        Args:
+            labels: the run's, which every series gets.
+        """
+        self._read = read
+        self._labels = labels
+
+    def describe(self) -> list[Family]:
+        """Nothing: no server is asked before the first scrape."""
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        """One family per name, however many servers tell it."""
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+        readings = self._read()
+        if not readings:
+            return
+        names = (*self._labels, REPLICA_LABEL)
+        up = GaugeMetricFamily("orbit_engine_up", ENGINE_METRICS["orbit_engine_up"], labels=names)
+        memory = GaugeMetricFamily(
+            "orbit_engine_memory_bytes", ENGINE_METRICS["orbit_engine_memory_bytes"], labels=names
+        )
+        restarts = CounterMetricFamily(
+            "orbit_engine_restarts", ENGINE_METRICS["orbit_engine_restarts_total"], labels=names
+        )
+        missed = CounterMetricFamily(
+            "orbit_engine_missed_adapters", ENGINE_METRICS["orbit_engine_missed_adapters_total"], labels=names
+        )
+        families: dict[str, Family] = {}
+        for each in readings:
+            values = (*self._labels.values(), each.replica)
+            up.add_metric(values, float(each.is_up))
+            restarts.add_metric(values, each.restarts)
+            missed.add_metric(values, each.missed)
+            if each.memory_bytes is not None:
+                memory.add_metric(values, each.memory_bytes)
+            for family in _relabelled(each.exposition, dict(zip(names, values, strict=True))):
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from (up, restarts, missed, memory, *families.values())
+
+
+def _relabelled(exposition: str, labels: Mapping[str, str]) -> list[Family]:
+    """Families of the engine; none where the text cannot be read."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        found = [each for each in text_string_to_metric_families(exposition) if each.name.startswith(PREFIXES)]
+    except ValueError:
+        return []
+    for family in found:
+        family.samples = [each._replace(labels={**each.labels, **labels}) for each in family.samples]
+    return found
 
 
 _SHARED_HELP = {

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orbit_runtime
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.planner.support.manifests import check_apart
 from orbit_runtime.sides.content import resolve_names
@@ -22,6 +21,7 @@ from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, resolve
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.download import Patience
+from orbit_runtime.version import __version__
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def common_facts(kind: str, asked: Asked, base_digest: str, rounding: Mapping[st
     machine = machine_facts()
     return {
         "kind": kind,
-        "version": orbit_runtime.__version__,
+        "version": __version__,
         "identity": identity_fields(asked.resolved.run),
         "model": asked.model,
         "engine": asked.resolved.engine,

@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 
-import orbit_runtime
 from orbit_runtime import errors
 from orbit_runtime.adapters.turn import Turn
 from orbit_runtime.errors import (
@@ -34,6 +33,7 @@ from orbit_runtime.errors import (
 from orbit_runtime.services.depot import spooled
 from orbit_runtime.services.frames import CHUNK_BYTES, Frame, chunks, frame, num_bytes, unpack
 from orbit_runtime.services.host import BOOT, CALL, GOES, SESSION, WAIT_SECONDS
+from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.heartbeat import sign
 
 CONNECT_SECONDS, NAP_SECONDS, NOTE_SECONDS = 5.0, 0.2, 10.0
@@ -230,9 +230,9 @@ class Connection:
                 where=f"--{self.kind}",
                 fix=f"name the {self.kind}'s address",
             )
-        if version != orbit_runtime.__version__:
+        if version != __version__:
             raise UnsupportedError(
-                f"the {self.kind} at {self.url} runs Orbit {version}, this is {orbit_runtime.__version__}",
+                f"the {self.kind} at {self.url} runs Orbit {version}, this is {__version__}",
                 where=f"--{self.kind}",
                 fix="install the same version for all three",
             )

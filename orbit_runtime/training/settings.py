@@ -6,6 +6,7 @@ Belongs here: plain values, which are also sent to other processes. Does not bel
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,9 +14,9 @@ from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
 from orbit_runtime.policy.distance import Measure
 from orbit_runtime.spec.objectives import Reduction
 from orbit_runtime.spec.teacher import TeacherType
-from orbit_runtime.training.schedule import Schedule
 from orbit_runtime.types import Sampling
 
+Schedule = Literal["Constant", "Linear", "Cosine"]
 RouterReplay = Literal["None", "Record", "Replay"]
 
 
@@ -73,3 +74,19 @@ class TrainerSettings:
     and `Record`, a step measures parity with and without those experts."""
     critic: CriticSettings | None = None
     teacher: TeacherSettings | None = None
+
+
+def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, decay_steps: int) -> float:
+    """Rate of step number `step`, counted from 0; all optimizer updates of a step share it.
+
+    Warm-up rises linearly and reaches `peak` at step `warmup_steps`. `Linear` then falls to 0 at `decay_steps`,
+    `Cosine` as `peak * (1 + cos(pi * progress)) / 2` (Loshchilov and Hutter, arXiv:1608.03983, eq. 5 with one period).
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    if schedule == "Constant":
+        return peak
+    progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+    if schedule == "Linear":
+        return peak * (1.0 - progress)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))

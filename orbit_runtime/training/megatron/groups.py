@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.policy.shares import Share
-from orbit_runtime.training.megatron.cpu import allow_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +187,13 @@ def _token_group(sizes: Sizes, rank: int) -> ProcessGroup:
                 found = group
     assert found is not None
     return found
+
+
+def allow_cpu() -> None:
+    """Megatron-Core's collectives allocate on `torch.cuda.current_device()`: without CUDA, from now on and in this
+    process, it returns the CPU. Nothing else in torch is touched.
+
+    Call before Megatron-Core's first collective. Safe to call twice; does nothing if there is a CUDA device.
+    """
+    if not torch.cuda.is_available():
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]

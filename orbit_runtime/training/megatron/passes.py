@@ -1,4 +1,4 @@
-"""`Passes` for ranks: each rank computes with its part of the model, on the micro-batches of its replica.
+"""`Passes` and `ValuePasses` for ranks: each computes with its part of the model, on the micro-batches of its replica.
 
 Belongs here: sums of a step over replicas and parts. Does not belong here: the collectives inside a pass (`regions`),
 the arithmetic of a step (`training.updater`).
@@ -6,7 +6,7 @@ the arithmetic of a step (`training.updater`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.adapters.layer import CRITIC_SLOT, TRAINER_SLOT
 from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.model import RankPolicy
@@ -23,6 +23,7 @@ from orbit_runtime.training.megatron.pipeline import Begun, Pipeline
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.passes import LocalPasses, LossOf, TrainingPass
 from orbit_runtime.training.teacher import Teacher
+from orbit_runtime.training.values import LocalValues, ValueLossOf, ValueModel
 from orbit_runtime.types import Sampling
 
 
@@ -122,6 +123,51 @@ class RankPasses:
         own = values_R.cpu() if self.leads else values_R.new_empty(0).cpu()
         known = torch.cat(_gather(own, self._groups.replicas))
         return _gather(known, self._groups.pipeline)[-1].to(self.device)  # type: ignore[no-any-return]
+
+
+class RankValues:
+    """Every rank calls every method, in the same order. All ranks of a replica's last stage get the same values."""
+
+    def __init__(self, held: RankPolicy, groups: Groups, model: ValueModel) -> None:
+        """Args: model: around this rank's part; it has a head on the last stage."""
+        self._model = model
+        self._local = LocalValues(model)
+        self._pipeline = held.pipeline
+        self._is_last = groups.is_last_stage
+        self._owners = Owners(groups, model.parameters, model.places)
+        self.parameters = model.parameters
+        self.owned = self._owners.owned
+        self.copied = self._owners.copied
+        """Those of `parameters` that other ranks hold too."""
+
+    def values(self, micro: MicroBatch) -> Tensor:
+        if self._is_last:
+            return self._local.values(micro)
+        policy = self._model.policy
+        with torch.no_grad(), policy.injected.selection.use(CRITIC_SLOT):
+            policy.through(micro.packed)
+        return torch.zeros(len(micro.trained_R), device=policy.device)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_of: ValueLossOf) -> None:
+        pipeline, policy = self._pipeline, self._model.policy
+        if pipeline is None:
+            self._local.forward_backward(micro_batches, loss_of)
+            return
+
+        def begin(micro: MicroBatch) -> Begun:
+            with policy.injected.selection.use(CRITIC_SLOT):
+                root = loss_of(micro, self._model.trained(micro)) if pipeline.is_last else policy.through(micro.packed)
+            return Begun(root, pipeline.take_entered())
+
+        pipeline.run(micro_batches, begin, pipeline.finish)
+
+    def finish_gradients(self) -> Tensor:
+        self._owners.collect_gradients()
+        return self._owners.norm()
+
+    def finish_update(self) -> None:
+        self._owners.share_values()
+        self._model.adapter.after_update()
 
 
 def _added(each: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -39,10 +39,9 @@ from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
 from orbit_runtime.training.megatron.holding import Filled, Holding
 from orbit_runtime.training.megatron.model import RankPolicy, load_rank_policy
 from orbit_runtime.training.megatron.outline import Held, Holder, Outline, What, Window, cut_published, outline_of
-from orbit_runtime.training.megatron.passes import RankPasses
+from orbit_runtime.training.megatron.passes import RankPasses, RankValues
 from orbit_runtime.training.megatron.sent import Sent, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
-from orbit_runtime.training.megatron.values import RankValues
 from orbit_runtime.training.settings import CriticSettings, TrainerSettings
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater

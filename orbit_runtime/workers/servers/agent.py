@@ -24,9 +24,9 @@ from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 
-from orbit_runtime import __version__
 from orbit_runtime.errors import OutputError, UnsupportedError, UsageError
 from orbit_runtime.spec.engine_arguments import ALLOWED
+from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE, shared_token
 from orbit_runtime.workers.servers.process import ServerProcess, launch_command, launch_environment
 from orbit_runtime.workers.system import ask_driver

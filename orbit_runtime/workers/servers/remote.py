@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 import httpx
 
-from orbit_runtime import __version__
 from orbit_runtime.errors import EngineDiedError, OutputError, UnsupportedError
+from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE
 from orbit_runtime.workers.servers.process import AGENT_VARIABLE, INSTALL, STOP_SECONDS, WatchedServer
 
