@@ -59,9 +59,6 @@ class EngineCalls:
                 self._engine.abort(list(given))
         return [completion for _ in range(steps) for completion in self._engine.advance()]
 
-    def share(self, uri: str, key: str, word: str) -> bool:
-        return self._depot.share(uri, key, word)
-
     def load_adapter(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> None:
         self._engine.load_adapter(name, AdapterFiles(version, self._depot.read(files), digest))
 
@@ -90,8 +87,8 @@ class EngineCalls:
     def calls(self) -> dict[str, Callable[..., Any]]:
         """The calls by name."""
         named = (
-            self.share, self.advance, self.load_adapter, self.unload_adapter, self.adopt, self.release, self.score,
-            self.adapter_digest, self.explain_slot,
+            self._depot.share, self.advance, self.load_adapter, self.unload_adapter, self.adopt, self.release,
+            self.score, self.adapter_digest, self.explain_slot,
         )  # fmt: skip
         return {each.__name__: each for each in named}
 

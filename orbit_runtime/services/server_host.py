@@ -69,9 +69,6 @@ class ServerCalls:
         for name in self._desk.names():
             self._desk.drop(name)
 
-    def share(self, uri: str, key: str, word: str) -> bool:
-        return self._depot.share(uri, key, word)
-
     def start(self, index: int, lost: str | None) -> dict[str, Any]:
         """Where to call this server: a process that runs, and not the one that was lost."""
         each = self._servers[index]
@@ -101,14 +98,11 @@ class ServerCalls:
     def explained(self) -> None:
         self._explaining.close()
 
-    def drop(self, name: str) -> None:
-        self._desk.drop(name)
-
     def calls(self) -> dict[str, Callable[..., Any]]:
         """The calls by name."""
         named = (
-            self.share, self.start, self.take, self.files, self.carry, self.carried, self.explain, self.explained,
-            self.drop,
+            self._depot.share, self.start, self.take, self.files, self.carry, self.carried, self.explain,
+            self.explained, self._desk.drop,
         )  # fmt: skip
         return {each.__name__: each for each in named}
 

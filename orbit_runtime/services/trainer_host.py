@@ -6,8 +6,7 @@ Belongs here: building it from the manifest, and its calls. Does not belong here
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Buffer, Callable, Mapping, Sequence
+from collections.abc import Buffer, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from orbit_runtime.services.host import Host
 from orbit_runtime.sides.interface import TrainerSide, TrainerStart
 from orbit_runtime.sides.trainers import build_side, decide_division, load_loss
 from orbit_runtime.storage import Content, Part, write_parts
-from orbit_runtime.types import Computed, Probe, Sample, Scored, UpdateResult
+from orbit_runtime.types import Probe
 
 
 class TrainerCalls:
@@ -48,12 +47,6 @@ class TrainerCalls:
             self._side.begin(adapter, digest)
         return adapter is not None
 
-    def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
-        return self._trainer.update(samples_D)
-
-    def share(self, uri: str, key: str, word: str) -> bool:
-        return self._depot.share(uri, key, word)
-
     def publish_to(self, folder: str, standing: Mapping[str, Part]) -> dict[str, Part] | None:
         """Writes the adapter's files to a folder of the store. None, with nothing written, if others are `standing`."""
         buffer = AdapterBuffer()
@@ -76,14 +69,8 @@ class TrainerCalls:
         manifest = self._trainer.publish(buffer)
         return {"files": buffer.files(), "pieces": {name: list(each) for name, each in manifest.files.items()}}
 
-    def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
-        return self._trainer.score(token_ids_T)
-
     def explain(self, files: Mapping[str, Part | Buffer]) -> str:
         return "" if self._side.explain is None else self._side.explain(self._depot.read(files))
-
-    def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
-        return self._trainer.column(name, samples_D)
 
     def save(self) -> dict[str, Buffer]:
         held = HeldWriter()
@@ -104,16 +91,18 @@ class TrainerCalls:
         if kind is not None:
             self._probing.enter_context(self._side.probing(kind))
 
-    def base_digest(self) -> str:
-        return self._side.base_digest()
-
     def calls(self) -> dict[str, Callable[..., Any]]:
         """The calls by name."""
-        named = (
-            self.share, self.begin, self.update, self.score, self.explain, self.column, self.publish,
-            self.publish_to, self.save, self.save_to, self.load, self.probe, self.base_digest,
+        own = (
+            self.begin, self.explain, self.publish, self.publish_to, self.save, self.save_to, self.load, self.probe,
         )  # fmt: skip
-        return {each.__name__: each for each in named}
+        return {each.__name__: each for each in own} | {
+            "share": self._depot.share,
+            "update": self._trainer.update,
+            "column": self._trainer.column,
+            "score": self._trainer.score,
+            "base_digest": self._side.base_digest,
+        }
 
 
 def _adapter_at(place: str, digest: str) -> AdapterFolder | None:

@@ -26,7 +26,7 @@ class Critic:
         self._passes = passes
         self._max_grad_norm = settings.max_grad_norm
         self.settings = critic
-        self.parameters, self.owned = passes.parameters, passes.owned
+        self.parameters, self.owned, self.values = passes.parameters, passes.owned, passes.values
         self.optimizer = torch.optim.AdamW(
             # A rank may own nothing: a group of parameters may be empty, a list of them may not.
             [{"params": list(self.owned.values())}],
@@ -36,10 +36,6 @@ class Critic:
         )
         self.updates = 0
         """Optimiser updates since the run began."""
-
-    def values(self, micro: MicroBatch) -> Tensor:
-        """As `ValuePasses.values`."""
-        return self._passes.values(micro)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Adds the gradient of one mini-batch; returns the loss of the micro-batches that this replica counts."""

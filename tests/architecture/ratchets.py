@@ -72,7 +72,7 @@ CEILINGS: dict[str, Ceiling] = {
     "files of storage": Ceiling(16),
     "files of the top": Ceiling(
         8,
-        "the version has a module of its own: modules that read it imported the package, and with it the API and the loop",
+        "the version has a module of its own: who read it imported the package, and with it the API and the loop",
     ),
     "files of training": Ceiling(23),
     "files of workers": Ceiling(32),
