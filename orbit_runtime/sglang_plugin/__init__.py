@@ -11,15 +11,7 @@ from __future__ import annotations
 
 import os
 
-VARIABLE = "ORBIT_SGLANG"
-"""Set by Orbit for the servers that it starts; the plug-in is active only then."""
-OFT_VARIABLE = "ORBIT_SGLANG_OFT_BLOCK_SIZE"
-"""Set if the server must serve OFT: its buffers are allocated before the first adapter is known."""
-
-EXPERTS_VARIABLE = "ORBIT_SGLANG_EXPERTS"
-"""The layout of routed experts' adapters, `None` if they have none; if unset, SGLang is not modified."""
-WEIGHT_ONLY_VARIABLE = "ORBIT_SGLANG_WEIGHT_ONLY"
-"""Set if activations must not be rounded where SGLang has no setting of its own for that."""
+from orbit_runtime.sglang_plugin.variables import EXPERTS_VARIABLE, OFT_VARIABLE, VARIABLE
 
 
 def activate() -> None:

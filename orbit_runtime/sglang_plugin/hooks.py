@@ -1,38 +1,62 @@
 """Hooks into SGLang: `/server_info` reports the contents of its LoRA slots and what the last batches applied.
 
-Belongs here: the hooks that every adapter needs. Does not belong here: what is read there (`readback`), how adapters
-arrive (`arrival`), the hooks of OFT (`oft_hooks`) and of routed experts (`experts`).
+Belongs here: the hooks that every adapter needs, and those without which SGLang 0.5.23 would sample or compute
+otherwise than the trainer whatever the adapter. Does not belong here: what is read of the slots (`readback`), how
+adapters arrive (`arrival`), the hooks of OFT (`oft_hooks`) and of routed experts (`experts`), settings that are refused
+(`planner.sampling`), formats that SGLang has a flag or a variable for (`planner.engine_kernels`).
+
+*The adapter that sampled.* A completion's tokens are sent with it. SGLang's responses name none: a client that relied
+on its own request alone would record the wrong policy version if the server applied another slot, or none.
+
+*Log-probs under top-k, top-p and min-p.* SGLang reports log-probs of the softmax before truncation, and measures
+top-p's mass without regard to top-k; on a GPU it differs again with min-p (`layers/sampler.py`). It takes the logarithm
+of `probs` after drawing. The hook therefore sets removed tokens to 0 before that, by the trainer's own definition
+(`algorithms.distribution`), and SGLang draws from the rest as from a whole distribution.
+
+*Keys and values stay in the model's dtype.* Most of NVIDIA's exports, and some in compressed-tensors, come with scales
+for a cache in FP8. SGLang then stores keys and values in FP8 by itself (`mem_cache/kv_cache_dtype.py`, "auto"), while
+the trainer computes them in BF16 and the plan counts two bytes each. `--kv-cache-dtype bf16` would not undo it:
+attention back ends apply a checkpoint's scales to every cache that is not "auto". So the quantisation is told that
+there is no proposal. DeepSeek-V4's cache, whose dtype its attention prescribes, is not affected.
+
+*Activations are not rounded.* SGLang uses `CompressedTensorsW8A16Fp8` (Marlin) only on GPUs without FP8, or for
+checkpoints that describe no activations. Experts have no such class.
 """
 
 from __future__ import annotations
 
+import os
 import pkgutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from orbit_runtime.algorithms.distribution import truncate
 from orbit_runtime.sglang_plugin import (
-    applied,
     arrival,
     cpu,
     deepseek_v4,
     experts,
-    kv_cache,
     mxfp4_experts,
     oft_hooks,
     ranks,
     readback,
-    sampling,
     taps,
-    weight_only,
 )
+from orbit_runtime.sglang_plugin.variables import WEIGHT_ONLY_VARIABLE
 
 KEY = "orbit"
 """Key of our part of an internal state."""
 LORA = "sglang.srt.lora"
+APPLIED_KEY = "orbit_adapter"
+"""Key in `meta_info`: a list whose last entry is the adapter's name; empty for the bare base."""
+STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+BASE = ""
 _targets: list[str] = []
+_applied: dict[str, str] = {}
+"""Adapter name by SGLang's id, from its newest batch. Has one entry for every adapter ever published."""
 
 
 def register(oft_block_size: int, expert_layout: str) -> None:
@@ -57,10 +81,8 @@ def register(oft_block_size: int, expert_layout: str) -> None:
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter", ranks.agree_on_load, "AFTER"),
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter_from_tensors", ranks.agree_on_load, "AFTER"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
-        *applied.hooks(),
-        *sampling.hooks(),
-        *kv_cache.hooks(),
-        *weight_only.hooks(),
+        (f"{STREAMER}.build_additional_customized_info", _add_applied, "AROUND"),
+        *_numerics(),
         *deepseek_v4.hooks(),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
         *(experts.hooks(expert_layout) if expert_layout else ()),
@@ -176,6 +198,89 @@ def _around_pass(original: Any, runner: Any, forward_batch: Any, *rest: Any, **n
 def _note_batch(result: Any, manager: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:
     adapters = [adapter for adapter in forward_batch.lora_ids if adapter is not None]
     readback.note_batch(manager, adapters)
-    applied.note_batch(manager, adapters)
+    note_applied(manager, adapters)
     oft_hooks.note_batch(manager, forward_batch)
     return result
+
+
+def note_applied(manager: Any, adapters: Iterable[str]) -> None:
+    """Call after SGLang chose the slots of a batch: an id counts as applied if its slot holds it."""
+    if not _applied:
+        from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+        SchedulerOutputStreamer.has_additional_customized_info = True
+        _applied[BASE] = ""
+    pool = manager.memory_pool
+    for each in set(adapters):
+        slot = pool.uid_to_buffer_id.get(each)
+        is_held = slot is not None and pool.buffer_id_to_uid[slot] == each and each in manager.lora_refs
+        _applied[each] = manager.lora_refs[each].lora_name if is_held else ""
+
+
+def _add_applied(original: Any, streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
+    told: dict[str, list[Any]] = original(streamer, reqs)
+    return {**told, APPLIED_KEY: [[_applied.get(req.lora_id or BASE, "")] for req in reqs]}
+
+
+QUANTISATION = "sglang.srt.layers.quantization"
+COMPRESSED = f"{QUANTISATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
+PROPOSALS = {
+    f"{QUANTISATION}.modelopt_quant.ModelOptQuantConfig": "kv_cache_quant_algo",
+    f"{QUANTISATION}.fp8.Fp8Config": "kv_cache_quant_algo",
+    COMPRESSED: "kv_cache_scheme",
+}
+"""Class → the attribute that proposes a dtype for keys and values."""
+
+
+def _numerics() -> Iterator[tuple[str, Any, str]]:
+    """(target, hook, kind) of the hooks that keep SGLang from sampling or computing otherwise than the trainer."""
+    yield "sglang.srt.layers.sampler.Sampler._sample_from_probs", _draw_from_what_is_left, "AROUND"
+    for name in PROPOSALS:
+        yield f"{name}.__init__", _forget, "AFTER"
+    if os.environ.get(WEIGHT_ONLY_VARIABLE):
+        yield f"{COMPRESSED}._get_scheme_from_parts", _without_activations, "AROUND"
+
+
+def _draw_from_what_is_left(
+    original: Any, sampler: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, is_simple: bool
+) -> Any:
+    if is_simple:
+        return original(sampler, probs, info, positions, True)
+    whole = probs.clone() if info.need_top_k_sampling else None
+    cut_off(probs, info)
+    drawn = original(sampler, probs, info, positions, True)
+    if whole is not None:
+        # SGLang's temperature 0 is top-k 1 at temperature 1. It reports the model's own log-probs if a whole batch is
+        # greedy; in a mixed batch they must be the same.
+        is_greedy = (info.top_ks == 1)[:, None] & (info.temperatures.reshape(-1, 1) == 1.0)
+        probs.copy_(torch.where(is_greedy, whole, probs))
+    return drawn
+
+
+def cut_off(probs_BV: torch.Tensor, info: Any) -> None:
+    """Works in place. `info`: SGLang's `SamplingBatchInfo`, whose `top_ks` use 1 << 30 for the whole vocabulary."""
+    top_k = info.top_ks.to(torch.int64)
+    top_k_B1 = torch.where(top_k >= probs_BV.shape[-1], 0, top_k)[:, None] if info.need_top_k_sampling else None
+    left = truncate(
+        torch.log(probs_BV.float()),
+        top_k_B1,
+        info.top_ps[:, None].float() if info.need_top_p_sampling else None,
+        info.min_ps[:, None].float() if info.need_min_p_sampling else None,
+    )
+    probs_BV.copy_(torch.softmax(left, dim=-1))
+
+
+def _forget(_result: None, quantisation: Any, /, *_: Any, **__: Any) -> None:
+    for name in set(PROPOSALS.values()):
+        if name in vars(quantisation):
+            setattr(quantisation, name, None)
+
+
+def _without_activations(original: Any, config: Any, weights: Any, activations: Any, *rest: Any, **named: Any) -> Any:
+    """Weights by row or for the whole tensor; the class has no scales by block."""
+    if not (config._is_fp8_w8a8(weights, activations) and config._is_fp8_w8a16(weights, activations)):
+        return original(config, weights, activations, *rest, **named)
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A16Fp8
+
+    # A static scale of activations is in the file: the class takes it, and does not use it.
+    return CompressedTensorsW8A16Fp8(strategy=weights.strategy, is_static_input_scheme=not activations.dynamic)

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
+from orbit_runtime.sglang_plugin import activate, cpu
+from orbit_runtime.sglang_plugin.variables import VARIABLE
 from orbit_runtime.workers.child.run_token import token_from_pipe
 from orbit_runtime.workers.servers.process import (
     INSTALL,

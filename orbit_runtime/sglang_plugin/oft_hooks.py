@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.sglang_plugin import EXPERTS_VARIABLE
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.sglang_plugin.experts import fused_layers
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, Rotations
-from orbit_runtime.sglang_plugin.tower import language_model, name_in_files
+from orbit_runtime.sglang_plugin.variables import EXPERTS_VARIABLE
+from orbit_runtime.sglang_plugin.weights import language_model, name_in_files
 
 LORA = "sglang.srt.lora"
 LAYERS = ("ColumnParallelLinearWithLoRA", "RowParallelLinearWithLoRA", "ReplicatedLinearWithLoRA")

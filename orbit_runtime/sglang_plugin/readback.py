@@ -28,12 +28,10 @@ from orbit_runtime.adapters.names import STACKED_NAMES
 from orbit_runtime.adapters.state import config_file, held_digest, published_tensors
 from orbit_runtime.digests import Pieces
 from orbit_runtime.sglang_plugin.experts import expert_buffers
-from orbit_runtime.sglang_plugin.lending import borrow, lend
 from orbit_runtime.sglang_plugin.ranks import are_on_one_machine, count, own_rank
 from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
-from orbit_runtime.sglang_plugin.shards import Joined, Piece, join, pack, with_pieces
-from orbit_runtime.sglang_plugin.tower import name_in_files
-from orbit_runtime.sglang_plugin.weights import Held
+from orbit_runtime.sglang_plugin.shards import Joined, Piece, borrow, join, lend, pack, with_pieces
+from orbit_runtime.sglang_plugin.weights import Held, name_in_files
 
 VERSION = 4
 """Version of the facts below; a client that expects another one refuses them."""

@@ -4,7 +4,7 @@ Belongs here: forward hooks on SGLang's modules, and their names in a checkpoint
 Does not belong here: comparing (`parity.locate`), the trainer's side (`policy.snapshot`).
 
 Orbit puts a request in a folder that both can access, sends the sequence, and reads the answer from there. Without a
-request, nothing is hooked and nothing is copied. A requested pass runs without CUDA graphs (`eager`). With several
+request, nothing is hooked and nothing is copied. A requested pass runs without CUDA graphs. With several
 ranks, each answers for itself: with results that no lower rank reports, and with digests of all that it holds.
 The facts of the slots are sent the same way when a publish is proven, so no separate request delays those that
 sample. Digests are computed concurrently with the following passes.
@@ -18,7 +18,7 @@ import pickle
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,13 +28,10 @@ from torch import Tensor
 
 from orbit_runtime.adapters.tensorfile import dump, tensor_digest
 from orbit_runtime.sglang_plugin import ranks, readback
-from orbit_runtime.sglang_plugin.eager import without_graphs
 from orbit_runtime.sglang_plugin.rotation import FUSED
-from orbit_runtime.sglang_plugin.tower import language_model
-from orbit_runtime.sglang_plugin.weights import Held, base_weights, heights_of, places_of
+from orbit_runtime.sglang_plugin.variables import TAPS_VARIABLE
+from orbit_runtime.sglang_plugin.weights import Held, base_weights, heights_of, language_model, places_of
 
-VARIABLE = "ORBIT_SGLANG_TAPS"
-"""Variable that names the folder; set by Orbit for the servers that it starts."""
 REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
 FACTS_REQUEST, FACTS, TOLD = "facts-request.json", "facts-{name}.json", "told-{name}-{rank}"
 LOOK_SECONDS = 0.001
@@ -139,7 +136,7 @@ class TellsFacts(Protocol):
     """The data copied on one rank."""
 
     def own(self) -> dict[str, Any]:
-        """This rank's report; values that another rank needs are lent (`lending`)."""
+        """This rank's report; values that another rank needs are lent."""
         ...
 
     def received(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +191,7 @@ _worker = ThreadPoolExecutor(1, "orbit-facts", initializer=torch.set_num_threads
 
 
 def _find_request(name: str) -> Path | None:
-    folder = os.environ.get(VARIABLE)
+    folder = os.environ.get(TAPS_VARIABLE)
     file = Path(folder) / name if folder else None
     return file if file is not None and file.exists() else None
 
@@ -356,3 +353,20 @@ def _constants(model: Any, rows: int) -> Iterator[tuple[str, Tensor]]:
         if angles is not None:
             # A copy: a shared tensor would be the same bytes under many names.
             yield f"{name.rpartition('.')[0]}.{ROTARY}", angles[:rows].float().cpu().clone()
+
+
+RUNNERS = ("decode_cuda_graph_runner", "prefill_cuda_graph_runner")
+"""Attributes in which `ModelRunner` keeps recorded graphs (0.5.23: `_forward_raw`); None if it has none."""
+
+
+@contextmanager
+def without_graphs(runner: Any) -> Iterator[None]:
+    """Within this context, every pass of this `ModelRunner` is computed by its modules."""
+    held = {name: getattr(runner, name) for name in RUNNERS if hasattr(runner, name)}
+    try:
+        for name in held:
+            setattr(runner, name, None)
+        yield
+    finally:
+        for name, graphs in held.items():
+            setattr(runner, name, graphs)

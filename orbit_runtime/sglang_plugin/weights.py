@@ -1,6 +1,7 @@
 """The base weights of one rank of a server, by checkpoint name and by position in whole tensors.
 
-Belongs here: how SGLang fuses, divides and packs weights. Does not belong here: adapters (`readback`), passes (`taps`).
+Belongs here: how SGLang names, fuses, divides and packs weights. Does not belong here: adapters (`readback`), passes
+(`taps`).
 
 A packed layer is read by multiplying with it: a row of the identity gives a column of what its kernel dequantises,
 whatever the order of its bytes. That is exact if activations stay in 16 bits (each sum is one value times 1). Kernels
@@ -228,3 +229,16 @@ def _experts(name: str, module: Any) -> Iterator[Held]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+OWNER = "language_model"
+
+
+def language_model(model: Any) -> Any:
+    """The part of SGLang's model that computes text: all of it if there is no tower."""
+    return getattr(model, OWNER, None) or model
+
+
+def name_in_files(name: str) -> str:
+    """`language_model.model.layers.0.mlp` → `model.layers.0.mlp`."""
+    return name.removeprefix(f"{OWNER}.")

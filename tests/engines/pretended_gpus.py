@@ -22,7 +22,8 @@ from typing import Any
 
 def main(asked: dict[str, Any]) -> None:
     """Each case in a process of its own: SGLang keeps what it resolved, and sets variables."""
-    from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
+    from orbit_runtime.sglang_plugin import activate, cpu
+    from orbit_runtime.sglang_plugin.variables import VARIABLE
 
     cpu.install()
     os.environ[VARIABLE] = "1"

@@ -318,11 +318,10 @@ def test_the_servers_plug_in_tells_which_adapter_sampled(
     assert {each.versions_T[0] for each in sample(lora_server, asked)} == {11}
     run_inside(
         lora_server,
-        "from orbit_runtime.sglang_plugin import applied\n"
-        "applied.note_batch = lambda manager, adapters: applied._applied.update({each: '' for each in adapters})\n",
+        "from orbit_runtime.sglang_plugin import hooks\nhooks.kept = hooks.note_applied\n"
+        "hooks.note_applied = lambda manager, adapters: hooks._applied.update({each: '' for each in adapters})\n",
     )
     with pytest.raises(GateError, match=f"asked for {name}, and the engine applied the base"):
         list(sample(lora_server, asked))
-    run_inside(lora_server, "import importlib\nfrom orbit_runtime.sglang_plugin import applied\n"
-               "importlib.reload(applied)\n")  # fmt: skip
+    run_inside(lora_server, "from orbit_runtime.sglang_plugin import hooks\nhooks.note_applied = hooks.kept\n")
     lora_server.unload_adapter(name)

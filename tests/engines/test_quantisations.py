@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orbit_runtime.sglang_plugin import WEIGHT_ONLY_VARIABLE
+from orbit_runtime.sglang_plugin.variables import WEIGHT_ONLY_VARIABLE
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 PROGRAM = Path(__file__).parent / "quantisations.py"

@@ -25,7 +25,7 @@ LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v4")
 """Families whose attention reads the weights of `kv_b_proj` or `o_a_proj` itself, so that they must not be repacked."""
 FP8_VARIABLE, DEEPGEMM_VARIABLE = "SGLANG_FORCE_FP8_MARLIN", "SGLANG_ENABLE_JIT_DEEPGEMM"
 PLUGIN_VARIABLE = "ORBIT_SGLANG_WEIGHT_ONLY"
-"""Of Orbit's plug-in (`sglang_plugin.weight_only`): the same for FP8 that compressed-tensors wrote."""
+"""Of Orbit's plug-in (`sglang_plugin.hooks`): the same for FP8 that compressed-tensors wrote."""
 EXCHANGE = "moe-a2a-backend"
 """The engine argument that sends tokens to experts by programs which multiply with DeepGEMM alone."""
 NVFP4_FLAG, MXFP4_FLAG, EXPERTS_FLAG = "--fp4-gemm-backend", "--flashinfer-mxfp4-moe-precision", "--moe-runner-backend"

@@ -18,7 +18,7 @@ from orbit_runtime.planner.support.kernels import (
     EngineKernels,
     choose_kernels,
 )
-from orbit_runtime.sglang_plugin import WEIGHT_ONLY_VARIABLE
+from orbit_runtime.sglang_plugin.variables import WEIGHT_ONLY_VARIABLE
 from tests.unit_runtime.planner.test_planner import build
 
 NVFP4, NVFP4_EXPERTS = ("--fp4-gemm-backend", "marlin"), ("--moe-runner-backend", "marlin")

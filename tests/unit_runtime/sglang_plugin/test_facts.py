@@ -17,6 +17,7 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, files_digest
 from orbit_runtime.rollout.taps import asked_facts
 from orbit_runtime.sglang_plugin import readback, taps
+from orbit_runtime.sglang_plugin.variables import TAPS_VARIABLE
 
 RANK, WIDTH = 2, 4
 NAME = "model.layers.0.mlp.down_proj"
@@ -103,7 +104,7 @@ def held() -> Held:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where both sides look."""
-    monkeypatch.setenv(taps.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(TAPS_VARIABLE, str(tmp_path))
     be_rank(monkeypatch, 0, 1)
     return tmp_path
 

@@ -7,9 +7,8 @@ import pickle
 import pytest
 import torch
 
-from orbit_runtime.sglang_plugin import lending
-from orbit_runtime.sglang_plugin.lending import borrow, lend
-from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
+from orbit_runtime.sglang_plugin import shards
+from orbit_runtime.sglang_plugin.shards import Piece, borrow, join, lend, pack, with_pieces
 
 WHOLE = {
     "column.lora_A": torch.randn(4, 16), "column.lora_B": torch.randn(12, 4), "row.lora_A": torch.randn(4, 24),
@@ -107,20 +106,20 @@ def test_a_rank_that_lacks_a_tensor_is_told() -> None:
 
 
 def test_what_was_lent_is_kept_until_it_was_opened_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "_kept", [])
+    monkeypatch.setattr(shards, "_kept", [])
     told, opening = lend({0: pack(pieces(0), whole=False, copied=False)})
     lend({})
-    assert len(lending._kept) == 1, "nobody has opened it"
+    assert len(shards._kept) == 1, "nobody has opened it"
     (held,) = borrow(told, opening).values()
     lend({})
-    assert not lending._kept
+    assert not shards._kept
     assert torch.equal(held[0].data, WHOLE["column.lora_A"]), "the memory lives as long as its tensors"  # type: ignore[arg-type]
     with pytest.raises(OSError, match=r"given back|No such file"):
         borrow(told, opening)
     lend({0: pack(pieces(0), whole=False, copied=False)})
-    monkeypatch.setattr(lending, "KEPT_SECONDS", -1.0)
+    monkeypatch.setattr(shards, "KEPT_SECONDS", -1.0)
     lend({})
-    assert not lending._kept, "its reader was given up"
+    assert not shards._kept, "its reader was given up"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from orbit_runtime.adapters.tensorfile import parse
 from orbit_runtime.model_info.headers import parse_header
 from orbit_runtime.sglang_plugin import taps, weights
-from orbit_runtime.sglang_plugin.eager import without_graphs
+from orbit_runtime.sglang_plugin.taps import without_graphs
+from orbit_runtime.sglang_plugin.variables import TAPS_VARIABLE
 
 TOKENS = [3, 1, 2]
 
@@ -72,7 +73,7 @@ class Runner:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the plug-in is asked, in a process with the little of SGLang that it looks at."""
-    monkeypatch.setenv(taps.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(TAPS_VARIABLE, str(tmp_path))
     alone = SimpleNamespace(world_size=1, rank_in_group=0)
     linears = dict.fromkeys(("ColumnParallelLinear", "RowParallelLinear"), type("Linear", (), {}))
     fakes = {
