@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
-from orbit_runtime.adapters.files import MODEL_FILE, plain_key
+from orbit_runtime.adapters.files import MODEL_FILE, join_tensors, plain_key
 from orbit_runtime.adapters.inject import AdaptedLayer
 from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
-from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.adapters.oft import OFTSlot, rotations
 from orbit_runtime.adapters.state import parse_tensors
 from orbit_runtime.adapters.tensorfile import are_finite, widened

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.config import AdapterConfig, InjectReport, ReportRow
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import TRAINER_SLOT, AdaptedLinear, Selection
 from orbit_runtime.adapters.lora import initial_A
 from orbit_runtime.adapters.masters import Masters, Place
 from orbit_runtime.adapters.oft import check_block_size
 from orbit_runtime.adapters.part import Part
-from orbit_runtime.adapters.report import InjectReport, ReportRow
 from orbit_runtime.errors import InternalError, ManifestError
 from orbit_runtime.model_info.weights import SHARED_INPUTS
 

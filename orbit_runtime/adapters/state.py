@@ -1,19 +1,20 @@
 """An adapter as files in PEFT's format, and as digests.
 
     adapter_model.safetensors   `base_model.model.<module>.lora_A.weight`, `.lora_B.weight` BF16; `.oft_R.weight` fp32;
-                                experts as `adapters.names` says
+                                experts as `adapters.files` says
     adapter_config.json         PEFT's configuration, with which PEFT loads the folder unchanged
     rotations.safetensors       OFT only: `<module>.oft_R` BF16 `[K/b, b, b]`, the R that trainer and engine multiply by
 
 Files are canonical: equal tensors give equal bytes. Layers that share an OFT parameter are written as equal ones.
 
-Belongs here: names, bytes, digests and strict loading. Does not belong here: storing (`storage`), proving (`loop`).
+Belongs here: bytes, digests and strict loading; hashes of what the layers of a pass multiply by, taken while the pass
+goes on. Does not belong here: names (`files`), storing (`storage`), proving (`loop`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Buffer, Iterable, Mapping, Sequence
+from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,19 @@ from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE, digest_applied, plain_key
+from orbit_runtime.adapters.files import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    PEFT_PREFIX,
+    ROTATIONS_FILE,
+    digest_applied,
+    join_tensors,
+    plain_key,
+    split_tensor,
+)
 from orbit_runtime.adapters.inject import AdaptedLayer, Injected, owners
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied, Slot
 from orbit_runtime.adapters.lora import LoRASlot
-from orbit_runtime.adapters.names import join_tensors, split_tensor
 from orbit_runtime.adapters.oft import OFTSlot, rotations
 from orbit_runtime.adapters.tensorfile import TensorFile
 from orbit_runtime.digests import Pieces, cut, hash_pieces, tree_digest
@@ -343,3 +352,59 @@ def _widened(tensors: Mapping[str, Tensor], layers: Mapping[str, AdaptedLayer]) 
     """Copies in the compute dtype, on the layers' device."""
     layer = next(iter(layers.values()))
     return tensorfile.widened(tensors, layer.device, layer.selection.compute_dtype)
+
+
+AppliedPieces = Mapping[str, tuple[Pieces, ...]]
+"""`<module>.<kind>` → pieces of each tensor that this process holds of it: one for each expert if each has its own in
+files."""
+
+_Key = tuple[str, int, int]
+"""Parameter, index of its tensor, and how often that was applied before."""
+
+
+_IN_FLIGHT_BYTES = 1 << 23
+"""Enough to keep eight threads busy; nothing of a pass may pile up while they have no processor."""
+
+
+class AppliedHashes:
+    """For one pass without gradient; `add` is a trace."""
+
+    def __init__(self, layers: Mapping[str, AdaptedLayer]) -> None:
+        self._layers = layers
+        self._hasher = tensorfile.TensorHasher[_Key](_IN_FLIGHT_BYTES)
+        self._times: dict[tuple[str, int], int] = {}
+        self.scalings: dict[str, set[float | None]] = {}
+        """By module."""
+
+    def add(self, entry: Applied) -> None:
+        self.scalings.setdefault(entry.module, set()).add(entry.scaling)
+        self._hasher.add(self._keyed(entry))
+
+    def _keyed(self, entry: Applied) -> Iterator[tuple[_Key, Tensor]]:
+        layer = self._layers[entry.module]
+        for kind in layer.shapes():
+            names, indices = layer.held_names(kind), range(len(layer.held_names(kind)))
+            indices = indices[entry.experts] if len(names) > 1 else indices
+            for index in indices:
+                place = (f"{entry.module}.{kind}", index)
+                times = self._times[place] = self._times.get(place, -1) + 1
+                yield (*place, times), entry.tensors[names[index]].detach()
+
+    def result(self) -> AppliedPieces:
+        """Of the parameters that were applied with all their tensors.
+
+        Raises:
+            InternalError: one pass applied two different values of a parameter.
+        """
+        found = self._hasher.result()
+        for (key, index, times), pieces in found.items():
+            if times and pieces != found[key, index, 0]:
+                raise InternalError(f"one pass applied two different values of {key}")
+        result: dict[str, tuple[Pieces, ...]] = {}
+        for module in self.scalings:
+            layer = self._layers[module]
+            for kind in layer.shapes():
+                places = [(f"{module}.{kind}", index, 0) for index in range(len(layer.held_names(kind)))]
+                if all(place in found for place in places):
+                    result[f"{module}.{kind}"] = tuple(found[place] for place in places)
+        return result

@@ -14,7 +14,7 @@ from math import isqrt
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from orbit_runtime.adapters.names import is_outer, layer_of
+from orbit_runtime.adapters.files import is_outer, layer_of
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.model_info.headers import Header, parse_header
@@ -113,7 +113,7 @@ class AdapterFolder:
         return float(self.config["lora_alpha"]) / root
 
     def modules(self) -> tuple[str, ...]:
-        """The adapted modules as the file names them; those of routed experts as in `adapters.names`."""
+        """The adapted modules as the file names them; those of routed experts as in `adapters.files`."""
         return tuple(dict.fromkeys(module_of(name)[0] for name in sorted(self.header.tensors)))
 
     def layers(self) -> tuple[str, ...]:

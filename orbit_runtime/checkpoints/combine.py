@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.names import layer_of
+from orbit_runtime.adapters.files import layer_of
 from orbit_runtime.adapters.oft import rotations
 from orbit_runtime.checkpoints.adapter_folder import (
     EXPERT_LAYOUTS,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.names import expert_file_names, is_outer
+from orbit_runtime.adapters.files import expert_file_names, is_outer
 from orbit_runtime.adapters.oft import rotations
 from orbit_runtime.checkpoints.adapter_folder import CONFIG_FILE, MODEL_FILE, PREFIX, ROTATIONS_FILE, AdapterFolder
 from orbit_runtime.checkpoints.combine import EVERY, Combined, LoRAPart, combine, side_A, side_B

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.report import InjectReport, join_reports
+from orbit_runtime.adapters.config import AdapterConfig, InjectReport, join_reports
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.planner.support.served import Place, ServedAdapter
 

@@ -21,9 +21,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.config import AdapterConfig, InjectReport
 from orbit_runtime.adapters.inject import inject
-from orbit_runtime.adapters.report import InjectReport
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.families import FAMILIES, default_targets
 from orbit_runtime.model_info.headers import check_finished

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.config import AdapterConfig, InjectReport, ReportRow
 from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.layer import Selection
 from orbit_runtime.adapters.masters import Masters
-from orbit_runtime.adapters.report import InjectReport, ReportRow
 from orbit_runtime.adapters.tensorfile import build
 from orbit_runtime.digests import cut
 from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError

@@ -16,7 +16,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from orbit_runtime.adapters.patience import seconds_for
+from orbit_runtime.adapters.files import seconds_for
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError, UnsupportedError
 from orbit_runtime.rollout.server_types import About, Api, Call, Loaded, LostError, Piece, Server, Sleeping

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from orbit_runtime.adapters.patience import adapter_bytes
+from orbit_runtime.adapters.files import adapter_bytes
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.streaming import LEAST_LOGPROB, Alternatives
 from orbit_runtime.rollout.transport import Handover

@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE
-from orbit_runtime.adapters.patience import adapter_bytes
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, adapter_bytes
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.requests import end_ids

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.patience import seconds_for
+from orbit_runtime.adapters.files import seconds_for
 from orbit_runtime.errors import GateError
 from orbit_runtime.model_info.headers import parse_header
 from orbit_runtime.policy.snapshot import Part, Snapshot

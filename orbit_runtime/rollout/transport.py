@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from orbit_runtime.adapters.buffer import opening_of, shared
-from orbit_runtime.adapters.patience import seconds_for, total_bytes
+from orbit_runtime.adapters.files import seconds_for, total_bytes
 from orbit_runtime.adapters.ticket import as_tensor, blocks, carried_bytes, write_ticket
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import GateError

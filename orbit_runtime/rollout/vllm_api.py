@@ -13,7 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.adapters.patience import adapter_bytes
+from orbit_runtime.adapters.files import adapter_bytes
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.rollout.requests import end_ids
 from orbit_runtime.rollout.server_types import (

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import orjson
 
-from orbit_runtime.adapters.patience import seconds_for
+from orbit_runtime.adapters.files import seconds_for
 from orbit_runtime.errors import CredentialsError, GateError, UnsupportedError
 from orbit_runtime.rollout.server_types import LostError, Server
 

@@ -13,7 +13,7 @@ slots, loading and kernels are SGLang's own. OFT needs nothing more: its hook pr
 the projections of compressors and indexer, which read the same input without rotation.
 
 Belongs here: hooks around SGLang's LoRA for this family's attention. Does not belong here: its experts
-(`experts`, `mxfp4_experts`), target names on a command line (`adapters.names`).
+(`experts`, `mxfp4_experts`), target names on a command line (`adapters.files`).
 GPU: not run on hardware.
 """
 

@@ -23,8 +23,14 @@ from torch import Tensor
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.buffer import Opening
 from orbit_runtime.adapters.difference import explain_difference
-from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE, digest_applied
-from orbit_runtime.adapters.names import STACKED_NAMES
+from orbit_runtime.adapters.files import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    PEFT_PREFIX,
+    ROTATIONS_FILE,
+    STACKED_NAMES,
+    digest_applied,
+)
 from orbit_runtime.adapters.state import config_file, held_digest, published_tensors
 from orbit_runtime.digests import Pieces
 from orbit_runtime.sglang_plugin.experts import expert_buffers

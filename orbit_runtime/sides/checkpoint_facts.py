@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.report import InjectReport
+from orbit_runtime.adapters.config import AdapterConfig, InjectReport
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.model_info.checkpoint import Headers, folder_headers, headers_facts
 from orbit_runtime.model_info.layouts import packed_module

@@ -487,7 +487,7 @@ def initial_state(outline: Outline, adapter: AdapterFolder) -> dict[str, bytes]:
     """
     import torch
 
-    from orbit_runtime.adapters.names import join_tensors
+    from orbit_runtime.adapters.files import join_tensors
     from orbit_runtime.adapters.state import parse_tensors
     from orbit_runtime.adapters.tensorfile import are_finite, dump
     from orbit_runtime.training.state import PART

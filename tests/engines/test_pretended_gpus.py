@@ -23,8 +23,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.report import InjectReport
+from orbit_runtime.adapters.config import AdapterConfig, InjectReport
 from orbit_runtime.model_info import checkpoint
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu

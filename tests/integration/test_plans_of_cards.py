@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from orbit_runtime.adapters.report import InjectReport
+from orbit_runtime.adapters.config import InjectReport
 from orbit_runtime.model_info.cards import card_facts, repositories
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import judge

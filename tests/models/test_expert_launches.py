@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from orbit_runtime.adapters.by_expert import multiply_by_expert, rotate_by_expert
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
+from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear, multiply_by_expert, rotate_by_expert
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Selection
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, rotate

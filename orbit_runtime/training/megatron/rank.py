@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.applied import AppliedHashes, AppliedPieces
 from orbit_runtime.adapters.buffer import Opening
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.adapters.part import WHOLE
 from orbit_runtime.adapters.rotations import Newest
+from orbit_runtime.adapters.state import AppliedHashes, AppliedPieces
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.digests import Pieces, cut, hash_pieces
 from orbit_runtime.errors import ModelError

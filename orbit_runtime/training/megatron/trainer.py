@@ -31,9 +31,9 @@ from orbit_runtime.adapters.files import (
     PEFT_PREFIX,
     ROTATIONS_FILE,
     digest_applied,
+    join_tensors,
     published_scaling,
 )
-from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.adapters.part import Part
 from orbit_runtime.adapters.state import config_json, published_tensors
 from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, tree_digest

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from orbit_runtime.adapters import state
-from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.files import MODEL_FILE
+from orbit_runtime.adapters.config import AdapterConfig, InjectReport
+from orbit_runtime.adapters.files import MODEL_FILE, expert_file_names, layer_of
 from orbit_runtime.adapters.inject import Injected, inject
 from orbit_runtime.adapters.layer import Dropout
-from orbit_runtime.adapters.names import expert_file_names, layer_of
 from orbit_runtime.adapters.oft import constrained, rotations, series_error, skew_symmetric
-from orbit_runtime.adapters.report import InjectReport
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.policy.experts import FrozenExperts, gated
 from orbit_runtime.quant import int4

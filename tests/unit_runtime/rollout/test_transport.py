@@ -23,9 +23,8 @@ import psutil
 import pytest
 import torch
 
-from orbit_runtime.adapters.files import files_digest
+from orbit_runtime.adapters.files import adapter_bytes, files_digest
 from orbit_runtime.adapters.group import Group, join
-from orbit_runtime.adapters.patience import adapter_bytes
 from orbit_runtime.adapters.ticket import (
     NotArrivedError,
     Ticket,
