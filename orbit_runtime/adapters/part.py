@@ -1,7 +1,7 @@
 """The rectangle of a layer that this process holds, if a model is divided among several processes.
 
 Belongs here: the resulting part of a layer's adapter. Does not belong here: which process holds which part
-(`policy.shares`), cutting packed weights (`quant.slicing`).
+(`policy.shares`), cutting packed weights (`quant.formats`).
 """
 
 from __future__ import annotations

@@ -1,45 +1,13 @@
-"""The interface of a policy to the processes that hold the rest of its model, and how they divide a pass's tokens.
+"""How the processes that compute a pass together divide its tokens.
 
-Belongs here: the protocol and that division. Does not belong here: which weights a process holds (`shares`),
-collectives (`training.megatron`).
+Belongs here: that division. Does not belong here: which weights a process holds (`shares`), collectives
+(`training.megatron`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
-
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from orbit_runtime.policy.packed import PackedBatch
-
 Turn = tuple[int, int]
 """A process's index among several, and their number."""
-
-
-class Division(Protocol):
-    """One of several processes that compute a pass together."""
-
-    context: Turn
-    """Turn among the processes that divide a pass's tokens."""
-
-    def meet_tokens(self, own_TN: Tensor) -> Tensor:
-        """Rows of this process's tokens → rows of all tokens. Backward sums every process's gradient for each row."""
-        ...
-
-    def own_targets(self, batch: PackedBatch) -> tuple[Tensor, Tensor] | None:
-        """See `PackedBatch`."""
-        ...
-
-    def join_targets(self, own_XR: Tensor, index_R: Tensor, count: int) -> Tensor:
-        """`[X, count]` from each process's values for its own targets. Backward returns each process its own."""
-        ...
-
-    def remembered(self) -> Callable[[], AbstractContextManager[None]]:
-        """A context that restores the state of the current pass, for a layer that is recomputed later."""
-        ...
 
 
 def own_tokens(num_tokens: int, context: Turn) -> tuple[range, range]:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from orbit_runtime.quant.expert_linear import FrozenExpertLinear, build_dispatch
-from orbit_runtime.quant.held_experts import build_held_dispatch
+from orbit_runtime.quant.expert_linear import FrozenExpertLinear, build_dispatch, build_held_dispatch
 
 Activation = Callable[[Tensor, Tensor | None], Tensor]
 """(output of gate, of up) → `[S, I]`; if one projection computes both, (its output, None)."""

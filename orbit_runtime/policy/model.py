@@ -1,6 +1,7 @@
 """`Policy`: one frozen base, its injected adapters, and the two operations that training needs.
 
-Belongs here: forward passes over packed batches, log-probs with an adapter on or off, digests of the base.
+Belongs here: forward passes over packed batches, log-probs with an adapter on or off, digests of the base, and the
+interface to the processes that hold the rest of the model.
 Does not belong here: reading checkpoints (`load`), decoding (`rollout`).
 
 Legend: `T` packed tokens, `R` targets, `N` hidden size.
@@ -9,9 +10,10 @@ Legend: `T` packed tokens, `R` targets, `N` hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,9 +25,8 @@ from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
 from orbit_runtime.policy.attention import Kernel, Plan, decoder_of, hidden_of
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.distance import Measure, Told, token_distances
-from orbit_runtime.policy.division import Division
-from orbit_runtime.policy.head import logits_of
-from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs, token_scores
+from orbit_runtime.policy.division import Turn
+from orbit_runtime.policy.logprobs import UNSHAPED, logits_of, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.probe import Behaviour
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
@@ -33,6 +34,29 @@ from orbit_runtime.policy.routing import Routing
 from orbit_runtime.policy.seen import Seen
 from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
 from orbit_runtime.types import Sampling
+
+
+class Division(Protocol):
+    """One of several processes that compute a pass together."""
+
+    context: Turn
+    """Turn among the processes that divide a pass's tokens."""
+
+    def meet_tokens(self, own_TN: torch.Tensor) -> torch.Tensor:
+        """Rows of this process's tokens → rows of all tokens. Backward sums every process's gradient for each row."""
+        ...
+
+    def own_targets(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `PackedBatch`."""
+        ...
+
+    def join_targets(self, own_XR: torch.Tensor, index_R: torch.Tensor, count: int) -> torch.Tensor:
+        """`[X, count]` from each process's values for its own targets. Backward returns each process its own."""
+        ...
+
+    def remembered(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context that restores the state of the current pass, for a layer that is recomputed later."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +114,7 @@ class Policy:
         return hidden_of(self.model, token_ids_BQ, position_BQ, plan)
 
     def head(self, hidden_RN: torch.Tensor) -> torch.Tensor:
-        """Logits `[R, V]`, as `head.logits_of`."""
+        """Logits `[R, V]`, as `logprobs.logits_of`."""
         return logits_of(self.model.get_output_embeddings(), hidden_RN)
 
     def pack(self, branches: Sequence[Branch]) -> PackedBatch:

@@ -20,8 +20,7 @@ from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.stages import stage_layers
 from orbit_runtime.policy.attention import decoder_of
 from orbit_runtime.quant.experts import ExpertStack
-from orbit_runtime.quant.formats import Weight
-from orbit_runtime.quant.slicing import slice_weight
+from orbit_runtime.quant.formats import Weight, slice_weight
 
 READ_HIDDEN = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
 WRITE_HIDDEN = {"o_proj", "down_proj"}

@@ -1,9 +1,11 @@
 """One projection of all routed experts as a module, and the order of tokens among experts.
 
-Belongs here: dispatching tokens to experts, the frozen grouped layer with its biases.
-Does not belong here: the product itself (`grouped`), routing, the activation between projections, adapters.
+Belongs here: dispatching tokens to all experts, or to those that this process holds; the frozen grouped layer with its
+biases. Does not belong here: the product itself (`grouped`), routing, the activation between projections, adapters,
+communication between processes that hold the other experts.
 
-Legend: `T` tokens, `C` experts a token goes to, `S = T·C` slots (a token at an expert), `E` experts, weights `[N, K]`.
+Legend: `T` tokens, `C` experts a token goes to, `S` slots (a token at an expert; `T·C` if all experts are held), `E`
+experts, weights `[N, K]`.
 """
 
 from __future__ import annotations
@@ -168,3 +170,52 @@ class FrozenExpertLinear(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, experts={self.num_experts}"
         return f"{sizes}, format={self.format}, bias={self._buffers['bias'] is not None}"
+
+
+class HeldDispatch(Dispatch):
+    """A slot of an expert in another process points one row past the last; it reads 0 there."""
+
+    def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor:
+        if keep and self._gathered is not None and self._gathered[0] is x_TK:
+            return self._gathered[1]
+        rows_SK = _GatherHeld.apply(x_TK, self.token_S, self.slot_of_TC)
+        if keep:
+            self._gathered = (x_TK, rows_SK)
+        return rows_SK  # type: ignore[no-any-return]
+
+    def combine(self, y_SN: Tensor, weight_TC: Tensor) -> Tensor:
+        return super().combine(_with_zero_row(y_SN), weight_TC)
+
+
+class _GatherHeld(torch.autograd.Function):
+    """`expert_linear._Gather` for a subset of the slots."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x_TK: Tensor, token_S: Tensor, slot_of_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_of_TC)
+        return x_TK.index_select(0, token_S)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad_SK: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (slot_of_TC,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        rows = _with_zero_row(grad_SK).index_select(0, slot_of_TC.view(-1))
+        return rows.unflatten(0, slot_of_TC.shape).sum(1), None, None
+
+
+def _with_zero_row(rows: Tensor) -> Tensor:
+    return torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+
+
+def build_held_dispatch(expert_TC: Tensor, held: range) -> HeldDispatch:
+    """Args: expert_TC: indices among all experts of the layer, of which this process has `held`."""
+    is_held = (expert_TC >= held.start) & (expert_TC < held.stop)
+    whole = build_dispatch(torch.where(is_held, expert_TC - held.start, len(held)), len(held) + 1)
+    # The number of slots determines the following sizes: the only value that the host reads here.
+    slots = int(whole.offsets_E[-2])
+    return HeldDispatch(
+        whole.token_S[:slots],
+        whole.expert_S[:slots],
+        whole.slot_of_TC.clamp(max=slots),
+        whole.order_S[:slots],
+        whole.offsets_E[:-1],
+    )

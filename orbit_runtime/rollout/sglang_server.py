@@ -242,7 +242,7 @@ def server_arguments(settings: ServerSettings, port: int, host: str = LOOPBACK) 
         "--lora-target-modules", *settings.targets,
     ]  # fmt: skip
     if settings.dtype == "bfloat16":
-        # As the trainer computes them (`policy.head`).
+        # As the trainer computes them (`policy.logprobs`).
         arguments += ["--enable-fp32-lm-head"]
     if settings.tokenizer:
         arguments += ["--tokenizer-path", str(settings.tokenizer)]

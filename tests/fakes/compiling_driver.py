@@ -72,7 +72,7 @@ def main(capability: int, layouts: list[str]) -> None:
     from triton.runtime.jit import JITFunction
 
     from orbit_runtime.quant.kernels import launch
-    from orbit_runtime.quant.kernels.tuning import fitting
+    from orbit_runtime.quant.kernels.launch import fitting
     from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
 
     triton.runtime.driver.set_active(CompilingDriver(capability))

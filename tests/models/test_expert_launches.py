@@ -15,10 +15,9 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT, Selection
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.policy.experts import FrozenExperts, gated
-from orbit_runtime.quant.expert_linear import FrozenExpertLinear, build_dispatch
+from orbit_runtime.quant.expert_linear import FrozenExpertLinear, build_dispatch, build_held_dispatch
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.grouped import StackedGroupedProduct, TorchGroupedProduct, grouped_linear
-from orbit_runtime.quant.held_experts import build_held_dispatch
 from tests.models.test_recompute import Operations
 
 HIDDEN, INNER, RANK, BLOCK, TOKENS, CHOICES = 32, 16, 8, 8, 24, 3

@@ -9,7 +9,7 @@ from torch import nn
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.policy.head import logits_of
+from orbit_runtime.policy.logprobs import logits_of
 from orbit_runtime.policy.packed import Branch
 
 TOKENS = [3, 27, 26, 20, 27, 25, 38, 1, 4, 30, 31, 1]

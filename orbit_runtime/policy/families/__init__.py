@@ -9,15 +9,15 @@ names are the modules' own; a model with routed experts is refused.
 
 from __future__ import annotations
 
-from orbit_runtime.policy.families import deepseek_v4, gpt_oss, kimi, mixture
+from orbit_runtime.policy.families import deepseek_v4, gpt_oss, mixture
 from orbit_runtime.policy.families.family import DENSE, Family
 
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": mixture.QWEN3_MOE,
     "glm4_moe": mixture.GLM4_MOE,
     "deepseek_v3": mixture.DEEPSEEK_V3,
-    "kimi_k2": kimi.KIMI_K2,
-    "kimi_k25": kimi.KIMI_K25,
+    "kimi_k2": mixture.KIMI_K2,
+    "kimi_k25": mixture.KIMI_K25,
     "gpt_oss": gpt_oss.GPT_OSS,
     "deepseek_v4": deepseek_v4.DEEPSEEK_V4,
 }

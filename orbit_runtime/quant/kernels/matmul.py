@@ -6,7 +6,9 @@ a reduction that is not split and runs upwards, so the tile size should not chan
 The forward pass computes `W @ x.T`: a Hopper MMA can take its left operand from registers, where the dequantised tile
 already is. For the gradient the tile goes through shared memory, because its reduction runs along the rows of W.
 
-Belongs here: these two kernels. Does not belong here: the values of tiles (`tiles`), grids and configurations
+`dequantize_kernel` makes a weight or a stack of experts dense in BF16: memory-bound, each byte moves once.
+
+Belongs here: these three kernels. Does not belong here: the values of tiles (`tiles`), grids and configurations
 (`launch`).
 
 Legend: `T` tokens (rows of x), `E` experts, weight `[N, K]`; GROUPED: tokens are sorted by expert.
@@ -133,3 +135,17 @@ def input_gradient_kernel(
     dx_TK = stored(round_to_bf16(sum_TK))
     place = t.to(tl.int64)[:, None] * w.columns + k[None, :]
     tl.store(dx + place, dx_TK, mask=(t < stop)[:, None] & (k < w.columns)[None, :])
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def dequantize_kernel(
+    w, dense, first_row, num_rows, KIND: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """Rows `first_row` up to `first_row + num_rows` of every expert; `first_row` is a multiple of R."""
+    expert = tl.program_id(2)
+    row, column = tl.program_id(0) * R, tl.program_id(1) * C
+    tile = load_tile(w, of_expert(w, expert), first_row + row, column, KIND, GROUP, R, C)
+    rows = row + tl.arange(0, R)[:, None]
+    columns = column + tl.arange(0, C)[None, :]
+    place = (expert.to(tl.int64) * num_rows + rows) * w.columns + columns
+    tl.store(dense + place, stored(tile), mask=(rows < num_rows) & (columns < w.columns))

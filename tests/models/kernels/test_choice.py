@@ -11,7 +11,7 @@ import torch
 from orbit_runtime.errors import UsageError
 from orbit_runtime.quant.kernels import choice
 from orbit_runtime.quant.kernels.choice import parse_override, select_path, why_not
-from orbit_runtime.quant.kernels.tuning import Tiles, candidates, fitting, quickest, tuned
+from orbit_runtime.quant.kernels.launch import Tiles, candidates, fitting, quickest, tuned
 
 CPU = torch.device("cpu")
 TILES = (Tiles(16, 64, 64), Tiles(64, 64, 64), Tiles(128, 64, 64))

@@ -13,14 +13,13 @@ from torch import Tensor
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 from orbit_runtime.quant.grouped import TorchGroupedProduct, _GroupedMatmul, grouped_linear
 from orbit_runtime.quant.kernels import launch
-from orbit_runtime.quant.kernels.launch import FORWARD_TILES, GRADIENT_TILES
+from orbit_runtime.quant.kernels.launch import FORWARD_TILES, GRADIENT_TILES, Tiles
 from orbit_runtime.quant.kernels.products import (
     DequantizedGroupedProduct,
     DequantizedProduct,
     FusedGroupedProduct,
     FusedProduct,
 )
-from orbit_runtime.quant.kernels.tuning import Tiles
 from orbit_runtime.quant.linear import FrozenLinear, _FrozenMatmul
 
 LAYOUTS = ["INT4", "INT4Asymmetric", "FP8", "FP8Block", "NVFP4", "NVFP4ModelOpt", "MXFP4"]

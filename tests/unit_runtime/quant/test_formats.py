@@ -13,9 +13,8 @@ from torch import Tensor
 from orbit_runtime.errors import ModelError, UnsupportedError
 from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.quant import int4, int4_asymmetric, mxfp4, nvfp4
-from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.formats import FORMATS, Weight, cut_multiples, format_of, slice_weight
 from orbit_runtime.quant.linear import FrozenLinear
-from orbit_runtime.quant.slicing import cut_multiples, slice_weight
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {"INT4": (32,), "INT4Asymmetric": (32,)}
 WRITEABLE = [layout for layout, codec in FORMATS.items() if codec.quantize is not None]

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from orbit_runtime.errors import ModelError, UnsupportedError
 from orbit_runtime.quant import mxfp4
-from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.formats import FORMATS, Weight, cut_multiples, format_of, slice_weight
 from orbit_runtime.quant.linear import FrozenLinear
-from orbit_runtime.quant.slicing import cut_multiples, slice_weight
 
 Tensors = dict[str, Tensor]
 ROWS, COLUMNS, GROUP = 64, 256, 64

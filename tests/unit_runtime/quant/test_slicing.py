@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.quant import mxfp4
-from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.formats import FORMATS, Weight, cut_multiples, format_of, slice_weight
 from orbit_runtime.quant.linear import FrozenLinear
-from orbit_runtime.quant.slicing import cut_multiples, slice_weight
 
 WRITEABLE = sorted(layout for layout, codec in FORMATS.items() if codec.quantize is not None)
 WIDTHS = {"NVFP4": 16, "NVFP4ModelOpt": 16, "MXFP4": 32, "MXFP4V4": 32, "INT4": 32, "INT4Asymmetric": 32}
