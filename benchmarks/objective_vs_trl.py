@@ -62,9 +62,8 @@ def our_side(algorithm: str, flat: Sequence[Any], rewards: Sequence[float], leng
     import torch
 
     from orbit_runtime.algorithms.advantages import ScoredGroup
-    from orbit_runtime.algorithms.losses import LossInputs
+    from orbit_runtime.algorithms.losses import LossInputs, token_weights
     from orbit_runtime.algorithms.objective import build_loss
-    from orbit_runtime.algorithms.reduction import token_weights
     from orbit_runtime.algorithms.table import build_algorithm, loss_settings
     from orbit_runtime.data.samples import spread
     from orbit_runtime.spec.algorithm import Algorithm

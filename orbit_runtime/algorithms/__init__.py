@@ -2,8 +2,8 @@
 
 Belongs here: numbers and tensors in, numbers and tensors out, with the paper and equation cited. Does not belong here:
 models, optimisers, recording of metrics, which parts make up a named algorithm (`spec.objectives`). `own` loads
-functions of the user's that replace the ones here. `advantages`, `shaping`, `kl_reward`, `reduction` and `own` use the
-standard library only; the others import torch.
+functions of the user's that replace the ones here. `advantages`, `constants`, `table` and `own` import no torch; the
+others do.
 """
 
 from __future__ import annotations

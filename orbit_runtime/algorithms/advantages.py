@@ -1,7 +1,8 @@
 """From the rewards of a step to advantages.
 
-Belongs here: baselines and normalisation, in plain floats; the two are independent and combine freely. Does not
-belong here: the terms of a reward (`shaping`, `kl_reward`), losses.
+Belongs here: baselines and normalisation, in plain floats; the two are independent and combine freely. Penalties that
+are subtracted from a reward before it is compared with others: a completion's length, KL from the reference. Does not
+belong here: KL in the loss (`distillation`), which has a gradient; losses.
 
 Legend: `_P` prompts, `_G` the rollouts of one prompt, `_T` the trained tokens of one rollout.
 """
@@ -13,8 +14,46 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from orbit_runtime.algorithms.constants import LOG_RATIO_LIMIT
 from orbit_runtime.errors import DivergedError
-from orbit_runtime.spec.objectives import Baseline, Normalize
+from orbit_runtime.spec.objectives import Baseline, KLEstimator, Normalize
+
+
+def overlong_penalty(length: int, *, longest: int, buffer_share: float, penalty: float) -> float:
+    """Penalty of a completion of `length` tokens, from 0.0 to `penalty` (DAPO, arXiv:2503.14476 eq. 13).
+
+    Zero up to `(1 - buffer_share) * longest` tokens, the full penalty at `longest`, and linear in between.
+
+    Example: `overlong_penalty(95, longest=100, buffer_share=0.2, penalty=1.0) == 0.75`
+    """
+    buffer = buffer_share * longest
+    return penalty * min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
+
+
+_ESTIMATORS: Mapping[str, Callable[[float], float]] = {
+    "K1": lambda d: -d,
+    "K2": lambda d: d * d / 2,
+    "K3": lambda d: math.expm1(d) - d,
+}
+
+
+def kl_penalties(
+    logprobs_T: Sequence[float], reference_logprobs_T: Sequence[float], *, coefficient: float, estimator: KLEstimator
+) -> list[float]:
+    """coefficient * KL_t of each trained token of a rollout, to be subtracted from its reward (arXiv:2203.02155 eq. 2).
+
+    With d = log(reference) - log(policy), under the policy that sampled: K1 is -d, K2 d²/2, K3 e^d - 1 - d
+    (`distillation.kl_estimate`). A penalty has no gradient of its own, so only the value matters, and K1 estimates it
+    without bias: https://arxiv.org/abs/2506.09477.
+
+    Example: `kl_penalties([-1.0], [-1.5], coefficient=0.1, estimator="K1") == [0.05]`
+    """
+    term = _ESTIMATORS[estimator]
+    return [
+        coefficient * term(max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, reference - policy)))
+        for policy, reference in zip(logprobs_T, reference_logprobs_T, strict=True)
+    ]
+
 
 STD_EPSILON = 1e-4
 """Added to a group's standard deviation, as in TRL 1.16 (`GRPOTrainer`, `scale_rewards="group"`)."""

@@ -1,6 +1,6 @@
 """The constants of a loss and of a correction: plain values, which are also sent to other processes; no torch.
 
-Belongs here: records. Does not belong here: the arithmetic (`losses`, `corrections`).
+Belongs here: records. Does not belong here: the arithmetic (`losses`, `ratios`).
 """
 
 from __future__ import annotations

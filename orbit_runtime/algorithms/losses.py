@@ -1,7 +1,9 @@
-"""Policy losses over flat tensors of completion tokens.
+"""Losses over flat tensors of completion tokens.
 
-Belongs here: surrogates, each a per-token loss, and the terms that complete any of them; pure functions of log-probs.
-Does not belong here: computing log-probs, reductions (`reduction` provides the weights), backward passes.
+Belongs here: surrogates, each a per-token loss, and the terms that complete any of them; the critic's loss; reductions
+as weights. All are pure functions: loss = sum over tokens of weight * token loss, so a mini-batch gives the same
+gradient however it is split into micro-batches. Does not belong here: computing log-probs, values and advantages,
+backward passes.
 
 Legend: `_T` the trained tokens of a micro-batch, all samples joined, without prompts and masked tokens; `_D` its
 samples.
@@ -9,17 +11,16 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from orbit_runtime.algorithms.constants import PolicyLossSettings
-from orbit_runtime.algorithms.distillation import sampled_divergence
-from orbit_runtime.algorithms.divergence import k3_sum, kl_estimate, weighted_kl
-from orbit_runtime.algorithms.elementwise import lesser
-from orbit_runtime.algorithms.ratios import SequenceRatio, ratio_of_tokens, shared_by_tokens, spread
+from orbit_runtime.algorithms.distillation import k3_sum, kl_estimate, sampled_divergence, weighted_kl
+from orbit_runtime.algorithms.ratios import SequenceRatio, lesser, ratio_of_tokens, shared_by_tokens, spread
+from orbit_runtime.spec.objectives import Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class LossInputs:
     """Trained tokens of each sample, int64, at least 1; the samples are concatenated."""
     reference_logprobs_T: Tensor | None = None
     importance_T: Tensor | None = None
-    """Weights from `corrections`, without gradient."""
+    """Weights from `ratios.importance_weights`, without gradient."""
     teacher_logprobs_T: Tensor | None = None
     """The teacher's log-probs of the sampled tokens."""
     distances_T: Tensor | None = None
@@ -163,3 +164,38 @@ def _taught(inputs: LossInputs, beta: float) -> Tensor:
     return sampled_divergence(
         inputs.logprobs_T, inputs.old_logprobs_T.detach(), inputs.teacher_logprobs_T.detach(), beta
     )
+
+
+def token_weights(lengths_D: Sequence[int], reduction: Reduction, constant_length: int | None = None) -> list[float]:
+    """Weight of each trained token, per sample of one mini-batch; `lengths_D` counts each sample's trained tokens.
+
+    ```
+    Token     1 / sum(L)             every token counts the same      DAPO, arXiv:2503.14476 eq. 8   TRL "bnpo", "dapo"
+    Sequence  1 / (D * L_i)          every sample counts the same     GRPO, arXiv:2402.03300 eq. 3   TRL "grpo"
+    Constant  1 / (D * L_constant)   no length enters                 Dr. GRPO, arXiv:2503.20783     TRL "dr_grpo"
+    ```
+
+    D is the number of samples given. Rollouts whose reward timed out or crashed never become samples (`data.samples`),
+    so they count neither in D nor in sum(L): a failing reward makes the batch smaller, not the learning rate of the
+    other samples. A sample without trained tokens counts in D (as in TRL), and its weight applies to no token.
+    """
+    if reduction == "Token":
+        return [1.0 / max(1, sum(lengths_D))] * len(lengths_D)
+    if reduction == "Sequence":
+        return [1.0 / (len(lengths_D) * max(1, length)) for length in lengths_D]
+    assert constant_length is not None, "the Constant reduction needs its constant length"
+    assert constant_length > 0, "the Constant reduction needs a positive length"
+    return [1.0 / (len(lengths_D) * constant_length)] * len(lengths_D)
+
+
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, weights_T: Tensor, *, clip: float) -> Tensor:
+    """The clipped value loss of PPO (openai/baselines ppo2; TRL 1.16 `PPOTrainer`, verl 0.9 `compute_value_loss`).
+
+    ```
+    sum_t weights_t * 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t - clip, V_old,t + clip) - R_t)^2)
+    ```
+    """
+    old_T = old_values_T.detach()
+    clipped_T = values_T.clamp(old_T - clip, old_T + clip)
+    squares_T = (values_T - returns_T).square().maximum((clipped_T - returns_T).square())
+    return (weights_T * squares_T).sum() / 2

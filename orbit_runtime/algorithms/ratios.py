@@ -1,7 +1,11 @@
-"""Ratios of two policies' probabilities, per token or per completion.
+"""Ratios of two policies' probabilities, per token or per completion, and importance weights made of them.
 
-Belongs here: sums over the tokens of a sample and their gradients, in a fixed order. Does not belong here: the use of
-a ratio (`losses`, `corrections`).
+Belongs here: sums over the tokens of a sample and bounds of each token, with their gradients, in a fixed order; weights
+without gradient that correct for differences between the sampling engine and the trainer, under the same adapter. Does
+not belong here: the ratio by which an update is clipped, and its bounds (`losses`).
+
+Gradients of bounds are written out: torch's own gradients of `clamp` and `minimum` select by masks, and on a CPU one
+`where` takes as long as eight products. The numbers are torch's, bit for bit.
 
 Legend: `_T` trained tokens, all samples joined; `_D` samples, whose `lengths_D` add up to T.
 """
@@ -14,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from orbit_runtime.algorithms.elementwise import limited
+from orbit_runtime.algorithms.constants import LOG_RATIO_LIMIT, Correction
 
 SequenceRatio = Callable[[Tensor, Tensor], Tensor]
 """(log-ratios of tokens `[T]`, lengths `[D]`) → one ratio for each completion, `[D]`; finite and positive."""
@@ -106,3 +111,75 @@ def ratio_of_tokens(log_ratio_T: Tensor, lengths_D: Tensor, sequence: SequenceRa
     if sequence is None:
         return token_ratio(log_ratio_T)
     return spread(sequence(log_ratio_T, lengths_D), lengths_D)
+
+
+def limited(log_ratio_T: Tensor) -> Tensor:
+    """Log-ratios inside `LOG_RATIO_LIMIT`, without gradient at and beyond it."""
+    return torch.nn.functional.hardtanh(log_ratio_T, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+class _Lesser(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ratio_T: Tensor, advantages_T: Tensor, least: float | None, most: float
+    ) -> tuple[Tensor, Tensor]:
+        whole_T = ratio_T * advantages_T
+        lesser_T = ratio_T.clamp(least, most).mul_(advantages_T)
+        torch.minimum(lesser_T, whole_T, out=lesser_T)
+        clipped_T = torch.lt(lesser_T, whole_T, out=whole_T)
+        ctx.mark_non_differentiable(clipped_T)
+        ctx.save_for_backward(advantages_T, clipped_T)
+        return lesser_T, clipped_T
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient_T: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        advantages_T, clipped_T = ctx.saved_tensors
+        # Exactly the advantage, or exactly 0.
+        slopes_T = torch.addcmul(advantages_T, advantages_T, clipped_T, value=-1)
+        return slopes_T.mul_(gradient_T), None, None, None
+
+
+def lesser(ratio_T: Tensor, advantages_T: Tensor, least: float | None, most: float) -> tuple[Tensor, Tensor]:
+    """`min(ratio * A, clip(ratio, least, most) * A)`, and 1.0 where only the second is that; its gradient is 0.
+
+    Where both are equal the gradient is the first's: with `least` or `most` 1, a token still learns on policy.
+    """
+    found: tuple[Tensor, Tensor] = _Lesser.apply(ratio_T, advantages_T, least, most)
+    return found
+
+
+def importance_weights(
+    old_trainer_logprobs_T: Tensor, sampled_logprobs_T: Tensor, lengths_D: Tensor, correction: Correction
+) -> Tensor:
+    """The weight of each token. The trainer's log-probs are those from before the step's first update.
+
+    With r_t = π_trainer,old / π_engine of a token, and its product over a completion:
+    ```
+    TokenTruncated     min(r_t, cap)              FlashRL, fengyao.notion.site/flash-rl; truncation: Ionides 2008
+    TokenMasked        r_t inside [floor, cap], else 0      IcePop, arXiv:2510.18855
+    SequenceTruncated  min(product of r, cap), at each token of the answer      TRL 1.16, verl 0.9
+    SequenceMasked     product of r inside [floor, cap], else 0      TRL 1.16
+    GeometricMasked    1 where (product of r)^(1/|y|) is inside [floor, cap], else 0      richardli.xyz/rl-collapse
+    ```
+    `veto` sets a whole completion to 0 if any of its r_t is below it (the same article). A weight of 0 does not change
+    the reduction's denominators (as in TRL 1.16): dropping tokens changes no other token's weight.
+    """
+    log_ratio_T = (old_trainer_logprobs_T - sampled_logprobs_T).detach()
+    sequence = None
+    if correction.type.startswith("Sequence"):
+        sequence = sequence_ratio
+    elif correction.type.startswith("Geometric"):
+        sequence = sequence_mean_ratio
+    weights_T = ratio_of_tokens(log_ratio_T, lengths_D, sequence)
+    if correction.type.endswith("Truncated"):
+        weights_T = weights_T.clamp(max=correction.cap)
+    else:
+        assert correction.floor is not None, "a masked type has a floor"
+        inside_T = (weights_T >= correction.floor) & (weights_T <= correction.cap)
+        kept_T = torch.ones_like(weights_T) if correction.type == "GeometricMasked" else weights_T
+        weights_T = torch.where(inside_T, kept_T, 0.0)
+    if correction.veto is not None:
+        below_T = (token_ratio(log_ratio_T) < correction.veto).to(weights_T)
+        weights_T = torch.where(spread(sample_sums(below_T, lengths_D), lengths_D) > 0, 0.0, weights_T)
+    return weights_T

@@ -1,7 +1,8 @@
 """Files of rows: one pass checks every row of a file, and returns a store that can read any row again.
 
-Belongs here: JSON lines, CSV, Parquet and Arrow, plain or compressed, a file at a time. Does not belong here: which
-files a source has (`rows`), what a row must hold (`scan`).
+Belongs here: JSON lines, CSV, Parquet and Arrow, plain or compressed, a file at a time; recognising files that are no
+rows at all, or text that is not UTF-8, with what to do. Does not belong here: which files a source has (`rows`), what a
+row must hold (`scan`).
 
 JSON lines and Arrow are read in place. CSV and compressed files, which cannot be read from the middle, are written
 again as JSON lines: into memory while short, then into an unnamed file in the system's temporary folder, which
@@ -14,6 +15,7 @@ import csv
 import gzip
 import io
 import json
+import shlex
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,11 +26,9 @@ from typing import IO, Any, Literal
 
 import zstandard
 
-from orbit_runtime.data.foreign_files import check_foreign
 from orbit_runtime.data.records import unpacked
 from orbit_runtime.data.scan import MAX_ROW, Scan, as_json
 from orbit_runtime.data.stores import Batches, Lines, RowStore, Unchanged, without_nulls
-from orbit_runtime.data.text_encoding import check_encoding, how_to_convert
 from orbit_runtime.errors import DataError, StorageError
 
 Format = Literal["Auto", "JSONL", "CSV", "Parquet", "Arrow"]
@@ -379,3 +379,71 @@ def _refuse_constant(constant: str) -> float:
 def _excerpt(line: bytes) -> str:
     text = line[:256].decode(errors="replace").strip()
     return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+_ROWS = "give the rows themselves as JSON lines, CSV or Parquet"
+_KINDS: dict[bytes, tuple[str, str]] = {
+    b"PK\x03\x04": ("a zip archive, as files of Excel are", _ROWS),
+    b"BZh": ("packed by bzip2", "unpack it: bzip2 -dk {name}"),
+    b"\xfd7zXZ": ("packed by xz", "unpack it: xz -dk {name}"),
+    b"7z\xbc\xaf": ("a 7z archive", _ROWS),
+    b"\x1f\x8b": ("packed by gzip, which its name does not say", "let its name end in .gz: {name}.gz"),
+    b"\x28\xb5\x2f\xfd": ("packed by zstd, which its name does not say", "let its name end in .zst: {name}.zst"),
+    b"PAR1": ("Parquet, which its name does not say", "write `format: Parquet` beside its uri"),
+    b"ARROW1": ("Arrow, which its name does not say", "write `format: Arrow` beside its uri"),
+    b"SQLite format 3": ("a database of SQLite", _ROWS),
+    b"version https://git-lfs": ("a pointer of Git LFS and not the file itself", "fetch the file: git lfs pull"),
+    b"<!doctype html": ("a web page", "fetch the file itself: its page was saved instead"),
+    b"<html": ("a web page", "fetch the file itself: its page was saved instead"),
+}
+"""First bytes → what the file is, and what to do; none of them begins a row."""
+_LONGEST = max(map(len, _KINDS))
+
+
+def check_foreign(file: IO[bytes], path: Path, where: str) -> None:
+    """Looks at the first bytes of a file of text, and stays at its beginning.
+
+    Raises:
+        DataError: (65) it is something else.
+    """
+    head = file.read(_LONGEST).lower()
+    file.seek(0)
+    for mark, (what, fix) in _KINDS.items():
+        if head.startswith(mark.lower()):
+            raise DataError(f"this is {what}", where=where, fix=fix.format(name=shlex.quote(path.name)))
+
+
+HEAD_BYTES = 64
+_MARKS = {
+    b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16",
+}  # fmt: skip
+"""First bytes of a file → its encoding; the longer ones first."""
+_UNPACK = {".gz": "gzip -dc", ".zst": "zstd -dc"}
+
+
+def check_encoding(file: IO[bytes], path: Path, where: str) -> None:
+    """Looks at the first bytes, and stays at the beginning of the file.
+
+    Raises:
+        DataError: (65) this is UTF-16 or UTF-32, with the command that converts it.
+    """
+    head = file.read(HEAD_BYTES)
+    file.seek(0)
+    found = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None)
+    if found is None and len(head) >= 2 and head[:2].count(0) == 1:
+        # Without a mark: of an ASCII character, which rows begin with, one of two bytes is 0.
+        found = "utf-16le" if head[1] == 0 else "utf-16be"
+    if found is not None:
+        message = f"line 1: this file is {found.upper()}, and only UTF-8 is read"
+        raise DataError(message, where=where, fix=how_to_convert(path, found))
+
+
+def how_to_convert(path: Path, encoding: str) -> str:
+    """What makes UTF-8 of a file, for an error's message."""
+    reader = _UNPACK.get(path.suffix)
+    plain = Path(path.stem) if reader else path
+    source, to = shlex.quote(path.name), shlex.quote(f"{plain.stem}.utf8{plain.suffix}")
+    convert = f"iconv -f {encoding} -t utf-8"
+    command = f"{reader} {source} | {convert} > {to}" if reader else f"{convert} {source} > {to}"
+    guess = "" if encoding.startswith("utf") else ", or the encoding that it really has instead of latin1"
+    return f"convert it: {command}{guess}"

@@ -31,7 +31,7 @@ def build_samples(groups: Sequence[Group]) -> list[Sample]:
     """One sample per rollout that trains (`Rollout.trains`), in the order given, with the column `sampled`.
 
     Timeouts and crashes (reward `None`) become no sample: they count in no mean and in no length (see
-    `algorithms.reduction`). Rollouts of one group that start with the same unmasked tokens share a `prefix_id`; ids
+    `algorithms.losses`). Rollouts of one group that start with the same unmasked tokens share a `prefix_id`; ids
     count from 0 over the batch.
     """
     samples: list[Sample] = []

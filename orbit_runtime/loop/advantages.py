@@ -8,9 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup, is_informative
-from orbit_runtime.algorithms.kl_reward import kl_penalties
-from orbit_runtime.algorithms.shaping import overlong_penalty
+from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup, is_informative, kl_penalties, overlong_penalty
 from orbit_runtime.algorithms.table import Algorithm
 from orbit_runtime.data.samples import (
     build_samples,

@@ -28,6 +28,7 @@ from orbit_runtime.storage.bundles import (
     list_bundles,
     newest_readable,
     part_key,
+    prune_bundles,
     read_bundle,
     read_manifest,
     restate_bundle,
@@ -39,7 +40,6 @@ from orbit_runtime.storage.bundles import (
 )
 from orbit_runtime.storage.execution import Execution, claim_execution, newest_execution
 from orbit_runtime.storage.opening import open_store
-from orbit_runtime.storage.retention import prune_bundles
 from orbit_runtime.storage.run_files import compact_rows, read_run_file
 from orbit_runtime.storage.store import AlreadyExists, CorruptBundle, NotFound, Store
 

@@ -1,6 +1,7 @@
 """Bundles: a few files that are only valid together, such as a checkpoint or an adapter.
 
-Belongs here: parts, digests, the manifest. Does not belong here: what the parts mean, or how many are kept.
+Belongs here: parts, digests, the manifest; choosing and removing old bundles. Does not belong here: what the parts
+mean, how many are kept, and when (`loop`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping
+from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -422,3 +423,45 @@ def _is_key_in(key: str, folder: str) -> bool:
 
 def _folder(prefix: str) -> str:
     return f"{prefix.rstrip('/')}/"
+
+
+@dataclass(frozen=True, slots=True)
+class Pruning:
+    """Objects to delete, in order: without its manifest a bundle no longer exists, whatever parts remain."""
+
+    manifests: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
+def prune_bundles(store: Store, prefix: str, keep: int, *, newest: str | None = None) -> Pruning:
+    """Remove all but the newest `keep` complete bundles (0 keeps all), and parts of older unfinished ones.
+
+    Args:
+        newest: the bundle just written. Higher ones are left alone and not counted: after a fall-back, a corrupt
+        checkpoint still has a higher number than the good ones, which must not be removed in its favour.
+    """
+    choice = choose_pruning(store.list(prefix), keep, newest=newest)
+    store.delete(choice.manifests)
+    store.delete(choice.parts)
+    return choice
+
+
+def choose_pruning(keys: Sequence[str], keep: int, *, newest: str | None = None) -> Pruning:
+    """The keys below a prefix to delete: never the newest complete bundle, nor anything above it. Pure."""
+    bundles: dict[str, list[str]] = {}
+    for key in keys:
+        bundles.setdefault(key.rpartition("/")[0], []).append(key)
+    order = sorted((folder for folder in bundles if folder), key=bundle_order, reverse=True)
+    if newest is not None:
+        limit = bundle_order(newest.rstrip("/"))
+        order = [folder for folder in order if bundle_order(folder) <= limit]
+    complete = [folder for folder in order if f"{folder}/{MANIFEST}" in bundles[folder]]
+    if not complete:
+        return Pruning((), ())
+    kept = set(complete if keep == 0 else complete[: max(keep, 1)])
+    gone = [folder for folder in order[order.index(complete[0]) :] if folder not in kept]
+    gone_keys = [key for folder in gone for key in bundles[folder]]
+    return Pruning(
+        tuple(key for key in gone_keys if key.endswith(f"/{MANIFEST}")),
+        tuple(key for key in gone_keys if not key.endswith(f"/{MANIFEST}")),
+    )

@@ -1,6 +1,6 @@
 """The download cache: finished files under their SHA-256, unfinished ones under what they will be, one lock each.
 
-Belongs here: where a downloaded byte is kept and when it counts. Does not belong here: its source (`hub`, `bucket`), or
+Belongs here: where a downloaded byte is kept and when it counts. Does not belong here: its source (`hub`, `inputs`), or
 retries (`download`).
 
 `blobs/<sha256>` finished files · `parts/<key>` unfinished ones · `known/<key>` SHA-256 of files that announce none ·

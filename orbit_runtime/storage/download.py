@@ -1,6 +1,6 @@
 """Downloads from a remote source into the cache: resumed, verified, several files at a time, with progress.
 
-Belongs here: retries, digests, the meter. Does not belong here: a source's protocol (`hub`, `bucket`), or which files a
+Belongs here: retries, digests, the meter. Does not belong here: a source's protocol (`hub`, `inputs`), or which files a
 run needs (`inputs`).
 """
 

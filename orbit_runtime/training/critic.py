@@ -1,7 +1,7 @@
 """A critic's updates: the value loss, and an optimiser of its own.
 
 Belongs here: updating what computes token values. Does not belong here: computing them (`values`), the policy's updates
-(`updater`), the value loss (`algorithms.values`), advantages.
+(`updater`), the value loss (`algorithms.losses`), advantages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orbit_runtime.algorithms.values import value_loss
+from orbit_runtime.algorithms.losses import value_loss
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.settings import CriticSettings, TrainerSettings
 from orbit_runtime.training.values import ValuePasses

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orbit_runtime.algorithms.corrections import importance_weights
-from orbit_runtime.algorithms.losses import LossInputs
+from orbit_runtime.algorithms.losses import LossInputs, token_weights
 from orbit_runtime.algorithms.objective import build_loss
-from orbit_runtime.algorithms.reduction import token_weights
+from orbit_runtime.algorithms.ratios import importance_weights
 from orbit_runtime.algorithms.table import correction_of, loss_settings
 from orbit_runtime.spec.algorithm import Algorithm
 

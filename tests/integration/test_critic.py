@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orbit_runtime.adapters.buffer import publishable
-from orbit_runtime.algorithms.values import value_loss
+from orbit_runtime.algorithms.losses import value_loss
 from orbit_runtime.data.samples import spread, trained, with_column, with_end
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from orbit_runtime.algorithms.advantages import kl_penalties
 from orbit_runtime.algorithms.constants import PolicyLossSettings
-from orbit_runtime.algorithms.divergence import kl_estimate, weighted_kl
-from orbit_runtime.algorithms.kl_reward import kl_penalties
+from orbit_runtime.algorithms.distillation import kl_estimate, weighted_kl
 from orbit_runtime.algorithms.losses import LossInputs, policy_loss
 
 

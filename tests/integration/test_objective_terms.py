@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.algorithms.constants import PolicyLossSettings
-from orbit_runtime.algorithms.distillation import divergence, rest_of, sampled_divergence, split_off, spread_slopes
-from orbit_runtime.algorithms.divergence import kl_estimate
-from orbit_runtime.algorithms.losses import LossInputs, likelihood, policy_loss
+from orbit_runtime.algorithms.distillation import (
+    divergence,
+    kl_estimate,
+    rest_of,
+    sampled_divergence,
+    split_off,
+    spread_slopes,
+)
+from orbit_runtime.algorithms.losses import LossInputs, likelihood, policy_loss, token_weights
 from orbit_runtime.algorithms.objective import build_loss
-from orbit_runtime.algorithms.reduction import token_weights
 from orbit_runtime.algorithms.table import loss_settings
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.spec.objectives import CORRECTIONS

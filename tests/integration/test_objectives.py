@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
-from orbit_runtime.algorithms.corrections import importance_weights
-from orbit_runtime.algorithms.elementwise import lesser
-from orbit_runtime.algorithms.losses import LossInputs, TokenLosses, policy_loss
+from orbit_runtime.algorithms.losses import LossInputs, TokenLosses, policy_loss, token_weights
 from orbit_runtime.algorithms.objective import build_loss
-from orbit_runtime.algorithms.ratios import sample_sums, spread
-from orbit_runtime.algorithms.reduction import token_weights
+from orbit_runtime.algorithms.ratios import importance_weights, lesser, sample_sums, spread
 from orbit_runtime.algorithms.table import loss_settings
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES

@@ -11,10 +11,9 @@ from fakes.s3_server import S3Server
 
 from orbit_runtime.errors import CredentialsError, DataError, ModelError, OrbitError, StorageError, UsageError
 from orbit_runtime.storage import Store, open_store
-from orbit_runtime.storage.bucket import Bucket
 from orbit_runtime.storage.cache import Cache
 from orbit_runtime.storage.download import Patience, fetch_files
-from orbit_runtime.storage.inputs import Fetched, code_digest, fetch_input
+from orbit_runtime.storage.inputs import Bucket, Fetched, code_digest, fetch_input
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "orbit_runtime/model_info/builtin/tiny-adder/int4"

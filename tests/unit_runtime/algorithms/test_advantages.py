@@ -19,8 +19,8 @@ from orbit_runtime.algorithms.advantages import (
     compared,
     estimate_advantages,
     is_informative,
+    overlong_penalty,
 )
-from orbit_runtime.algorithms.shaping import overlong_penalty
 from orbit_runtime.errors import DivergedError
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.spec.objectives import OBJECTIVES

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from orbit_runtime.algorithms.advantages import ScoredGroup
-from orbit_runtime.algorithms.kl_reward import kl_penalties
+from orbit_runtime.algorithms.advantages import ScoredGroup, kl_penalties
 
 
 @pytest.mark.parametrize(

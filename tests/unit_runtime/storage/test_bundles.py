@@ -33,7 +33,7 @@ from orbit_runtime.storage import (
     write_bundle,
     write_parts,
 )
-from orbit_runtime.storage.retention import Pruning, choose_pruning
+from orbit_runtime.storage.bundles import Pruning, choose_pruning
 from orbit_runtime.storage.store import STREAM_BYTES
 
 PREFIX = "checkpoints/step-000002"
