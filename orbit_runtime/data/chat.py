@@ -19,8 +19,7 @@ from orbit_runtime.data.typescript import NotWritable, sorted_keys, write_tools
 from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.calls.known import format_of
 from orbit_runtime.model_info.content import FILES
-from orbit_runtime.model_info.settings import check_folder, load_settings
-from orbit_runtime.model_info.templates import own_template
+from orbit_runtime.model_info.settings import check_folder, load_settings, own_template
 
 Messages = Sequence[Mapping[str, Any]]
 """Chat messages: `role`, `content`, and other fields that the template reads, such as `tool_calls`."""

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.model_info.families import describe
-from orbit_runtime.model_info.stored import STORED, StoredFormat
-from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
+from orbit_runtime.model_info.weights import EXPERT, STORED, ModelFacts, StoredFormat, StoredWeight, Weight
 
 FOLDER = Path(__file__).resolve().parent / "cards"
 NOT_QUANTISED = ("head", "embedding", "router", "vision")

@@ -20,8 +20,7 @@ from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import describe
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, quantisation_method
-from orbit_runtime.model_info.stored import ENDINGS, STORED
-from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
+from orbit_runtime.model_info.weights import ENDINGS, EXPERT, STORED, ModelFacts, StoredWeight, Weight
 
 LEGACY_QUANTISATION = "hf_quant_config.json"
 """File in which older ModelOpt versions keep what newer ones keep in config.json."""

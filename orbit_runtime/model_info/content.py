@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from orbit_runtime.model_info.headers import TensorInfo, read_folder, read_header
-from orbit_runtime.model_info.templates import TEMPLATE_FILE, own_template
+from orbit_runtime.model_info.settings import TEMPLATE_FILE, own_template
 from orbit_runtime.storage.cache import Cache
 
 FILES = (

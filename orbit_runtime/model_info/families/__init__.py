@@ -1,6 +1,7 @@
 """Model families: a Hugging Face configuration → every weight, default adapter targets, size of the KV cache.
 
-Belongs here: one file per family, and the table. Does not belong here: formats (`stored`), cards, torch.
+Belongs here: the table, and one file for families of one kind of layer. Does not belong here: formats (`weights`),
+cards, torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.model_info.families import deepseek_v3, deepseek_v4, glm4_moe, gpt_oss, kimi, llama, qwen3, qwen3_moe
+from orbit_runtime.model_info.families import deepseek_v3, deepseek_v4, gpt_oss, grouped, kimi
 from orbit_runtime.model_info.families.blocks import GQA_TARGETS, MLP_TARGETS
 from orbit_runtime.model_info.settings import DAMAGED
 from orbit_runtime.model_info.weights import Architecture
@@ -18,10 +19,10 @@ from orbit_runtime.model_info.weights import Architecture
 Describe = Callable[[Mapping[str, Any]], Architecture]
 
 FAMILIES: dict[str, Describe] = {
-    "qwen3": qwen3.describe,
-    "qwen3_moe": qwen3_moe.describe,
-    "llama": llama.describe,
-    "glm4_moe": glm4_moe.describe,
+    "qwen3": grouped.qwen3,
+    "qwen3_moe": grouped.qwen3_moe,
+    "llama": grouped.llama,
+    "glm4_moe": grouped.glm4_moe,
     "deepseek_v3": deepseek_v3.describe,
     "kimi_k2": kimi.describe,
     "kimi_k25": kimi.describe,

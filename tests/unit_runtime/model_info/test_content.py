@@ -11,7 +11,7 @@ from fakes.deepseek_v4_folder import write_deepseek_v4
 
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import file_digests, kept_weights_digest, weights_digest
-from orbit_runtime.model_info.templates import TEMPLATES, own_template
+from orbit_runtime.model_info.settings import TEMPLATES, own_template
 from orbit_runtime.storage.cache import Cache
 
 
