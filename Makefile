@@ -28,7 +28,7 @@ TORCH := loop rollout sides training
 RARELY_RUN := benchmarks tools tests/engines tests/gpu tests/megatron tests/ranks
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-long test-models test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-long test-models test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -135,6 +135,9 @@ constraints: dev ## recompile images/constraints/ from pyproject.toml (needs the
 same-bits: dev ## 100 runs of one manifest, and three manifests killed ten times each, on a busy machine: the same bits? (hours)
 	$(BIN)/python -m tools.same_bits runs
 	$(BIN)/python -m tools.same_bits kills
+
+same-behaviour: dev ## after a change that should change nothing: digests, plans, messages, arguments, help, manifest against tests/data/same_behaviour (GROUPS="plan help" chooses; GROUPS=--take records)
+	$(BIN)/python -m tools.same_behaviour $(GROUPS)
 
 gpu-wheels: dev ## gather the small wheels that `make gpu-proof` needs on a machine without a network, into wheels/gpu (GPU_PYTHON=3.12: its Python there)
 	$(BIN)/python -m tools.gpu_proof.wheels --python "$(GPU_PYTHON)"
