@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from orbit_runtime.data.pass_rates import Bounds, PassRates
 from orbit_runtime.data.prompts import PromptTable, check_lengths
@@ -27,37 +26,23 @@ from orbit_runtime.loop.show import Show
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids, sampling_of
-from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.content import content_digests
 from orbit_runtime.sides.engines import (
-    EngineAhead,
-    build_engine,
     change_limit,
-    may_start_ahead,
 )
 from orbit_runtime.sides.inputs import Inputs
-from orbit_runtime.sides.interface import EngineOrder, Opened, TrainerStart
-from orbit_runtime.sides.teacher import CONTENT as TEACHER
+from orbit_runtime.sides.interface import EngineOrder, TrainerOrder
 from orbit_runtime.sides.teacher import TaughtEnvironment, attach_teacher, check_base, teacher_digest
 from orbit_runtime.sides.trainers import (
-    adapter_config,
-    build_side,
-    check_rank_packages,
     check_replay,
-    decide_division,
     load_algorithm,
-    load_loss,
 )
 from orbit_runtime.spec import Resolved
-from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.types import Engine, Tokenizer
+from orbit_runtime.types import Tokenizer
 from orbit_runtime.workers.system import gc_paused, unfreeze_objects
-
-if TYPE_CHECKING:
-    pass
 
 SHORT_CANARY, LONG_CANARY = 32, 512
 """Tokens. Digests need few; where log-probs must carry the proof alone, many are weighed together."""
@@ -84,21 +69,19 @@ def build_parts(
     names, table, pool, teacher = materials.names, materials.table, materials.pool, materials.teacher
     check_engine(spec)
     check_teacher_sampling(spec)
-    if spec.training.trainer == "Megatron" and given.sides is None:
-        check_rank_packages()
+    given.sides.check(resolved)
     algorithm = load_algorithm(resolved, inputs.search_path, given.advantages)
-    loss = load_loss(resolved, inputs.search_path, given.loss) if given.sides is None else None
+    given.sides.load_loss(resolved, inputs.search_path, given.loss)
     show.stage("fetching the model")
     folder = inputs.model()
-    division = decide_division(resolved, folder) if given.sides is None else None
-    resolved = with_trainer(resolved, division.trainer if division else "Torch")
+    resolved = given.sides.settle(resolved, folder)
     run, spec = resolved.run, resolved.run.spec
     check_engine(spec)
     check_held_out_sampling(run)
     weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
     check_base(teacher, weights)
-    is_ahead = division is not None and may_start_ahead(resolved, division)
-    show.stage(f"loading the model{' and starting the engine' if is_ahead else ''}, {amount(folder)}")
+    what = "the model and starting the engine" if given.sides.starts_engine else "the model"
+    show.stage(f"loading {what}, {amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
         from orbit_runtime.data.chat import ChatTokenizer
@@ -109,28 +92,17 @@ def build_parts(
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         held_out = build_held_out(spec, materials.held_out, tokenizer)
         sequences = first_sequences(table, tokenizer)
-        ahead = None
-        if is_ahead:
-            told = facts_of_checkpoint(folder, adapter_config(spec), resolved.compute_dtype)
-            ahead = EngineAhead(EngineOrder(resolved, told, tokenizer, folder, sequences, closing))
-            closing.callback(ahead.close)
-        if given.sides is not None:
-            opened = Opened(names.model, store, execution, weights, teacher_digest(teacher).get(TEACHER))
-            side = given.sides.open(resolved, opened, closing)
-        else:
-            assert division is not None
-            assert loss is not None
-            start = TrainerStart(show.note, closing, ahead.check if ahead else lambda: None)
-            side = build_side(resolved, division, folder, loss, names.model, teacher, start)
+        side = given.sides.open(
+            TrainerOrder(
+                resolved, folder, names.model, weights, tokenizer, sequences, store, execution, closing, teacher
+            )
+        )
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
     show.stage("starting the engine")
-    if ahead is not None:
-        engine: Engine = ahead.take()
-    else:
-        is_resumed = execution.number > 1
-        order = EngineOrder(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed)
-        engine = given.sides.build_engine(order) if given.sides else build_engine(order, side.policy)
+    is_resumed = execution.number > 1
+    order = EngineOrder(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed)
+    engine = given.sides.build_engine(order)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
     keeper = Keeper()
@@ -154,7 +126,7 @@ def build_parts(
         if spec.parity.preflight == "Enforce"
         else math.inf,
         max_unproven=spec.parity.max_unproven,
-        loads_beside=given.sides is None and resolved.engine != "Torch",
+        loads_beside=given.sides.loads_beside and resolved.engine != "Torch",
     )
     environment = build_environment(run.name, spec, tokenizer, materials.scorer, pool, sampling_of(spec))
     served = attach_teacher(spec, tokenizer, side.facts.vocabulary, sequences, closing)

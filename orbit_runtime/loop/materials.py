@@ -25,6 +25,7 @@ from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.measure import open_held_out
 from orbit_runtime.loop.show import Show
 from orbit_runtime.sides.content import PREFIX, Names
+from orbit_runtime.sides.here import Here
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.interface import Sides
 from orbit_runtime.sides.teacher import check_servers, open_teacher
@@ -47,8 +48,7 @@ class Given:
     """Replaces the function that `spec.algorithm.advantage.entrypoint` names."""
     search_path: Sequence[str] = field(default=())
     """Folders searched for entry points after `environment.code`."""
-    sides: Sides | None = None
-    """None if both run in this process or are started by it."""
+    sides: Sides = field(default_factory=Here)
 
     @property
     def functions(self) -> list[str]:

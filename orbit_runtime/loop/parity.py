@@ -33,7 +33,6 @@ from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.sides.content import resolve_names
 from orbit_runtime.sides.inputs import Inputs, build_patience
-from orbit_runtime.sides.machine import find_machine
 from orbit_runtime.spec import MachineFacts, OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.types import Request
@@ -184,7 +183,8 @@ def compare_sides(
         patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)
         inputs, given = Inputs(asked.spec, {}, patience, search_path), Given()
         materials = open_episode_materials(asked, resolve_names(asked, None), inputs, given, show, closing)
-        resolved = resolve(spec, find_machine(show.stage, stop), folder=manifest_folder)
+        given.sides.watch(stop, show.note)
+        resolved = resolve(spec, given.sides.machine(show.stage), folder=manifest_folder)
         parts = build_parts(
             resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing
         )

@@ -59,9 +59,10 @@ from orbit_runtime.observability.trackers import Asked, Tracking, check_trackers
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.support.manifests import Manifest, check_manifest
 from orbit_runtime.sides.content import Names, check_content, resolve_names
+from orbit_runtime.sides.here import Here
 from orbit_runtime.sides.inputs import Inputs, build_patience
 from orbit_runtime.sides.interface import Sides
-from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding, find_machine
+from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, NotFound, Store, claim_execution, compact_rows, open_store, read_run_file
 from orbit_runtime.storage.run_files import RUN_FILE
@@ -108,13 +109,11 @@ def run(
             functions; the report says so.
         loss, advantages: likewise, instead of `algorithm.entrypoint` and `algorithm.advantage.entrypoint`.
         manifest_folder: base of the manifest's relative paths and entry points; default: the working folder.
-        sides: trainer and engine in other processes; None: in this process, or started by it.
+        sides: trainer and engine; default: in this process, or started by it.
 
     Raises:
         OrbitError: with the exit code of its kind; the run folder then holds the last durable step.
     """
-    # Other processes are asked before the run claims its folder.
-    machine = sides.machine if sides else None
     uri = out or f"{spec.spec.storage.uri.rstrip('/')}/{spec.name}"
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     store = open_store(uri)
@@ -131,13 +130,12 @@ def run(
             webhooks += build_webhooks(spec.spec.observability.notify, os.environ)
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
             stop.on_request, show.stop = show.stopping, stop
-            if sides is not None:
-                sides.watch(stop, show.note)
-            given = Given(rewards, loss, advantages, search_path, sides)
+            given = Given(rewards, loss, advantages, search_path, sides or Here())
+            given.sides.watch(stop, show.note)
             closing.enter_context(watch_stalls(end_stalled(store, execution, show, webhooks)))
             with told_where_memory_ran_out(show):
                 resolve_on = partial(resolve, spec, folder=manifest_folder)
-                ended, report = _run(resolve_on, machine, store, execution, show, stop, given, closing)
+                ended, report = _run(resolve_on, store, execution, show, stop, given, closing)
         except StoppedOnRequest as request:
             # Stopped before the first step, for example during a download.
             ended = "stopped"
@@ -155,7 +153,6 @@ def run(
 
 def _run(
     resolve_on: Callable[[MachineFacts], Resolved],
-    machine: MachineFacts | None,
     store: Store,
     execution: Execution,
     show: Show,
@@ -171,13 +168,13 @@ def _run(
     if before:
         check_same_run(store, before, asked)
     check_manifest(Manifest(asked.run.spec))
-    bundle, skipped = find_checkpoint(store, in_place=given.sides is not None)
+    bundle, skipped = find_checkpoint(store, in_place=given.sides.in_place)
     origin = find_origin(asked.run, before) if bundle is None else None
     initial = open_initial(asked.run.spec, before) if bundle is None else None
     patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)
     inputs = Inputs(asked.run.spec, (before or {}).get("inputs", {}), patience, given.search_path)
     build = _open(asked, resolve_names(asked.run, before), inputs, given, show, closing)
-    resolved = _kept(resolve_on(machine or find_machine(show.stage, stop)), before)
+    resolved = _kept(resolve_on(given.sides.machine(show.stage)), before)
     changes = check_same_run(store, before, resolved) if before else []
     check_manifest(Manifest(resolved.run.spec))
     parts = build(resolved, store, execution, show, inputs=inputs, closing=closing)

@@ -49,17 +49,12 @@ from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
 from orbit_runtime.sides.content import content_digests
 from orbit_runtime.sides.inputs import Inputs
-from orbit_runtime.sides.interface import Opened, Sides, TrainerStart
+from orbit_runtime.sides.interface import Sides, TrainerOrder
 from orbit_runtime.sides.trainers import (
-    build_side,
-    check_rank_packages,
-    decide_division,
     load_algorithm,
-    load_loss,
 )
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.data import Validation
-from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
@@ -96,25 +91,20 @@ def build_sft(
     execution: Execution,
     show: Show,
     *,
-    sides: Sides | None,
+    sides: Sides,
     inputs: Inputs,
     materials: DemonstrationMaterials,
     closing: ExitStack,
 ) -> SftParts:
-    """Fetches the model, and wires it with the demonstrations. Pushes everything to be closed on `closing`.
-
-    Args: sides: set if the trainer is in another process.
-    """
+    """Fetches the model, and wires it with the demonstrations. Pushes everything to be closed on `closing`."""
     spec = resolved.run.spec
     names, table = materials.names, materials.table
-    if spec.training.trainer == "Megatron" and sides is None:
-        check_rank_packages()
+    sides.check(resolved)
     algorithm = load_algorithm(resolved, inputs.search_path)
-    loss = load_loss(resolved, inputs.search_path) if sides is None else None
+    sides.load_loss(resolved, inputs.search_path, None)
     show.stage("fetching the model")
     folder = inputs.model()
-    division = decide_division(resolved, folder) if sides is None else None
-    resolved = with_trainer(resolved, division.trainer if division else "Torch")
+    resolved = sides.settle(resolved, folder)
     spec = resolved.run.spec
     weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
     tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
@@ -127,18 +117,15 @@ def build_sft(
         tell=partial(_tell, show, inputs.patience),
     )
     show.note(_told(encoded))
+    sequences = first_sequences(table, tokenizer)
     show.stage(f"loading the model, {amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
-        if sides is not None:
-            side = sides.open(resolved, Opened(names.model, store, execution, weights), closing)
-        else:
-            assert division is not None
-            assert loss is not None
-            side = build_side(resolved, division, folder, loss, names.model, None, TrainerStart(show.note, closing))
+        side = sides.open(
+            TrainerOrder(resolved, folder, names.model, weights, tokenizer, sequences, store, execution, closing)
+        )
     keeper = Keeper()
     closing.callback(keeper.close)
-    sequences = first_sequences(table, tokenizer)
     by_id = {prompt.prompt_id: each for prompt, each in zip(table.prompts_P, encoded, strict=True)}
     return SftParts(
         run=resolved.run,

@@ -5,8 +5,7 @@ Belongs here: the handshake. Does not belong here: a connection (`connection`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +24,10 @@ from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.remote_servers import RemoteDesk, RemoteServer
 from orbit_runtime.services.remote_trainer import RemoteTrainer
 from orbit_runtime.sides.engines import build_servers, place_of, routed_layers
-from orbit_runtime.sides.interface import EngineOrder, Opened, TrainerSide
+from orbit_runtime.sides.interface import EngineOrder, TrainerOrder, TrainerSide
+from orbit_runtime.sides.teacher import CONTENT, teacher_digest
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
+from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.types import Engine
 from orbit_runtime.workers.child.signals import StopFlag
 
@@ -35,39 +36,60 @@ EQUAL = ("threads", "torch", "instructions")
 
 
 class RemoteSides:
-    """A `Sides` over two connections."""
+    """`Sides` over two connections."""
+
+    loads_beside = False
+    in_place = True
+    starts_engine = False
 
     def __init__(self, trainer: Connection, inference: Connection | None) -> None:
-        """Args: inference: None if there is no such process; see `building.kinds_of`."""
+        """Asks both processes what they are, before a run claims its folder.
+
+        Args:
+            inference: None if there is no such process; see `building.kinds_of`.
+
+        Raises:
+            OrbitError: one is unreachable, or they do not belong together.
+        """
         self._trainer = trainer
         self._inference = inference
         self._share: Callable[[Callable[..., Any]], bool] | None = None
-
-    @property
-    def machine(self) -> MachineFacts:
-        facts = self._trainer.facts()
-        if self._inference is not None:
-            inference = self._inference.facts()
-            if inference["engine"] == "Torch":
-                check_pair(facts, inference)
-        return MachineFacts(bool(facts["has_cuda"]), int(facts["num_gpus"]))
+        facts = trainer.facts()
+        if inference is not None and (other := inference.facts())["engine"] == "Torch":
+            check_pair(facts, other)
+        self._machine = MachineFacts(bool(facts["has_cuda"]), int(facts["num_gpus"]))
 
     def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
         for each in self._lines:
             each.note = note
             each.is_stopped = lambda: bool(stop)
 
-    def open(self, resolved: Resolved, opened: Opened, closing: ExitStack) -> TrainerSide:
+    def machine(self, stage: Callable[[str], None]) -> MachineFacts:
+        return self._machine
+
+    def check(self, resolved: Resolved) -> None:
+        """Each process has checked its own installation."""
+
+    def load_loss(
+        self, resolved: Resolved, search_path: Callable[[], Sequence[str]], given: Callable[..., Any] | None
+    ) -> None:
+        """The trainer's process has loaded the manifest's."""
+
+    def settle(self, resolved: Resolved, folder: Path) -> Resolved:
+        return with_trainer(resolved, "Torch")
+
+    def open(self, order: TrainerOrder) -> TrainerSide:
+        resolved, closing = order.resolved, order.closing
         check_apart(resolved.run.spec)
         for line in self._lines:
-            check_manifest(line.facts(), identity_fields(resolved.run), opened)
+            check_manifest(line.facts(), identity_fields(resolved.run), order)
         if self._inference is not None:
-            check_inference(self._inference.facts(), resolved.engine, opened.weights)
+            check_inference(self._inference.facts(), resolved.engine, order.weights)
         for line in self._lines:
             closing.callback(line.close)
-            line.open(opened.store.uri, opened.execution.number)
+            line.open(order.store.uri, order.execution.number)
         scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-orchestrator-")))
-        store, execution = opened.store, opened.execution
+        store, execution = order.store, order.execution
         sweep(store)
         share = self._share = partial(try_to_share, store=store, execution=execution.number)
         trainer, remote = self._trainer.facts(), RemoteTrainer(self._trainer, store, execution, share, scratch)
@@ -155,7 +177,7 @@ def check_inference(facts: Mapping[str, Any], engine: str, weights: str) -> None
         )
 
 
-def check_manifest(facts: Mapping[str, Any], identity: Mapping[str, Any], opened: Opened) -> None:
+def check_manifest(facts: Mapping[str, Any], identity: Mapping[str, Any], order: TrainerOrder) -> None:
     """
     Raises:
         UsageError: (64) the process was started with another manifest.
@@ -168,15 +190,16 @@ def check_manifest(facts: Mapping[str, Any], identity: Mapping[str, Any], opened
         raise UsageError(
             f"the {kind} was started with another manifest:{lines}", fix="start all three with the same manifest"
         )
-    if facts["model"] != opened.model:
+    if facts["model"] != order.model:
         raise UsageError(
-            f"the {kind} calls the model {facts['model']!r}, this run calls it {opened.model!r}",
+            f"the {kind} calls the model {facts['model']!r}, this run calls it {order.model!r}",
             where="spec.model.uri",
             fix="write the address that the run began with for all three",
         )
-    if facts["teacher"] != opened.teacher:
+    teacher = teacher_digest(order.teacher).get(CONTENT)
+    if facts["teacher"] != teacher:
         raise ModelError(
-            f"the {kind} read another teacher: {str(facts['teacher'])[:19]}… there, {str(opened.teacher)[:19]}… here",
+            f"the {kind} read another teacher: {str(facts['teacher'])[:19]}… there, {str(teacher)[:19]}… here",
             where="spec.algorithm.teacher.uri",
             fix="put the same adapter there on each machine",
         )

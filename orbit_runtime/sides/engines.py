@@ -333,9 +333,13 @@ def change_limit(facts: PolicyFacts) -> float:
 
 
 def may_start_ahead(resolved: Resolved, division: Division) -> bool:
-    """Whether servers may start beside ranks. On GPUs that both share they may not: a server counts what memory is
-    free before and after it has loaded, and would take what the trainer loads meanwhile for its own."""
-    if division.trainer != "Megatron" or resolved.engine != "SGLang":
+    """Whether servers may start beside ranks; a run on demonstrations has none.
+
+    On GPUs that both share they may not: a server counts what memory is free before and after it has loaded, and would
+    take what the trainer loads meanwhile for its own.
+    """
+    is_sampled = resolved.run.spec.algorithm.type != "SFT"
+    if not is_sampled or division.trainer != "Megatron" or resolved.engine != "SGLang":
         return False
     return resolved.device == "cpu" or resolved.run.spec.placement.layout == "Split"
 

@@ -10,7 +10,7 @@ from collections.abc import Buffer, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orbit_runtime.spec import MachineFacts, Resolved
 from orbit_runtime.storage import Execution, Store
@@ -24,19 +24,28 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.snapshot import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The run that opens its sides."""
+@dataclass(frozen=True)
+class TrainerOrder:
+    """What a trainer is opened from, wherever it computes."""
 
+    resolved: Resolved
+    """As `settle` returned it."""
+    folder: Path
+    """The model's folder."""
     model: str
     """The model's name in published files."""
+    weights: str
+    """Digest of the model's tensors on disk."""
+    tokenizer: Tokenizer
+    sequences: Sequence[Sequence[int]]
+    """Real prompts as token ids."""
     store: Store
     """The run folder."""
     execution: Execution
-    weights: str
-    """Digest of the model's tensors on disk."""
-    teacher: str | None = None
-    """Digest of the teacher's adapter; None if there is none."""
+    closing: ExitStack
+    """What must outlive the sides is pushed here."""
+    teacher: AdapterFolder | None = None
+    """The adapter that teaches."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class EngineOrder:
     facts: PolicyFacts
     tokenizer: Tokenizer
     folder: Path
-    """The model's."""
+    """The model's folder."""
     sequences: Sequence[Sequence[int]]
     """Real prompts as token ids."""
     closing: ExitStack
@@ -94,22 +103,50 @@ class TrainerSide:
 
 
 class Sides(Protocol):
-    """Trainer and engine in other processes."""
+    """Trainer and engine of one run, wherever they are. The loop calls the methods in the order in which they stand."""
 
     @property
-    def machine(self) -> MachineFacts:
-        """Facts of their machines, from which `Auto` is resolved."""
+    def loads_beside(self) -> bool:
+        """Whether servers may load an adapter while the trainer computes its part of the proof."""
+        ...
+
+    @property
+    def in_place(self) -> bool:
+        """Whether checkpoints are read by another process, from the store."""
         ...
 
     def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
         """Sets where to send progress notes, and the flag on which to stop waiting."""
         ...
 
-    def open(self, resolved: Resolved, opened: Opened, closing: ExitStack) -> TrainerSide:
-        """Brings the sides into the state that a run's first step expects.
+    def machine(self, stage: Callable[[str], None]) -> MachineFacts:
+        """Facts of their machines, from which `Auto` is resolved. May import torch, as a stage of its own."""
+        ...
+
+    def check(self, resolved: Resolved) -> None:
+        """Before anything is fetched. Raises UnsupportedError (78) for packages that are not installed."""
+        ...
+
+    def load_loss(
+        self, resolved: Resolved, search_path: Callable[[], Sequence[str]], given: Callable[..., Any] | None
+    ) -> None:
+        """Loads the loss where it will be computed. Args: given: replaces the function that the manifest names."""
+        ...
+
+    def settle(self, resolved: Resolved, folder: Path) -> Resolved:
+        """Decides what the manifest left to the plan, once the model's folder is there."""
+        ...
+
+    @property
+    def starts_engine(self) -> bool:
+        """Whether `open` starts the engine as well; known once settled."""
+        ...
+
+    def open(self, order: TrainerOrder) -> TrainerSide:
+        """Brings the trainer into the state that a run's first step expects.
 
         Raises:
-            OrbitError: a side is unreachable, or belongs to another manifest.
+            OrbitError: a side is unreachable, cannot be built, or belongs to another manifest.
         """
         ...
 

@@ -1,0 +1,93 @@
+"""The sides that this process opens: a trainer of its own or ranks, an engine of its own or servers.
+
+Belongs here: `Sides` on this machine, in the order that finds the cheapest mistakes first. Does not belong here: what
+each kind is made of (`trainers`, `engines`), sides in other processes (`services`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
+from orbit_runtime.sides.engines import EngineAhead, build_engine, may_start_ahead
+from orbit_runtime.sides.interface import EngineOrder, TrainerOrder, TrainerSide, TrainerStart
+from orbit_runtime.sides.machine import find_machine
+from orbit_runtime.sides.trainers import (
+    Division,
+    adapter_config,
+    build_side,
+    check_rank_packages,
+    decide_division,
+    load_loss,
+)
+from orbit_runtime.spec import MachineFacts, Resolved
+from orbit_runtime.spec.resolve import with_trainer
+from orbit_runtime.types import Engine
+from orbit_runtime.workers.child.signals import StopFlag
+
+if TYPE_CHECKING:
+    from orbit_runtime.policy.model import Policy
+
+
+class Here:
+    """`Sides` of one run: its methods are called once each, in the interface's order."""
+
+    loads_beside = True
+    in_place = False
+
+    def __init__(self) -> None:
+        self._stop = StopFlag()
+        self._note: Callable[[str], None] = lambda _: None
+        self._loss: Callable[..., Any] | None = None
+        self._division: Division | None = None
+        self._starts_engine = False
+        self._ahead: EngineAhead | None = None
+        self._policy: Policy | None = None
+
+    @property
+    def starts_engine(self) -> bool:
+        return self._starts_engine
+
+    def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
+        self._stop, self._note = stop, note
+
+    def machine(self, stage: Callable[[str], None]) -> MachineFacts:
+        return find_machine(stage, self._stop)
+
+    def check(self, resolved: Resolved) -> None:
+        if resolved.run.spec.training.trainer == "Megatron":
+            check_rank_packages()
+
+    def load_loss(
+        self, resolved: Resolved, search_path: Callable[[], Sequence[str]], given: Callable[..., Any] | None
+    ) -> None:
+        self._loss = load_loss(resolved, search_path, given)
+
+    def settle(self, resolved: Resolved, folder: Path) -> Resolved:
+        self._division = decide_division(resolved, folder)
+        resolved = with_trainer(resolved, self._division.trainer)
+        self._starts_engine = may_start_ahead(resolved, self._division)
+        return resolved
+
+    def open(self, order: TrainerOrder) -> TrainerSide:
+        assert self._division is not None
+        assert self._loss is not None
+        resolved, folder, check = order.resolved, order.folder, _nothing
+        if self._starts_engine:
+            facts = facts_of_checkpoint(folder, adapter_config(resolved.run.spec), resolved.compute_dtype)
+            engine = EngineOrder(resolved, facts, order.tokenizer, folder, order.sequences, order.closing)
+            self._ahead = EngineAhead(engine)
+            order.closing.callback(self._ahead.close)
+            check = self._ahead.check
+        start = TrainerStart(self._note, order.closing, check)
+        side = build_side(resolved, self._division, folder, self._loss, order.model, order.teacher, start)
+        self._policy = side.policy
+        return side
+
+    def build_engine(self, order: EngineOrder) -> Engine:
+        return build_engine(order, self._policy) if self._ahead is None else self._ahead.take()
+
+
+def _nothing() -> None: ...
