@@ -21,7 +21,7 @@ from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.measure import EngineEpisode
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import kept_weights_digest
-from orbit_runtime.rollout.torch_engine import TorchEngine
+from orbit_runtime.sides.engines import build_torch_engine
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import build_policy
 from orbit_runtime.spec import OrbitRun, resolve
@@ -91,7 +91,7 @@ def open_models(run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[Kept], 
             fix="write the model and precision that it was trained on",
         )
     policy = build_policy(resolved, folder, "None")
-    engine = TorchEngine(policy, tokenizer, max_running_requests=spec.rollout.max_running_requests)
+    engine = build_torch_engine(policy, tokenizer, spec.rollout, is_trained=False)
     subjects = [LocalSubject("base", tokenizer, engine, weights)] if base else []
     for version, (each, adapter) in enumerate(adapters):
         files = AdapterFiles(version, adapter.files, files_digest(adapter.files))

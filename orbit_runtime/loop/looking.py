@@ -77,12 +77,10 @@ class Bisect:
         return [f"the two sides differ {location.sentence()}"] if location and location.found else []
 
     def _find_in(self, copy: Tapped, name: str, adapter: AdapterFiles) -> Location:
-        import torch
-
         from orbit_runtime.adapters.layer import TRAINER_SLOT
         from orbit_runtime.parity.locate import locate
 
-        tokens, files, dtype = self.token_ids_T, adapter.files, getattr(torch, self.compute_dtype)
+        tokens, files = self.token_ids_T, adapter.files
         assert self.snapshot is not None
         for theirs_is, slot in ((None, None), (name, TRAINER_SLOT)):
             theirs = copy.snapshot(tokens, theirs_is)
@@ -90,7 +88,7 @@ class Bisect:
             routed = theirs.routed_TLC
             ours = self.snapshot(tokens, slot, files, routed_TLC=routed)
             again = self.snapshot(tokens, slot, files, copies=COPIES, routed_TLC=routed)
-            found = locate(ours, again, theirs, dtype=dtype, group=self.group)
+            found = locate(ours, again, theirs, dtype=self.compute_dtype, group=self.group)
             if not found.is_clear:
                 break
         return found

@@ -22,7 +22,7 @@ from orbit_runtime.policy.snapshot import ROTARY, Part, Snapshot
 
 FLOOR_FACTOR = 8.0
 """A point differs if its difference exceeds this multiple of the trainer's difference from itself."""
-SMALLEST_DIFFERENCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+SMALLEST_DIFFERENCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
 """Smallest difference that counts: two libraries order their sums differently, and one side's floor can be 0."""
 CONSTANT_TOLERANCE = 1e-5
 SHOWS_AT = {
@@ -139,7 +139,7 @@ class Location:
         }
 
 
-def locate(trainer: Snapshot, again: Snapshot, engine: Snapshot, *, dtype: torch.dtype, group: int | None) -> Location:
+def locate(trainer: Snapshot, again: Snapshot, engine: Snapshot, *, dtype: str, group: int | None) -> Location:
     """Compares every point in the trainer's order, then every tensor and constant that both sides report.
 
     Args:

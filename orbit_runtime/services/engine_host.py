@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Buffer, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from orbit_runtime.adapters.foreign import load_foreign
@@ -21,6 +22,7 @@ from orbit_runtime.services.building import Asked, common_facts, kinds_of
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
 from orbit_runtime.services.server_host import build_server_host
+from orbit_runtime.sides.engines import build_torch_engine
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.sides.trainers import build_policy
 from orbit_runtime.storage import Part
@@ -116,13 +118,6 @@ def build_inference_host(asked: Asked, address: str, note: Callable[[str], None]
     policy = build_policy(resolved, asked.folder, "None", note)
     tokenizer = ChatTokenizer(asked.folder, spec.data.chat.template_arguments)
 
-    def build() -> TorchEngine:
-        return TorchEngine(
-            policy,
-            tokenizer,
-            max_running_requests=spec.rollout.max_running_requests,
-            notes_experts=spec.rollout.router_replay != "None",
-        )
-
+    build = partial(build_torch_engine, policy, tokenizer, spec.rollout)
     calls = EngineCalls(build, policy.injected.layers, asked.teacher)
     return Host(common_facts("inference", asked, policy.base_digest(), rounding_facts()), calls.calls(), calls.reset)

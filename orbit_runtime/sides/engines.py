@@ -24,8 +24,8 @@ from orbit_runtime.sides.interface import EngineOrder
 from orbit_runtime.sides.trainers import Division
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
-from orbit_runtime.spec.rollout import Server
-from orbit_runtime.types import Engine
+from orbit_runtime.spec.rollout import Rollout, Server
+from orbit_runtime.types import Engine, Tokenizer
 from orbit_runtime.workers.servers.process import AGENT_VARIABLE
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from orbit_runtime.rollout.served_engine import ServedEngine
     from orbit_runtime.rollout.sglang_api import RoutedLayers
     from orbit_runtime.rollout.sglang_server import SGLangServer
+    from orbit_runtime.rollout.torch_engine import TorchEngine
 
 PROBES = 4
 """Real prompts whose text both tokenizers must agree on."""
@@ -52,15 +53,21 @@ def build_engine(order: EngineOrder, policy: Policy | None) -> Engine:
     """
     if order.resolved.engine != "Torch":
         return build_servers(order)
+    assert policy is not None, "the planner refuses the torch engine beside ranks"
+    return build_torch_engine(policy, order.tokenizer, order.resolved.run.spec.rollout)
+
+
+def build_torch_engine(
+    policy: Policy, tokenizer: Tokenizer, rollout: Rollout, *, is_trained: bool = True
+) -> TorchEngine:
+    """Args: is_trained: whether its samples are trained on; only then are chosen experts noted."""
     from orbit_runtime.rollout.torch_engine import TorchEngine
 
-    rollout = order.resolved.run.spec.rollout
-    assert policy is not None, "the planner refuses the torch engine beside ranks"
     return TorchEngine(
         policy,
-        order.tokenizer,
+        tokenizer,
         max_running_requests=rollout.max_running_requests,
-        notes_experts=rollout.router_replay != "None",
+        notes_experts=is_trained and rollout.router_replay != "None",
     )
 
 

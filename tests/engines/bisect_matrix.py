@@ -98,7 +98,7 @@ class Bench:
                 remove_slot(self.policy.injected.layers, slot)
         ours, again = self._ours[adapted]
         theirs = self.engine.copies()[0].snapshot(TOKENS, name)
-        return locate(ours, again, theirs, dtype=torch.float32, group=GROUP)
+        return locate(ours, again, theirs, dtype="float32", group=GROUP)
 
     def try_fault(self, fault: Fault) -> str:
         """What is wrong with the verdict; empty: the fault is named."""

@@ -82,7 +82,7 @@ def test_layers_are_compared_through_the_experts_that_the_engine_chose(
             take_snapshot(policy, PROMPTS[2], None, adapter.files, copies=copies, routed_TLC=routed_TLC)
             for copies in (1, 2)
         )
-        return locate(ours, again, theirs, dtype=torch.float32, group=None)
+        return locate(ours, again, theirs, dtype="float32", group=None)
 
     healthy = found(theirs.routed_TLC)
     assert healthy.is_clear, healthy.sentence()

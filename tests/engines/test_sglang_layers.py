@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from orbit_runtime.adapters.state import load_slot, remove_slot
@@ -36,7 +35,7 @@ def compare(
     finally:
         if slot:
             remove_slot(policy.injected.layers, slot)
-    return locate(ours, again, engine.copies()[0].snapshot(tokens, name), dtype=torch.float32, group=32)
+    return locate(ours, again, engine.copies()[0].snapshot(tokens, name), dtype="float32", group=32)
 
 
 def tokens_of(tokenizer: ChatTokenizer) -> list[int]:
