@@ -27,7 +27,7 @@ from orbit_runtime.adapters.inject import inject
 from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.adapters.state import load_slot, slot_digest, write_adapter
 from orbit_runtime.digests import split
-from orbit_runtime.loop.keep import CheckpointParts
+from orbit_runtime.storage import CheckpointParts
 from orbit_runtime.storage import Content, claim_execution, open_store, read_bundle, write_bundle
 from orbit_runtime.training.state import PART, build_state, unpack_state
 from orbit_runtime.types import AdapterManifest

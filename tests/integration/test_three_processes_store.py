@@ -139,7 +139,7 @@ from pathlib import Path
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.files import expected_applied_digest
-from orbit_runtime.loop.keep import CheckpointParts
+from orbit_runtime.storage import CheckpointParts
 from orbit_runtime.loop.publish import write_adapter_bundle
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import try_to_share

@@ -13,7 +13,7 @@ from orbit_runtime.algorithms.table import build_algorithm
 from orbit_runtime.loop.advantages import build_batch
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.types import Group, Trainer
-from tests.unit_runtime.loop.test_resample import EQUAL, FAILED, MIXED, group
+from tests.unit_runtime.loop.test_collect import EQUAL, FAILED, MIXED, group
 
 
 class NoTeacher:
