@@ -84,7 +84,8 @@ def last_part(name: str) -> str:
 def module_name(weight: Weight) -> str:
     """The name that a loaded policy gives it: all experts of a layer are one module."""
     parent, _, leaf = weight.module.replace(f".{EXPERT}.", ".").rpartition(".")
-    return f"{parent}.{last_part(weight.target) or leaf}"
+    name = last_part(weight.target) or leaf
+    return f"{parent}.{name}" if parent else name
 
 
 def _split_siblings(asked: ServedAdapter) -> Words | None:
