@@ -7,6 +7,7 @@ each kind is made of (`trainers`, `engines`), sides in other processes (`service
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +43,9 @@ class Here:
         self._note: Callable[[str], None] = lambda _: None
         self._loss: Callable[..., Any] | None = None
         self._division: Division | None = None
-        self._starts_engine = False
+        self.starts_engine = False
         self._ahead: EngineAhead | None = None
         self._policy: Policy | None = None
-
-    @property
-    def starts_engine(self) -> bool:
-        return self._starts_engine
 
     def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
         self._stop, self._note = stop, note
@@ -68,26 +65,23 @@ class Here:
     def settle(self, resolved: Resolved, folder: Path) -> Resolved:
         self._division = decide_division(resolved, folder)
         resolved = with_trainer(resolved, self._division.trainer)
-        self._starts_engine = may_start_ahead(resolved, self._division)
+        self.starts_engine = may_start_ahead(resolved, self._division)
         return resolved
 
     def open(self, order: TrainerOrder) -> TrainerSide:
         assert self._division is not None
         assert self._loss is not None
-        resolved, folder, check = order.resolved, order.folder, _nothing
-        if self._starts_engine:
+        resolved, folder = order.resolved, order.folder
+        start = TrainerStart(self._note, order.closing)
+        if self.starts_engine:
             facts = facts_of_checkpoint(folder, adapter_config(resolved.run.spec), resolved.compute_dtype)
             engine = EngineOrder(resolved, facts, order.tokenizer, folder, order.sequences, order.closing)
             self._ahead = EngineAhead(engine)
             order.closing.callback(self._ahead.close)
-            check = self._ahead.check
-        start = TrainerStart(self._note, order.closing, check)
+            start = replace(start, check=self._ahead.check)
         side = build_side(resolved, self._division, folder, self._loss, order.model, order.teacher, start)
         self._policy = side.policy
         return side
 
     def build_engine(self, order: EngineOrder) -> Engine:
         return build_engine(order, self._policy) if self._ahead is None else self._ahead.take()
-
-
-def _nothing() -> None: ...
