@@ -344,7 +344,8 @@ def joined_parts(content: Any) -> Any:
     """The text of a content whose parts are all text; any other content as it is."""
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    words = [text for text in texts if isinstance(text, str)]
+    return "".join(words) if len(words) == len(texts) else content
 
 
 def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
