@@ -27,3 +27,10 @@ def test_every_page_that_the_index_names_is_there() -> None:
 def test_the_search_finds_a_link_with_and_without_an_anchor() -> None:
     found = linked("[a](guides/models.md), [b](guides/sglang.md#experts), [c](https://example.com/x.md)")
     assert {path.name for path in found} == {"models.md", "sglang.md"}
+
+
+def test_decisions_and_the_change_log_can_be_read_to_the_end() -> None:
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in (DOCS / "decisions").glob("*.md")}
+    assert {name: count for name, count in words.items() if count > 400} == {}
+    assert sum(words.values()) <= 9000
+    assert (DOCS.parent / "CHANGELOG.md").stat().st_size <= 8192
