@@ -22,6 +22,7 @@ MACHINES = {
     "H100": ["spec.placement.gpuProduct=H100"],
     "CPU": ["spec.placement.gpus=0"],
 }
+LINE = 120
 GOLDEN = ("tests/unit_operator/golden", "charts/orbit/files", "tests/unit_runtime/api/public_names.txt")
 """Files that tests or `make check` hold the product to: the same file, the same product."""
 SERVERS = """
@@ -46,13 +47,16 @@ def told(ended: Ended) -> Iterator[str]:
         yield from (f"  {stream}{line}".rstrip() for line in text.splitlines())
 
 
-def one_level(value: object) -> Iterator[str]:
-    """A line for each key of an object."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield f"  {key}: {json.dumps(inner)}"
-    else:
-        yield f"  {json.dumps(value)}"
+def spread(name: str, value: object, indent: str = "  ") -> Iterator[str]:
+    """`name: JSON`; what would be long has a line for each part of it, and what differs is seen."""
+    line = f"{indent}{name}: {json.dumps(value)}"
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if len(line) <= LINE or not parts:
+        yield line
+        return
+    yield f"{indent}{name}:"
+    for key, part in parts:
+        yield from spread(str(key), part, indent + "  ")
 
 
 def sets(overrides: list[str]) -> list[str]:
@@ -123,7 +127,8 @@ def planned(product: Product) -> Iterator[str]:
             yield f"orbit plan {example} --json on {machine}"
             ended = product.orbit("plan", example, "--json", *sets(overrides))
             try:
-                yield from one_level(json.loads(ended.out))
+                for name, value in json.loads(ended.out).items():
+                    yield from spread(name, value)
                 yield from told(Ended(ended.code, "", ended.error))
             except json.JSONDecodeError:
                 yield from told(ended)
