@@ -75,7 +75,7 @@ def ask(url: str, samples: int, folder: Path) -> tuple[float, float]:
     from orbit_runtime.evaluation.api_model import ApiModel, Conversations
     from orbit_runtime.evaluation.evaluate import ApiSubject, ask_all
     from orbit_runtime.evaluation.journal import Journal
-    from orbit_runtime.evaluation.tasks import Asked, open_task
+    from orbit_runtime.evaluation.tasks import EvaluationSettings, open_task
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
     from orbit_runtime.storage import claim_execution, open_store
 
@@ -83,7 +83,7 @@ def ask(url: str, samples: int, folder: Path) -> tuple[float, float]:
     run_ = resolve(load_manifest(ROOT / "examples/quickstart.yaml"), MachineFacts(has_cuda=False, num_gpus=0)).run
     with ExitStack() as closing:
         prompts = math.ceil(samples / 2)
-        task = open_task("sums", run_.spec, Asked(samples=2, limit=prompts), [], closing)
+        task = open_task("sums", run_.spec, EvaluationSettings(samples=2, limit=prompts), [], closing)
         first = replace(task, name="first", table=replace(task.table, prompts_P=task.table.prompts_P[:2]))
         store = open_store(str(folder))
         execution = claim_execution(store, run_name="benchmark")

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import Measured, need_sglang, run
 from orbit_runtime.cli.output import format_table
-from orbit_runtime.loop.parity import Comparison, compare_sides
+from orbit_runtime.loop.parity import ParityComparison, compare_sides
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.spec import load_manifest
 
@@ -47,12 +47,12 @@ def measure(options: argparse.Namespace) -> Measured:
     )
 
 
-def measure_one(engine: str, precision: str) -> Comparison:
+def measure_one(engine: str, precision: str) -> ParityComparison:
     changes = [f"spec.rollout.engine={engine}", f"spec.model.precision={precision}"]
     return compare_sides(load_manifest(EXAMPLE, changes), progress=SilentProgress(), manifest_folder=EXAMPLE.parent)
 
 
-def table(found: list[Comparison]) -> str:
+def table(found: list[ParityComparison]) -> str:
     """Mean |difference of log-probs| per token of each pair; p99 and max are those of the random adapter."""
     header = ("engine", "base", "trainer itself", "engine itself", "adapter off", "random adapter", "p99", "max", "s")
     pairs = ("trainer_floor", "engine_floor", "base", "random")

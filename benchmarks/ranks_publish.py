@@ -40,18 +40,18 @@ EXPERT_MIB = 4 * 3 * 128 * (128 + 256) * 2 / 2**20
 def build(mebibytes: int, closing: ExitStack) -> Any:
     """A trainer in two ranks with an adapter of about this size: rank 128, on as many experts as needed."""
     from orbit_runtime.adapters.config import AdapterConfig
-    from orbit_runtime.training.megatron.groups import Sizes
+    from orbit_runtime.training.megatron.groups import GroupSizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
-    from orbit_runtime.workers.ranks.group import Group, start_ranks
+    from orbit_runtime.workers.ranks.group import GroupSettings, start_ranks
 
     folder, _, settings = trainer_parts()
-    sizes = Sizes(2, expert=2)
+    sizes = GroupSizes(2, expert=2)
     targets = ("gate_proj", "up_proj", "down_proj")
     adapter = AdapterConfig(type="LoRA", targets=targets, rank=128, alpha=128.0, experts="PerExpert")
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
     grow(folder, scratch / "model", experts=2 * max(4, round(mebibytes / EXPERT_MIB / 2)))
-    group = Group(
+    group = GroupSettings(
         "orbit_runtime.training.megatron.rank:MegatronRank",
         {"settings": RankSettings(scratch / "model", adapter, sizes, settings)},
         sizes.world,

@@ -52,15 +52,15 @@ def make_samples(options: argparse.Namespace) -> list[Any]:
 
 def build(name: str, options: argparse.Namespace, closing: ExitStack) -> tuple[Any, Any]:
     """The trainer in ranks, and its ranks."""
-    from orbit_runtime.training.megatron.groups import Sizes
+    from orbit_runtime.training.megatron.groups import GroupSizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
-    from orbit_runtime.workers.ranks.group import Group, start_ranks
+    from orbit_runtime.workers.ranks.group import GroupSettings, start_ranks
 
     folder, adapter, settings = trainer_parts(options.micro_batch, options.answer)
-    sizes = Sizes(WORLD[name], **DIVISIONS[name])  # type: ignore[arg-type]
+    sizes = GroupSizes(WORLD[name], **DIVISIONS[name])  # type: ignore[arg-type]
     logs = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
-    group = Group(
+    group = GroupSettings(
         "benchmarks.counted_rank:CountedRank",
         {"settings": RankSettings(folder, adapter, sizes, settings)},
         sizes.world,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 if TYPE_CHECKING:
-    from orbit_runtime.rollout.server_types import Server
+    from orbit_runtime.rollout.server_types import ServerHandle
 
 STREAMS = 8
 TOKENS = 200
@@ -44,7 +44,9 @@ class Gaps:
         return statistics.quantiles(self.during, n=100)[percent - 1]
 
 
-def watch(server: Server, adapter: str, acts: Mapping[str, Callable[[], object]], gaps: Mapping[str, Gaps]) -> None:
+def watch(
+    server: ServerHandle, adapter: str, acts: Mapping[str, Callable[[], object]], gaps: Mapping[str, Gaps]
+) -> None:
     """Repeats `acts`, one after the other, while answers run; adds the gaps seen during each to `gaps`.
 
     Acts alternate within seconds, because the machine's load changes from one minute to the next.

@@ -42,13 +42,13 @@ def measure(options: argparse.Namespace) -> Measured:
     import torch
 
     from orbit_runtime.rollout import TorchEngine
-    from orbit_runtime.serve.open import Asked, open_models
-    from orbit_runtime.serve.requests import Limits
+    from orbit_runtime.serve.open import ServeRequest, open_models
+    from orbit_runtime.serve.requests import ServeLimits
     from orbit_runtime.serve.server import start_serving
 
     torch.set_num_threads(THREADS)
     requests = AT_ONCE if options.smallest else 8 * AT_ONCE
-    opened = open_models(Asked(model="builtin://tiny-adder"), Limits(running=AT_ONCE), lambda _: None)
+    opened = open_models(ServeRequest(model="builtin://tiny-adder"), ServeLimits(running=AT_ONCE), lambda _: None)
     base = opened.policies.base
     assert base.policy is not None
     engine = TorchEngine(base.policy, base.tokenizer, max_running_requests=AT_ONCE)

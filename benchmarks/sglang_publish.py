@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.running_answers import Gaps, watch
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.rollout.server_types import Server
+from orbit_runtime.rollout.server_types import ServerHandle
 from orbit_runtime.types import Request, Sampling
 from orbit_runtime.workers.system import wait_asleep
 
@@ -176,7 +176,7 @@ def _publishing(rig: Any, size: Size) -> dict[str, float]:
             "over the load ms": over * 1e3, "whole publish ms": statistics.median(whole) * 1e3}  # fmt: skip
 
 
-def _gaps(rig: Any, server: Server, adapter: str, watches: int) -> dict[str, float]:
+def _gaps(rig: Any, server: ServerHandle, adapter: str, watches: int) -> dict[str, float]:
     """The gaps of all turns together."""
     gaps = {name: Gaps() for name in ("nothing", "own", "ours")}
     with _engines_own(rig, server, adapter) as load_and_prefill:
@@ -193,7 +193,7 @@ def _gaps(rig: Any, server: Server, adapter: str, watches: int) -> dict[str, flo
 
 
 @contextmanager
-def _engines_own(rig: Any, server: Server, adapter: str) -> Iterator[Callable[[], None]]:
+def _engines_own(rig: Any, server: ServerHandle, adapter: str) -> Iterator[Callable[[], None]]:
     """What any client would do with a new adapter: load it, send as many tokens as the proof, unload it."""
     from benchmarks.sglang_rig import small_lora
 

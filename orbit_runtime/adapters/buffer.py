@@ -36,7 +36,7 @@ _POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class MemoryOpening:
     """Where other processes of this machine open the memory."""
 
     path: str
@@ -122,12 +122,14 @@ class AdapterBuffer:
             self._is_sealed = True
 
 
-def opening_of(memory: AdapterMemory) -> Opening:
-    return Opening(f"/proc/{os.getpid()}/fd/{memory.descriptor}", os.readlink(f"/proc/self/fd/{memory.descriptor}"))
+def opening_of(memory: AdapterMemory) -> MemoryOpening:
+    return MemoryOpening(
+        f"/proc/{os.getpid()}/fd/{memory.descriptor}", os.readlink(f"/proc/self/fd/{memory.descriptor}")
+    )
 
 
 @contextmanager
-def opened(opening: Opening, flags: int) -> Iterator[int]:
+def opened(opening: MemoryOpening, flags: int) -> Iterator[int]:
     """A descriptor of another process's memory.
 
     Raises:

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.005
 NOW = "now"
 
 
-class Group:
+class BroadcastGroup:
     """One generation, as seen by one of its processes. For use by one thread at a time."""
 
     def __init__(self, store: Store, rank: int, size: int, host: str, seconds: float) -> None:
@@ -49,7 +49,7 @@ class Group:
         self._group.broadcast([data]).wait(self._timeout)
 
 
-class Opening:
+class BroadcastOpening:
     """The trainer's side: a store that members find, and rank 0 of the group."""
 
     def __init__(self, host: str, members: int, seconds: float) -> None:
@@ -71,7 +71,7 @@ class Opening:
         self.source = {"host": host, "port": port, "generation": name, "size": self._size, "seconds": seconds}
         """What a member needs in order to join."""
 
-    def wait(self, is_over: Callable[[], bool]) -> Group:
+    def wait(self, is_over: Callable[[], bool]) -> BroadcastGroup:
         """Waits until all have joined. Raises NotArrivedError if they do not in time, or once `is_over` is true."""
         assert self._store is not None
         until = time.monotonic() + self._seconds
@@ -80,7 +80,7 @@ class Opening:
                 raise NotArrivedError(f"{joined} of {self._size - 1} processes joined")
             time.sleep(POLL_SECONDS)
         self._store.set("open", "")
-        return Group(self._store, 0, self._size, self._host, self._seconds)
+        return BroadcastGroup(self._store, 0, self._size, self._host, self._seconds)
 
     def announce(self, publish: str) -> None:
         """Sets the publish that is sent from now on; empty for none."""
@@ -92,7 +92,7 @@ class Opening:
         self._store = None
 
 
-def join(source: Mapping[str, Any]) -> Group:
+def join(source: Mapping[str, Any]) -> BroadcastGroup:
     """A member's side; it takes the next free rank. Raises NotArrivedError."""
     host, port, size, seconds = source["host"], source["port"], source["size"], source["seconds"]
     try:
@@ -110,6 +110,6 @@ def join(source: Mapping[str, Any]) -> Group:
             if time.monotonic() > until:
                 raise NotArrivedError("the other processes did not join")
             time.sleep(POLL_SECONDS)
-        return Group(store, rank, size, here, seconds)
+        return BroadcastGroup(store, rank, size, here, seconds)
     except (OSError, RuntimeError) as error:
         raise NotArrivedError(f"the generation of {host}:{port} is over: {error}") from None

@@ -18,7 +18,7 @@ from orbit_runtime.adapters.config import AdapterConfig, InjectReport, ReportRow
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import TRAINER_SLOT, AdaptedLinear, Selection
 from orbit_runtime.adapters.lora import initial_A
-from orbit_runtime.adapters.masters import Masters, Place
+from orbit_runtime.adapters.masters import MasterPlace, Masters
 from orbit_runtime.adapters.oft import check_block_size
 from orbit_runtime.adapters.part import Part
 from orbit_runtime.errors import InternalError, ManifestError
@@ -94,7 +94,7 @@ def add_masters(injected: Injected, slot: str, adapter: AdapterConfig, seed: int
         if owner[name] == name:
             for kind, parameter in _initial(layer, seed, adapter):
                 parameters[f"{name}.{kind}"] = parameter
-                places[f"{name}.{kind}"] = Place(kind, layer.part, layer.shapes(adapter)[kind])
+                places[f"{name}.{kind}"] = MasterPlace(kind, layer.part, layer.shapes(adapter)[kind])
     masters = Masters(adapter, dict(sorted(parameters.items())), owner, places)
     selection = injected.selection
     selection.applied_masters[slot] = lambda *which: masters.applied(selection.compute_dtype, *which)
@@ -168,7 +168,7 @@ def _create_masters(
         if owner[name] == name:
             for kind, parameter in _initial(layer, seed, adapter):
                 parameters[f"{name}.{kind}"] = parameter
-                places[f"{name}.{kind}"] = Place(kind, layer.part, layer.shapes()[kind])
+                places[f"{name}.{kind}"] = MasterPlace(kind, layer.part, layer.shapes()[kind])
                 layer.register_parameter(kind, parameter)
         else:
             layer.register_parameter("oft_R", parameters[f"{owner[name]}.oft_R"])

@@ -20,7 +20,7 @@ from orbit_runtime.adapters.lora import LoRASlot, add_lora, dropout
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.adapters.part import WHOLE, Part
 from orbit_runtime.adapters.rotations import Newest
-from orbit_runtime.adapters.turn import Turn
+from orbit_runtime.adapters.turn import FairLock
 from orbit_runtime.errors import InternalError
 from orbit_runtime.seeds import stream_key
 
@@ -89,7 +89,7 @@ class Selection:
 
     dropout: Dropout | None = None
     """Dropout of the current training pass; None for no dropout."""
-    turn: Turn = field(default_factory=Turn)
+    turn: FairLock = field(default_factory=FairLock)
     """Held by the thread that selects: an engine may sample in another thread than the trainer's."""
 
     @contextmanager

@@ -53,7 +53,7 @@ class _Rounded(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MasterPlace:
     """The position of a parameter in the whole adapter's parameter."""
 
     kind: str
@@ -103,7 +103,7 @@ class Masters:
     parameters: Mapping[str, nn.Parameter]
     """`<module>.lora_A`, `<module>.lora_B` or, for owners only, `<module>.oft_R`; fp32, sorted by name."""
     owner: Mapping[str, str]
-    places: Mapping[str, Place]
+    places: Mapping[str, MasterPlace]
     """The place of each parameter."""
 
     def applied(

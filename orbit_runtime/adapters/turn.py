@@ -10,7 +10,7 @@ from collections import deque
 from types import TracebackType
 
 
-class Turn:
+class FairLock:
     """A reentrant lock that is granted in the order of requests.
 
     With `threading.RLock`, a thread that releases the lock and takes it again at once overtakes all waiting threads: a

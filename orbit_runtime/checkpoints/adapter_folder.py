@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from orbit_runtime.adapters.files import is_outer, layer_of
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import ModelError, UsageError
-from orbit_runtime.model_info.headers import Header, parse_header
+from orbit_runtime.model_info.headers import TensorHeader, parse_header
 from orbit_runtime.spec.adapter import NEUMANN_TERMS
 from orbit_runtime.storage import NotFound, Store, open_store
 from orbit_runtime.storage.bundles import MANIFEST, list_bundles, read_pieces
@@ -60,7 +60,7 @@ class AdapterFolder:
     config: Mapping[str, Any]
     """adapter_config.json."""
     files: Mapping[str, Buffer]
-    header: Header
+    header: TensorHeader
     """Header of `adapter_model.safetensors`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts that the publish wrote into `manifest.json`; empty for an adapter that Orbit did not write."""
@@ -315,14 +315,16 @@ def _check_names(adapter: AdapterFolder) -> None:
 
 
 @dataclass(frozen=True)
-class Kept:
+class NamedAdapter:
     """An adapter, and the name that it has here."""
 
     name: str
     uri: str
 
 
-def kept_steps(store: Store, steps: Sequence[int] | None, *, first: bool, option: str = "--steps") -> list[Kept]:
+def kept_steps(
+    store: Store, steps: Sequence[int] | None, *, first: bool, option: str = "--steps"
+) -> list[NamedAdapter]:
     """The adapters that a run kept, by step: those asked for, or all.
 
     Args:
@@ -345,4 +347,4 @@ def kept_steps(store: Store, steps: Sequence[int] | None, *, first: bool, option
             fix="choose from those; a larger spec.checkpoint.keep keeps more",
         )
     wanted = [step for step in kept if step or first] if steps is None else sorted({*steps})
-    return [Kept(f"step-{step}", f"{store.uri}/{ADAPTERS}{adapter_name(step)}") for step in wanted]
+    return [NamedAdapter(f"step-{step}", f"{store.uri}/{ADAPTERS}{adapter_name(step)}") for step in wanted]

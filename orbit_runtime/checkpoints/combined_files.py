@@ -30,7 +30,7 @@ from orbit_runtime.checkpoints.adapter_folder import CONFIG_FILE, MODEL_FILE, PR
 from orbit_runtime.checkpoints.combine import EVERY, Combined, LoRAPart, combine, side_A, side_B
 from orbit_runtime.digests import PieceHasher, Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import OutputError, UnsupportedError
-from orbit_runtime.storage import Manifest, Part
+from orbit_runtime.storage import BundlePart, Manifest
 from orbit_runtime.storage.bundles import MANIFEST, manifest_json
 
 
@@ -46,7 +46,7 @@ class CombinedFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ModuleEntry:
     """One module of the file."""
 
     name: str
@@ -91,7 +91,7 @@ def write_combined(
             ],
             "base": {"weights": base} if base else None,
         }
-        parts = {name: Part(name, found) for name, found in pieces.items()}
+        parts = {name: BundlePart(name, found) for name, found in pieces.items()}
         (folder / MANIFEST).write_bytes(manifest_json(Manifest("adapter", 0, parts, facts, 0.0)))
     return CombinedFiles(deviation, len(combined.layers()), rank)
 
@@ -154,24 +154,24 @@ class _Writer:
         self._file.close()
 
 
-def _entries(combined: Combined, kind: str) -> list[Entry]:
+def _entries(combined: Combined, kind: str) -> list[ModuleEntry]:
     """The modules of the file with a tensor of this kind. Stacked ones have the shapes that their layout prescribes."""
-    found: list[Entry] = []
+    found: list[ModuleEntry] = []
     for layer in combined.layers():
         if layer not in combined.experts:
-            found.append(Entry(layer, layer, (EVERY,), False))
+            found.append(ModuleEntry(layer, layer, (EVERY,), False))
             continue
         number = _num_experts(combined, layer)
         every = tuple(range(number)) or (EVERY,)
         if combined.layout == "PerExpert":
             names = expert_file_names(layer, kind, combined.layout, number)
             modules = (name.removesuffix(f".{kind}") for name in names)
-            found += [Entry(name, layer, (each,), False) for name, each in zip(modules, every, strict=True)
+            found += [ModuleEntry(name, layer, (each,), False) for name, each in zip(modules, every, strict=True)
                       if combined.changes(layer, each)]  # fmt: skip
             continue
         (name,) = expert_file_names(layer, kind, combined.layout, number)
         is_shared = combined.layout == "Shared" or is_outer(layer, kind)
-        found.append(Entry(name.removesuffix(f".{kind}"), layer, (EVERY,) if is_shared else every, True))
+        found.append(ModuleEntry(name.removesuffix(f".{kind}"), layer, (EVERY,) if is_shared else every, True))
     return found
 
 
@@ -184,11 +184,11 @@ def _named_experts(combined: Combined, layer: str) -> int:
     return max((expert + 1 for expert in combined.own_experts(layer)), default=combined.experts[layer])
 
 
-def _shape(entry: Entry, matrix: Sequence[int]) -> tuple[int, ...]:
+def _shape(entry: ModuleEntry, matrix: Sequence[int]) -> tuple[int, ...]:
     return (len(entry.experts), *matrix) if entry.is_stacked else tuple(matrix)
 
 
-def _together(entry: Entry, matrices: list[Tensor]) -> Tensor:
+def _together(entry: ModuleEntry, matrices: list[Tensor]) -> Tensor:
     return torch.stack(matrices) if entry.is_stacked else matrices[0]
 
 

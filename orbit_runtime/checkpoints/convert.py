@@ -36,7 +36,7 @@ Show = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ModuleSummary:
     """Modules of one name, regardless of layer and expert numbers."""
 
     modules: str
@@ -65,7 +65,7 @@ class Result:
     reused: int
     """Number of shards that an earlier start had written."""
 
-    def summaries(self) -> list[Summary]:
+    def summaries(self) -> list[ModuleSummary]:
         return summarise(self.modules)
 
     def to_json(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def shard_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
-def summarise(modules: Mapping[str, Mapping[str, float]]) -> list[Summary]:
+def summarise(modules: Mapping[str, Mapping[str, float]]) -> list[ModuleSummary]:
     """Groups by name, largest error first."""
     groups: dict[str, list[str]] = {}
     for module in modules:
@@ -219,7 +219,7 @@ def summarise(modules: Mapping[str, Mapping[str, float]]) -> list[Summary]:
         worst = max(names, key=lambda name: modules[name]["relative_rms"])
         mean = sum(modules[name]["relative_rms"] for name in names) / len(names)
         largest = max(modules[name]["max_error"] for name in names)
-        found.append(Summary(pattern, len(names), mean, modules[worst]["relative_rms"], worst, largest))
+        found.append(ModuleSummary(pattern, len(names), mean, modules[worst]["relative_rms"], worst, largest))
     return sorted(found, key=lambda each: -each.relative_rms)
 
 

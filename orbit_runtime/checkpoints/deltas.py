@@ -26,8 +26,8 @@ Rename = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    """Where an adapter changes one of the base's weights. Example: `Spot("model.layers.1.mlp.experts.up_proj", 3)`."""
+class WeightSpot:
+    """Where an adapter changes a weight of the base. Example: `WeightSpot("model.layers.1.mlp.experts.up_proj", 3)`."""
 
     layer: str
     expert: int = EVERY
@@ -38,10 +38,10 @@ class AdapterChange:
     """A `Change` for `rewrite`."""
 
     combined: Combined
-    spots: Mapping[str, Spot]
+    spots: Mapping[str, WeightSpot]
     """The base's module → what changes it."""
     _modules: frozenset[str] = field(init=False)
-    _newest: tuple[Spot, Tensor] | None = field(init=False, default=None)
+    _newest: tuple[WeightSpot, Tensor] | None = field(init=False, default=None)
     """The rotation of the rows before."""
 
     def __post_init__(self) -> None:
@@ -61,10 +61,10 @@ class AdapterChange:
             rows = rows if delta is None else rows + delta
         return rows
 
-    def _rotation(self, spot: Spot) -> Tensor:
+    def _rotation(self, spot: WeightSpot) -> Tensor:
         rotation = self.combined.rotation[spot.layer]
         is_own = any(spot.expert in factor.held for factor in rotation.factors)
-        key = spot if is_own else Spot(spot.layer)
+        key = spot if is_own else WeightSpot(spot.layer)
         if self._newest is None or self._newest[0] != key:
             R = rotation.at(spot.expert)
             assert R is not None, "a spot is changed by some adapter"
@@ -72,7 +72,9 @@ class AdapterChange:
         return self._newest[1]
 
 
-def find_spots(combined: Combined, shapes: Mapping[str, tuple[int, int]], rename: Rename, base: str) -> dict[str, Spot]:
+def find_spots(
+    combined: Combined, shapes: Mapping[str, tuple[int, int]], rename: Rename, base: str
+) -> dict[str, WeightSpot]:
     """The base's weights that the adapter changes, by module.
 
     Args:
@@ -81,7 +83,7 @@ def find_spots(combined: Combined, shapes: Mapping[str, tuple[int, int]], rename
     Raises:
         ModelError: naming the first adapted layer that the base lacks, or has in another shape or number of experts.
     """
-    spots: dict[str, Spot] = {}
+    spots: dict[str, WeightSpot] = {}
     for layer in sorted(combined.layers()):
         found = list(_modules(layer, combined, shapes, rename))
         if not found:
@@ -96,7 +98,7 @@ def find_spots(combined: Combined, shapes: Mapping[str, tuple[int, int]], rename
                 if wrong:
                     rows, columns = shapes[module]
                     raise _other_base(f"the adapter of {layer} {wrong}, the base's weight is [{rows}, {columns}]", base)
-                spots[module] = Spot(layer, expert)
+                spots[module] = WeightSpot(layer, expert)
     return spots
 
 

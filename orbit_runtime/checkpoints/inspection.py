@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ModuleGroup:
     """Modules of one name, regardless of layer and expert numbers, that are stored alike."""
 
     modules: str
@@ -43,7 +43,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SupportVerdict:
     """Whether a way to run supports this model."""
 
     adapter: str
@@ -63,7 +63,7 @@ class Inspection:
     precision: str
     refusal: str | None
     """Why Orbit cannot read the weights; None if it can."""
-    groups: tuple[Group, ...]
+    groups: tuple[ModuleGroup, ...]
     files: int
     tensors: int
     num_bytes: int
@@ -74,7 +74,7 @@ class Inspection:
     targets: tuple[str, ...]
     """Default of `adapter.targets` for this family."""
     special: tuple[str, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[SupportVerdict, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -122,13 +122,13 @@ def inspect_headers(headers: Headers) -> Inspection:
 
 def inspect_facts(facts: ModelFacts) -> Inspection:
     """Inspects a shipped card, which describes a published model before anything is downloaded."""
-    groups: dict[tuple[str, str, tuple[int, ...]], Group] = {}
+    groups: dict[tuple[str, str, tuple[int, ...]], ModuleGroup] = {}
     for stored in facts.weights:
         weight = stored.weight
         name = _NUMBER.sub("*", weight.module).replace(EXPERT, "*")
         key = (name, stored.format, weight.shape)
-        old = groups.get(key, Group(name, stored.format, "", None, weight.shape, 0, 0, 0))
-        groups[key] = Group(
+        old = groups.get(key, ModuleGroup(name, stored.format, "", None, weight.shape, 0, 0, 0))
+        groups[key] = ModuleGroup(
             name, stored.format, "", None, weight.shape, old.count + weight.count, old.num_bytes + stored.num_bytes,
             old.parameters + weight.num_parameters,
         )  # fmt: skip
@@ -198,9 +198,9 @@ def _general(module: str) -> str:
     return re.sub(r"\.experts\.\d+\.", f".experts.{EXPERT}.", module)
 
 
-def _groups(headers: Headers, linears: Mapping[str, StoredLinear], refusal: str | None) -> tuple[Group, ...]:
+def _groups(headers: Headers, linears: Mapping[str, StoredLinear], refusal: str | None) -> tuple[ModuleGroup, ...]:
     part_of = {tensor: linear for linear in linears.values() for tensor in linear.tensors}
-    groups: dict[tuple[Any, ...], Group] = {}
+    groups: dict[tuple[Any, ...], ModuleGroup] = {}
     for name, (_, info) in sorted(headers.tensors.items()):
         linear = part_of.get(name)
         if linear is not None:
@@ -213,9 +213,9 @@ def _groups(headers: Headers, linears: Mapping[str, StoredLinear], refusal: str 
             form = info.dtype if refusal is None or info.dtype in ("BF16", "F32", "F16") else f"{info.dtype}, unknown"
         pattern = _NUMBER.sub("*", module)
         key = (pattern, layout, shape, size)
-        old = groups.get(key, Group(pattern, form, layout, size, shape, 0, 0, 0))
+        old = groups.get(key, ModuleGroup(pattern, form, layout, size, shape, 0, 0, 0))
         count, parameters = (number, number * math.prod(shape)) if is_first else (0, 0)
-        groups[key] = Group(
+        groups[key] = ModuleGroup(
             pattern, form, layout, size, shape, old.count + count, old.num_bytes + info.num_bytes,
             old.parameters + parameters,
         )  # fmt: skip
@@ -243,13 +243,13 @@ def _special(architecture: Architecture, tied: bool) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _verdicts(family: str, precision: str) -> tuple[Verdict, ...]:
+def _verdicts(family: str, precision: str) -> tuple[SupportVerdict, ...]:
     verdicts = []
     for trainer, engine, gpus in PLACES:
         for adapter in ("LoRA", "OFT"):
             experts = ("SharedOuter" if adapter == "LoRA" else "Shared") if family in MOE_FAMILIES else "None"
             found = find_support(Combination(precision, family, adapter, experts, engine, trainer, gpus))
-            verdicts.append(Verdict(adapter, trainer, engine, found.state, found.reasons, found.fix))
+            verdicts.append(SupportVerdict(adapter, trainer, engine, found.state, found.reasons, found.fix))
     return tuple(verdicts)
 
 

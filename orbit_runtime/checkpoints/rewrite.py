@@ -36,7 +36,7 @@ Advance = Callable[[int, str], None]
 """(bytes of the source done, current activity)."""
 
 
-class Change(Protocol):
+class WeightChange(Protocol):
     """An adapter's change to weights."""
 
     def modules(self) -> frozenset[str]: ...
@@ -97,7 +97,7 @@ class Rewrite:
     """Modules to write in the target's layout."""
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     """Modules that hold all experts of a layer in one tensor. They are copied, or written in BF16."""
-    change: Change | None = None
+    change: WeightChange | None = None
     _amax: dict[str, Tensor] = field(default_factory=dict)
 
     def items(self) -> list[Item]:

@@ -24,7 +24,7 @@ _PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 @dataclass
-class Answer:
+class ModelAnswer:
     """As much of it as there is."""
 
     text: str = ""
@@ -45,7 +45,7 @@ def printable(text: str) -> str:
     return text.translate(_PICTURES)
 
 
-def show_beside(console: Console, asked: Mapping[str, Pieces], note: str) -> dict[str, Answer]:
+def show_beside(console: Console, asked: Mapping[str, Pieces], note: str) -> dict[str, ModelAnswer]:
     """Each answer under its name. Ctrl-C ends all of them.
 
     Args:
@@ -55,7 +55,7 @@ def show_beside(console: Console, asked: Mapping[str, Pieces], note: str) -> dic
     Raises:
         Exception: what the first of them raised.
     """
-    answers = {name: Answer() for name in asked}
+    answers = {name: ModelAnswer() for name in asked}
     arrived: SimpleQueue[tuple[str, tuple[str, str | None] | Exception | None]] = SimpleQueue()
     stopped = threading.Event()
 
@@ -98,14 +98,14 @@ class _Columns:
     """What is drawn at each turn of the screen: the ends of the answers, as far as they fit."""
 
     console: Console
-    answers: Mapping[str, Answer]
+    answers: Mapping[str, ModelAnswer]
     note: str
 
     def __rich__(self) -> Table:
         return _table(self.console, self.answers, self.note, rows=max(1, self.console.height - 6))
 
 
-def _table(console: Console, answers: Mapping[str, Answer], note: str, *, rows: int | None) -> Table:
+def _table(console: Console, answers: Mapping[str, ModelAnswer], note: str, *, rows: int | None) -> Table:
     """Args: rows: of each answer, its last ones; None: all."""
     table = Table(box=box.MINIMAL, expand=True, caption=note or None, caption_justify="left")
     width = console.width // len(answers) - 4

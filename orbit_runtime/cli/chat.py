@@ -19,7 +19,7 @@ from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, U
 if TYPE_CHECKING:
     import httpx
 
-    from orbit_runtime.cli.beside import Answer, Pieces
+    from orbit_runtime.cli.beside import ModelAnswer, Pieces
 
 HELP = "/reset forgets the conversation, /quit ends, /help says this, Ctrl-C ends an answer"
 FIRST_SECONDS = 600.0
@@ -129,13 +129,13 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     from secrets import token_urlsafe
 
     from orbit_runtime.serve.names import POLICY
-    from orbit_runtime.serve.open import Asked, open_models
-    from orbit_runtime.serve.requests import Limits
+    from orbit_runtime.serve.open import ServeRequest, open_models
+    from orbit_runtime.serve.requests import ServeLimits
     from orbit_runtime.serve.server import start_serving
 
     # Whatever sampled in the run, one process answers here.
-    asked = Asked(options.source, options.model, folder, adapters, engine="Torch")
-    opened = open_models(asked, Limits(), to_stderr)
+    asked = ServeRequest(options.source, options.model, folder, adapters, engine="Torch")
+    opened = open_models(asked, ServeLimits(), to_stderr)
     stack.callback(opened.close)
     key = token_urlsafe()
     serving = stack.enter_context(closing(start_serving(opened, "127.0.0.1", 0, key)))
@@ -226,13 +226,13 @@ def _answer(
         print(json.dumps({"prompt": question, **seed, "answers": told}, ensure_ascii=False), flush=True)
 
 
-def _one_by_one(asked: Mapping[str, Pieces], *, as_json: bool, printed: Callable[[str], str]) -> dict[str, Answer]:
+def _one_by_one(asked: Mapping[str, Pieces], *, as_json: bool, printed: Callable[[str], str]) -> dict[str, ModelAnswer]:
     """One below the other. After Ctrl-C those that come later are not asked for."""
-    from orbit_runtime.cli.beside import INTERRUPTED, Answer
+    from orbit_runtime.cli.beside import INTERRUPTED, ModelAnswer
 
-    answers: dict[str, Answer] = {}
+    answers: dict[str, ModelAnswer] = {}
     for name, pieces in asked.items():
-        answer = answers[name] = Answer()
+        answer = answers[name] = ModelAnswer()
         if not as_json and len(asked) > 1:
             print(f"[{name}]")
         try:

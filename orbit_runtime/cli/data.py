@@ -64,11 +64,11 @@ def prepare(
 ) -> None:
     """Make a run's prompts from a well-known file. Records digests of both; repeating the command does nothing."""
     from orbit_runtime.data.preparation import Preparation
-    from orbit_runtime.data.shapes import Asked
+    from orbit_runtime.data.shapes import RequestedShape
 
     named = {"prompt": prompt, "answer": answer, "choices": choices, "tests": tests}
     columns = {name: tuple(given) for name, given in named.items() if given}
-    asked = Asked(_shape(shape, columns, tuple(keep or ()), extract, instruction), seed, not keep_order)
+    asked = RequestedShape(_shape(shape, columns, tuple(keep or ()), extract, instruction), seed, not keep_order)
     _run(source, out, Preparation(asked, limit, deduplicate, skip_broken), force=force, as_json=as_json)
 
 

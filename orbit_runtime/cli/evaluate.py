@@ -270,7 +270,7 @@ def _local_subjects(
     models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None, progress: Progress
 ) -> Sequence[Subject]:
     progress.stage("importing torch")
-    from orbit_runtime.checkpoints.adapter_folder import Kept, kept_steps
+    from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, kept_steps
     from orbit_runtime.loop.evaluate import open_models
     from orbit_runtime.planner.support.manifests import check_adapted
     from orbit_runtime.storage import open_store
@@ -278,7 +278,7 @@ def _local_subjects(
     check_adapted(run.spec)
     kept = []
     if models.adapter is not None:
-        kept = [Kept(Path(models.adapter.rstrip("/")).name, models.adapter)]
+        kept = [NamedAdapter(Path(models.adapter.rstrip("/")).name, models.adapter)]
     elif weights is not None:
         from_elsewhere = getattr(run.spec.adapter, "init_from", None) is not None
         kept = kept_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)

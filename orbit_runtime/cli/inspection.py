@@ -14,7 +14,7 @@ from orbit_runtime.cli.output import format_bytes, format_table, print_json
 from orbit_runtime.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
-    from orbit_runtime.checkpoints.inspection import Group, Inspection
+    from orbit_runtime.checkpoints.inspection import Inspection, ModuleGroup
 
 
 def inspect(
@@ -101,7 +101,7 @@ def format_inspection(found: Inspection) -> str:
     return "\n".join(lines)
 
 
-def _row(group: Group) -> tuple[str, ...]:
+def _row(group: ModuleGroup) -> tuple[str, ...]:
     form = group.format if group.layout in ("", group.format) else f"{group.format} ({group.layout})"
     if group.group_size:
         form += f" /{group.group_size}"

@@ -14,7 +14,7 @@ from orbit_runtime.cli.output import format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, GateError
 
 if TYPE_CHECKING:
-    from orbit_runtime.loop.parity import Comparison
+    from orbit_runtime.loop.parity import ParityComparison
 
 ROWS = {
     "trainer_floor": "trainer against itself",
@@ -71,7 +71,7 @@ def parity(
     return GateError.exit_code if found.preflight.failures or parted else EXIT_DONE
 
 
-def format_comparison(found: Comparison) -> str:
+def format_comparison(found: ParityComparison) -> str:
     """|Δ log-prob| per token of every pair, the limit, and the layer where one was found."""
     from orbit_runtime.parity.statistics import TAIL_TOKENS
 

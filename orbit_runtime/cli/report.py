@@ -15,7 +15,7 @@ from orbit_runtime.cli.output import before_and_after, format_number, format_tab
 from orbit_runtime.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
-    from orbit_runtime.observability.compare import Comparison, Entry
+    from orbit_runtime.observability.compare import RunComparison, RunEntry
     from orbit_runtime.observability.report import Report
     from orbit_runtime.storage import Store
 
@@ -129,7 +129,7 @@ def _report_several(reports: list[Report], *, html: Path | None, margin: float, 
             print(f"page: {html}")
 
 
-def format_comparison(comparison: Comparison) -> str:
+def format_comparison(comparison: RunComparison) -> str:
     """The verdicts as a table, then what differs."""
     from orbit_runtime.observability.compare import FORMULA
 
@@ -165,7 +165,7 @@ def format_comparison(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _by_configuration(comparison: Comparison) -> list[str]:
+def _by_configuration(comparison: RunComparison) -> list[str]:
     header = ["configuration", "seeds", comparison.measure.name, "se", "difference", "margin", "verdict"]
     rows = [
         [
@@ -183,7 +183,7 @@ def _by_configuration(comparison: Comparison) -> list[str]:
     return [format_table(header, rows), note]
 
 
-def _length_note(entry: Entry, first: Entry) -> str:
+def _length_note(entry: RunEntry, first: RunEntry) -> str:
     same = entry.same_length
     assert same is not None
     return (

@@ -21,7 +21,7 @@ from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import EXIT_DONE, UsageError
 
 if TYPE_CHECKING:
-    from orbit_runtime.serve.requests import Limits
+    from orbit_runtime.serve.requests import ServeLimits
 
 
 def serve(
@@ -72,14 +72,14 @@ def serve(
     check_port(host, port)
     folder = fetch_named(model)
     to_stderr("importing torch")
-    from orbit_runtime.serve.open import Asked, open_models
+    from orbit_runtime.serve.open import ServeRequest, open_models
     from orbit_runtime.serve.server import start_serving
     from orbit_runtime.workers.child.signals import stop_on_signals
 
     stopped = threading.Event()
     with stop_on_signals() as stop:
         stop.on_request = stopped.set
-        asked = Asked(source, model, folder, adapters, tuple(updates_from or ()), engine)
+        asked = ServeRequest(source, model, folder, adapters, tuple(updates_from or ()), engine)
         with closing(open_models(asked, limits, to_stderr)) as opened:
             serving = start_serving(opened, host, port, token)
             names = [each.name for each in opened.policies.all()]
@@ -190,12 +190,12 @@ def read_token(file: Path | None, environment: Mapping[str, str], variable: str)
     return token
 
 
-def read_limits(given: Sequence[str]) -> Limits:
+def read_limits(given: Sequence[str]) -> ServeLimits:
     """Raises UsageError for a name that is none, or a value that is no positive number."""
-    from orbit_runtime.serve.requests import Limits
+    from orbit_runtime.serve.requests import ServeLimits
 
-    names = {each.name.replace("_", "-"): each.name for each in fields(Limits)}
-    limits = Limits()
+    names = {each.name.replace("_", "-"): each.name for each in fields(ServeLimits)}
+    limits = ServeLimits()
     for each in given:
         name, _, value = each.partition("=")
         if name not in names:

@@ -18,7 +18,7 @@ NEWEST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class PassRateBounds:
     """Bounds of the pass rate within which a prompt is worth training on."""
 
     low: float
@@ -32,7 +32,7 @@ class Bounds:
 class PassRates:
     """Running pass rates by prompt. An untried prompt is always worth drawing."""
 
-    def __init__(self, bounds: Bounds, *, delay: int = 0) -> None:
+    def __init__(self, bounds: PassRateBounds, *, delay: int = 0) -> None:
         """Args: delay: number of steps that may be sampled ahead of the one that trains."""
         self._bounds, self._delay = bounds, delay
         self._settled: dict[int, tuple[float, int]] = {}

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.data.rows import Opened, PromptSource, open_rows
+from orbit_runtime.data.rows import OpenedSource, PromptSource, open_rows
 from orbit_runtime.data.scan import listed
-from orbit_runtime.data.shapes import Asked, RowError, build_row
+from orbit_runtime.data.shapes import RequestedShape, RowError, build_row
 from orbit_runtime.errors import DataError, OutputError, StorageError
 
 FORMAT = 1
@@ -33,7 +33,7 @@ TOLD = 1000
 class Preparation:
     """How to prepare a source."""
 
-    asked: Asked
+    asked: RequestedShape
     limit: int | None = None
     """Most rows in the result."""
     deduplicate: bool = False
@@ -124,7 +124,7 @@ def manifest_path(target: Path) -> Path:
 
 
 def _write(
-    opened: Opened, source: PromptSource, part: Path, preparation: Preparation, tell: Callable[[int, int], None]
+    opened: OpenedSource, source: PromptSource, part: Path, preparation: Preparation, tell: Callable[[int, int], None]
 ) -> tuple[Counter[str], str]:
     """Returns counts, and the digest of what was written."""
     store, digest, counts = opened.store, hashlib.sha256(), Counter[str](rows=0)

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any, overload
 
 from orbit_runtime.data.order import shuffled
-from orbit_runtime.data.rows import Opened, PromptSource, open_rows
+from orbit_runtime.data.rows import OpenedSource, PromptSource, open_rows
 from orbit_runtime.data.scan import MAX_LISTED, listed
 from orbit_runtime.data.stores import OFFSETS
 from orbit_runtime.errors import DataError
@@ -33,7 +33,7 @@ class NamedRows:
 
     name: str
     source: PromptSource
-    opened: Opened
+    opened: OpenedSource
 
     def build_prompt(self, number: int) -> Prompt:
         return _build_prompt(f"{self.name}/{number}", self.opened.store.read(number), self.source.prompt_field)

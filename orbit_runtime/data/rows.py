@@ -53,7 +53,7 @@ class PromptSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedSource:
     """A source of which every row was checked."""
 
     store: RowStore
@@ -68,7 +68,7 @@ def source_name(uri: str) -> str:
     return Path(path.stem).stem if path.suffix in COMPRESSED else path.stem
 
 
-def open_rows(source: PromptSource, counted: int | None = None, *, prompts: bool = True) -> Opened:
+def open_rows(source: PromptSource, counted: int | None = None, *, prompts: bool = True) -> OpenedSource:
     """Reads every row of a source once, and keeps their places.
 
     Args:
@@ -90,9 +90,9 @@ def open_rows(source: PromptSource, counted: int | None = None, *, prompts: bool
         stores.append(store)
         digests.append(digest)
     if len(stores) == 1:
-        return Opened(stores[0], digests[0], columns)
+        return OpenedSource(stores[0], digests[0], columns)
     whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
-    return Opened(Shards(stores, [str(each.relative_to(path)) for each in files]), whole, columns)
+    return OpenedSource(Shards(stores, [str(each.relative_to(path)) for each in files]), whole, columns)
 
 
 def _open_file(path: Path, where: str, field: str | None, asked: Format, scan: Scan) -> tuple[RowStore, str]:

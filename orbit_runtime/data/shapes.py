@@ -75,7 +75,7 @@ SHAPES: dict[str, Shape] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedShape:
     """A shape, and the choices made for the whole file."""
 
     shape: Shape
@@ -85,7 +85,7 @@ class Asked:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def build_row(row: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+def build_row(row: Mapping[str, Any], asked: RequestedShape) -> dict[str, Any]:
     """Example: `{"prompt": "1+1?\\n\\nPut …", "answer": "2"}`
 
     Raises:
@@ -122,7 +122,7 @@ def _with_instruction(prompt: Any, instruction: str) -> Any:
     return [*before, {**last, "content": f"{last['content'].rstrip()}\n\n{instruction}"}]
 
 
-def _lettered(row: Mapping[str, Any], question: str, asked: Asked) -> tuple[str, str]:
+def _lettered(row: Mapping[str, Any], question: str, asked: RequestedShape) -> tuple[str, str]:
     """The question with its choices, and the right one's letter."""
     columns = asked.shape.choices
     listed = next((name for name in columns if isinstance(row.get(name), list)), None)

@@ -26,7 +26,7 @@ import orjson
 from yarl import URL
 
 from orbit_runtime.errors import CredentialsError, UnsupportedError, UsageError
-from orbit_runtime.evaluation.player import Unanswered
+from orbit_runtime.evaluation.player import UnansweredSample
 from orbit_runtime.evaluation.records import FailureKind, Usage
 from orbit_runtime.planner.support.sampling import IS_SET
 from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Sampling
@@ -140,7 +140,7 @@ class _TryAgain(Exception):
         """`wait`: seconds that the server requests; None to double the wait each time."""
 
 
-class Connection:
+class ApiConnection:
     """A connection pool for one API and one event loop, without a limit on requests in flight.
 
     It uses aiohttp, not httpx as elsewhere: at each turn, httpcore's pool scans all its connections and waiting
@@ -166,7 +166,7 @@ class Connection:
             proxy=_proxy_of(url),
         )
 
-    async def post(self, content: bytes) -> Answer:
+    async def post(self, content: bytes) -> ApiResponse:
         """
         Raises:
             _TryAgain: there was no answer, or only part of one.
@@ -176,7 +176,7 @@ class Connection:
             async with self._session.post(
                 self._url, data=content, headers=self._headers, allow_redirects=False
             ) as answer:
-                return Answer(answer.status, await _read(answer.content), answer.headers.get("Retry-After"))
+                return ApiResponse(answer.status, await _read(answer.content), answer.headers.get("Retry-After"))
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _TryAgain("Unreachable", str(error) or type(error).__name__) from None
         except TimeoutError as error:
@@ -199,7 +199,7 @@ async def _read(content: aiohttp.StreamReader) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ApiResponse:
     """Reads the whole body."""
 
     status: int
@@ -230,7 +230,7 @@ def _proxy_of(url: URL) -> str | None:
 class ApiEpisode:
     """The requests of one episode to the API, and their usage."""
 
-    connection: Connection
+    connection: ApiConnection
     api: ApiModel
     conversations: Conversations
     sleep: Callable[[float], Any]
@@ -252,7 +252,7 @@ class ApiEpisode:
                 break
             except _TryAgain as error:
                 if tries > self.api.retries:
-                    raise Unanswered(error.kind, error.reason) from None
+                    raise UnansweredSample(error.kind, error.reason) from None
                 wait = FIRST_WAIT * 2.0 ** (tries - 1) if error.wait is None else error.wait
             await self.sleep(min(LONGEST_WAIT, wait * _spread(key)))
         return self._completion(prompt_ids_T, answer)
@@ -322,7 +322,7 @@ def _call_text(call: Mapping[str, Any]) -> str:
     return f"<tool_call>{json.dumps({'name': function.get('name'), 'arguments': arguments})}</tool_call>"
 
 
-def _parse(response: Answer, api: ApiModel) -> dict[str, Any]:
+def _parse(response: ApiResponse, api: ApiModel) -> dict[str, Any]:
     try:
         answer = orjson.loads(response.body)
         choice = answer["choices"][0]
@@ -336,11 +336,11 @@ def _parse(response: Answer, api: ApiModel) -> dict[str, Any]:
     if not is_right:
         raise _TryAgain("BadAnswer", f"no chat completion: {api.told(response.text)[:200]!r}")
     if choice.get("finish_reason") == "content_filter":
-        raise Unanswered("Refused", "the API's content filter ended the answer")
+        raise UnansweredSample("Refused", "the API's content filter ended the answer")
     return dict(answer)
 
 
-def _explain(response: Answer, api: ApiModel) -> Exception:
+def _explain(response: ApiResponse, api: ApiModel) -> Exception:
     """The meaning of an answer that is not a completion."""
     status, said = response.status, api.told(response.text)[:300].strip()
     if status in (401, 403):
@@ -358,7 +358,7 @@ def _explain(response: Answer, api: ApiModel) -> Exception:
     if status in BUSY:
         kind: FailureKind = "RateLimited" if status == 429 else "ServerError"
         return _TryAgain(kind, f"{status}: {said}", retry_after(response.retry_after))
-    return Unanswered("Refused", f"{status}: {said}")
+    return UnansweredSample("Refused", f"{status}: {said}")
 
 
 def retry_after(header: str | None, now: Callable[[], float] = time.time) -> float | None:

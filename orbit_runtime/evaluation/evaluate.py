@@ -17,7 +17,7 @@ import uvloop
 
 from orbit_runtime.environments.episodes import Episode
 from orbit_runtime.errors import StoppedOnRequest
-from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Connection, Conversations
+from orbit_runtime.evaluation.api_model import ApiConnection, ApiEpisode, ApiModel, Conversations
 from orbit_runtime.evaluation.journal import Journal
 from orbit_runtime.evaluation.player import Metered, play
 from orbit_runtime.evaluation.records import EvalSample
@@ -66,7 +66,7 @@ class ApiSubject:
 
     @asynccontextmanager
     async def asking(self) -> Any:
-        connection = Connection(self.api)
+        connection = ApiConnection(self.api)
         try:
             yield lambda: ApiEpisode(connection, self.api, self.conversations, asyncio.sleep)
         finally:

@@ -21,7 +21,7 @@ GIVE_UP_AFTER = 16
 """Consecutive unanswered samples after which the model counts as down; asking on would only delay the error."""
 
 
-class Unanswered(Exception):
+class UnansweredSample(Exception):
     """The model did not answer one sample after every retry."""
 
     def __init__(self, kind: FailureKind, reason: str) -> None:
@@ -74,7 +74,7 @@ async def play(
             asking = _InTurn(tokens, places)
             try:
                 played = await environment.play(episode, asking)
-            except Unanswered as error:
+            except UnansweredSample as error:
                 sample = _unanswered(subject, name, episode, tokens.usage, error.failure)
                 silent += 1
             else:
@@ -155,7 +155,7 @@ class _InTurn:
             await self._places.take()
         try:
             completion = await self._tokens.sample(prompt_ids_T, sampling, key=key)
-        except Unanswered:
+        except UnansweredSample:
             self._places.give_back()
             raise
         # Any other error ends the evaluation, so the place is not given to another episode.

@@ -80,7 +80,7 @@ class EvalTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EvaluationSettings:
     """How each prompt is asked."""
 
     samples: int = 1
@@ -96,7 +96,7 @@ class Asked:
 def open_task(
     name: str,
     spec: RunSpec,
-    asked: Asked,
+    asked: EvaluationSettings,
     folders: Sequence[str],
     closing: ExitStack,
     *,
@@ -145,14 +145,14 @@ def open_task(
     )  # fmt: skip
 
 
-def with_samples(spec: RunSpec, asked: Asked) -> RunSpec:
+def with_samples(spec: RunSpec, asked: EvaluationSettings) -> RunSpec:
     """The requested number of samples of each prompt, from random streams that training never uses."""
     seed = stream_key(asked.seed, "evaluation")
     algorithm = spec.algorithm.model_copy(update={"group_size": asked.samples})
     return spec.model_copy(update={"algorithm": algorithm, "data": spec.data.model_copy(update={"seed": seed})})
 
 
-def with_sampling(spec: RunSpec, asked: Asked) -> RunSpec:
+def with_sampling(spec: RunSpec, asked: EvaluationSettings) -> RunSpec:
     named = {"temperature": asked.temperature, "max_new_tokens": asked.max_new_tokens}
     changed = {name: value for name, value in named.items() if value is not None}
     sampling = spec.rollout.sampling.model_copy(update=changed)
@@ -189,10 +189,10 @@ def _module_file(module: str, folders: Sequence[str]) -> Path | None:
     return None
 
 
-def asked_of(spec: RunSpec) -> Asked:
+def asked_of(spec: RunSpec) -> EvaluationSettings:
     """As `spec.evaluation` says."""
     evaluation = spec.evaluation
-    return Asked(
+    return EvaluationSettings(
         evaluation.samples,
         evaluation.temperature,
         evaluation.max_new_tokens,

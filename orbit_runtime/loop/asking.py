@@ -23,7 +23,7 @@ from orbit_runtime.workers.child.heartbeat import sign
 _NO_VERSIONS = array(TOKENS)
 
 
-class Sampled(Protocol):
+class SamplingPolicy(Protocol):
     """The policy that samples: a published one, or the one that an evaluation measures."""
 
     @property
@@ -44,7 +44,7 @@ class OnePolicy:
 
 
 @asynccontextmanager
-async def asking_one(engine: Engine, policy: Sampled) -> AsyncIterator[Asking]:
+async def asking_one(engine: Engine, policy: SamplingPolicy) -> AsyncIterator[Asking]:
     """Gives exclusive use of the engine, under one policy."""
     asking = Asking(engine)
     serving = asyncio.create_task(asking.serve())
@@ -96,13 +96,13 @@ class _Question:
     so_far: Completion | None
     answer: asyncio.Future[Completion]
     who: Hashable = None
-    policy: Sampled | None = None
+    policy: SamplingPolicy | None = None
     """The policy that samples it; set on submission."""
     asked: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
-class Unanswered:
+class WaitingRequest:
     """A request that was waiting for tokens when the engine failed."""
 
     who: Hashable
@@ -122,10 +122,10 @@ class Asking:
     def __init__(self, engine: Engine) -> None:
         self.answered: dict[int, float] = {}
         """Time of the newest completion, by step."""
-        self.unanswered: tuple[Unanswered, ...] = ()
+        self.unanswered: tuple[WaitingRequest, ...] = ()
         """Requests that a failed engine left unanswered, longest wait first."""
         self._engine = engine
-        self._policy: Sampled | None = None
+        self._policy: SamplingPolicy | None = None
         self._asked = 0
         self._new: list[_Question] = []
         self._open: dict[int, _Question] = {}
@@ -165,7 +165,7 @@ class Asking:
         self._new.append(question)
         return _checked(await question.answer, question)
 
-    async def switch(self, policy: Sampled) -> None:
+    async def switch(self, policy: SamplingPolicy) -> None:
         """Samples everything under this policy from now on; returns when nothing samples from an older one.
 
         Requests in flight are aborted, and their episodes ask for the rest. Keys and values of the tokens so far are
@@ -254,7 +254,7 @@ class Asking:
             failed, self._open = [*self._open.values(), *self._new], {}
             now = time.monotonic()
             waited = [
-                Unanswered(each.who, now - each.asked, each.so_far.text if each.so_far else "") for each in failed
+                WaitingRequest(each.who, now - each.asked, each.so_far.text if each.so_far else "") for each in failed
             ]
             self.unanswered = tuple(sorted(waited, key=lambda each: -each.seconds))
             for question in failed:

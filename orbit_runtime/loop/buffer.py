@@ -32,7 +32,7 @@ class Paid:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class EpisodeSnapshot:
     """One episode as stored in a checkpoint."""
 
     step: int
@@ -119,7 +119,7 @@ class RolloutBuffer:
     its other episodes are cancelled. That choice is made once and kept; a resumed run does not make it again.
     """
 
-    def __init__(self, taken: int = 0, restored: Sequence[Kept] = ()) -> None:
+    def __init__(self, taken: int = 0, restored: Sequence[EpisodeSnapshot] = ()) -> None:
         """
         Args:
             taken: the newest step that was trained.
@@ -217,13 +217,13 @@ class RolloutBuffer:
         ended = sum(place.played is not None for place in places)
         return ended, len(places) - ended
 
-    def keep(self) -> tuple[Kept, ...]:
+    def keep(self) -> tuple[EpisodeSnapshot, ...]:
         """A snapshot of everything in the buffer; the records are frozen."""
         return (
             *(
-                Kept(step, number, place.name, None, cancelled=place.tokens)
+                EpisodeSnapshot(step, number, place.name, None, cancelled=place.tokens)
                 if place.is_cancelled
-                else Kept(step, number, place.name, place.played, tuple(place.paid.values()))
+                else EpisodeSnapshot(step, number, place.name, place.played, tuple(place.paid.values()))
                 for step, of_step in self._steps.items()
                 for number, place in enumerate(of_step.places)
                 if place.played is not None or place.paid or place.is_cancelled
@@ -253,12 +253,12 @@ class RolloutBuffer:
                 assert all(key == paid.key for key, paid in place.paid.items())
 
 
-def dump_kept(kept: Sequence[Kept]) -> bytes:
+def dump_kept(kept: Sequence[EpisodeSnapshot]) -> bytes:
     """Compressed JSON Lines, one object for each episode."""
     return zstandard.ZstdCompressor(level=3).compress(b"".join(_to_line(each) + b"\n" for each in kept))
 
 
-def load_kept(data: bytes, *, where: str) -> tuple[Kept, ...]:
+def load_kept(data: bytes, *, where: str) -> tuple[EpisodeSnapshot, ...]:
     """Raises DataError for bytes that `dump_kept` did not write."""
     try:
         return tuple(_from_line(line) for line in decompressed_lines(data))
@@ -266,7 +266,7 @@ def load_kept(data: bytes, *, where: str) -> tuple[Kept, ...]:
         raise DataError(f"not the rollouts of a checkpoint: {error}", where=where) from error
 
 
-def _to_line(kept: Kept) -> bytes:
+def _to_line(kept: EpisodeSnapshot) -> bytes:
     played = kept.played
     row = {
         "step": kept.step,
@@ -290,10 +290,10 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, array) else value.hex()
 
 
-def _from_line(line: bytes) -> Kept:
+def _from_line(line: bytes) -> EpisodeSnapshot:
     row = orjson.loads(line)
     prompt_id, visit, sample = row["name"]
-    return Kept(
+    return EpisodeSnapshot(
         row["step"],
         row["number"],
         (prompt_id, visit, sample),

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from orbit_runtime.data.pass_rates import Bounds, PassRates
+from orbit_runtime.data.pass_rates import PassRateBounds, PassRates
 from orbit_runtime.data.prompts import PromptTable, check_lengths
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.build import build_environment
@@ -168,7 +168,7 @@ def build_stream(table: PromptTable, spec: RunSpec) -> PromptStream:
         epochs=data.epochs,
         weights=[weight or 1.0 for weight in weights] if any(weights) else None,
         rates=None if asked is None else PassRates(
-            Bounds(asked.low, asked.high, asked.pass_at, asked.revisit_epochs), delay=spec.rollout.max_staleness
+            PassRateBounds(asked.low, asked.high, asked.pass_at, asked.revisit_epochs), delay=spec.rollout.max_staleness
         ),
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ MAX_STOPPED = 20
 
 
 @dataclass(frozen=True)
-class Evidence:
+class EpisodeEvidence:
     """Evidence of one episode that stopped, for debugging."""
 
     prompt_id: str
@@ -58,7 +58,7 @@ class Collected:
     """Prompts that the step dropped because enough others had ended."""
     tokens_cancelled: int = 0
     """Tokens that had been sampled for the dropped prompts."""
-    stopped: tuple[Evidence, ...] = ()
+    stopped: tuple[EpisodeEvidence, ...] = ()
     """Evidence of episodes whose environment or reward gave no result in the time allowed."""
 
 
@@ -70,11 +70,11 @@ def build_groups(prompts_P: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tu
     )
 
 
-def gather_stopped(played: Sequence[Played]) -> tuple[Evidence, ...]:
+def gather_stopped(played: Sequence[Played]) -> tuple[EpisodeEvidence, ...]:
     """Evidence of the first `MAX_STOPPED` episodes of a step that stopped."""
     stopped = [(each.rollout, each.stopped) for each in played if each.stopped is not None]
     return tuple(
-        Evidence(
+        EpisodeEvidence(
             rollout.prompt_id, rollout.sample_index, found.stage, found.reason, found.stack,
             tuple((turn.role, turn.text) for turn in rollout.turns),
         )

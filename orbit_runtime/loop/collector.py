@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from orbit_runtime.environments.episodes import Environment, Episode
 from orbit_runtime.loop.asking import Asking, EpisodeTokens
-from orbit_runtime.loop.buffer import Kept, RolloutBuffer, Taken
-from orbit_runtime.loop.collect import MAX_STOPPED, Collected, Evidence, build_groups, gather_stopped
+from orbit_runtime.loop.buffer import EpisodeSnapshot, RolloutBuffer, Taken
+from orbit_runtime.loop.collect import MAX_STOPPED, Collected, EpisodeEvidence, build_groups, gather_stopped
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.types import Engine, Prompt
 from orbit_runtime.workers.child.heartbeat import sign
@@ -55,7 +55,7 @@ class Collector:
         engine: Engine,
         *,
         taken: int = 0,
-        restored: Sequence[Kept] = (),
+        restored: Sequence[EpisodeSnapshot] = (),
         overlaps: bool = True,
     ) -> None:
         """
@@ -148,18 +148,18 @@ class Collector:
     def doing(self) -> str:
         return "sampling" if self._asking.is_sampling else "being scored"
 
-    def keep(self) -> tuple[Kept, ...]:
+    def keep(self) -> tuple[EpisodeSnapshot, ...]:
         """A snapshot of everything that was paid for and is not taken yet."""
         return self._loop.run(self._keep())
 
-    def unanswered(self) -> tuple[Evidence, ...]:
+    def unanswered(self) -> tuple[EpisodeEvidence, ...]:
         """Episodes that waited for tokens when the engine failed, longest wait first; none if it did not fail."""
         found = []
         for each in self._asking.unanswered[:MAX_STOPPED]:
             if isinstance(each.who, tuple):
                 prompt_id, _, sample = self._buffer.name(*each.who)
                 reason = f"{each.seconds:.0f} s without an answer when the engine failed"
-                found.append(Evidence(prompt_id, sample, "sampling", reason, "", (("assistant", each.text),)))
+                found.append(EpisodeEvidence(prompt_id, sample, "sampling", reason, "", (("assistant", each.text),)))
         return tuple(found)
 
     def pause(self) -> None:
@@ -217,7 +217,7 @@ class Collector:
     async def _take(self, step: int) -> tuple[Taken, tuple[int, int]]:
         return self._buffer.take(step), self._buffer.counts
 
-    async def _keep(self) -> tuple[Kept, ...]:
+    async def _keep(self) -> tuple[EpisodeSnapshot, ...]:
         return self._buffer.keep()
 
     async def _end(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.adapters.files import files_digest
-from orbit_runtime.checkpoints.adapter_folder import Kept, open_adapter
+from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.evaluation.tasks import EvalTask
@@ -60,7 +60,9 @@ class LocalSubject:
                 self.engine.unload_adapter(slot)
 
 
-def open_models(run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[Kept], *, base: bool) -> list[LocalSubject]:
+def open_models(
+    run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[NamedAdapter], *, base: bool
+) -> list[LocalSubject]:
     """The base, if asked for, and every adapter, all on one engine.
 
     Args:

@@ -14,8 +14,8 @@ from typing import Any
 from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, adapter_name
 from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
-from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
-from orbit_runtime.loop.collect import Collected, Evidence
+from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
+from orbit_runtime.loop.collect import Collected, EpisodeEvidence
 from orbit_runtime.loop.publish import MODELS, Keeper
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
@@ -105,7 +105,7 @@ class Checkpoints:
     keep: int
     """Number of checkpoints to keep; 0 for all."""
 
-    def begin(self, state: RunState, cursor: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+    def begin(self, state: RunState, cursor: Mapping[str, Any], kept: Sequence[EpisodeSnapshot]) -> None:
         """Writes everything an exact resume needs, under one manifest, and prunes checkpoints and adapters to `keep`.
 
         Args:
@@ -139,7 +139,7 @@ class Checkpoints:
         self.keeper.wait()
         state.checkpoint_step = state.checkpoint_begun
 
-    def restate(self, state: RunState, cursor: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+    def restate(self, state: RunState, cursor: Mapping[str, Any], kept: Sequence[EpisodeSnapshot]) -> None:
         """Rewrites the newest checkpoint's manifest with the current facts and `kept`; its other parts stay."""
         assert state.checkpoint_step == state.step
         facts = _facts(state, cursor, self.identity)
@@ -147,7 +147,7 @@ class Checkpoints:
         restate_bundle(self.store, self.execution, checkpoint_prefix(state.step), facts, parts)
 
 
-def load_rollouts(bundle: Bundle) -> tuple[Kept, ...]:
+def load_rollouts(bundle: Bundle) -> tuple[EpisodeSnapshot, ...]:
     """The newest rollouts of later steps that the checkpoint holds."""
     for name in (ROLLOUTS_AT_END, ROLLOUTS):
         if name in bundle.parts:
@@ -173,7 +173,7 @@ def keep_failure(
     step: int,
     error: OrbitError,
     collected: Collected | None,
-    unanswered: Sequence[Evidence] = (),
+    unanswered: Sequence[EpisodeEvidence] = (),
     stacks: str = "",
 ) -> None:
     """Stores evidence of a step that stopped the run: its rollouts, the error, and the episodes that hung.
@@ -204,7 +204,7 @@ def stopped_name(step: int) -> str:
     return f"failures/{step_name(step)}.stopped.jsonl"
 
 
-def _stopped_file(step: int, stopped: Sequence[Evidence]) -> list[tuple[str, bytes]]:
+def _stopped_file(step: int, stopped: Sequence[EpisodeEvidence]) -> list[tuple[str, bytes]]:
     """JSON Lines, one object for each stopped episode; no file if none stopped."""
     lines = [json.dumps(asdict(each), ensure_ascii=False).encode(errors="replace") + b"\n" for each in stopped]
     return [(stopped_name(step), b"".join(lines))] if lines else []

@@ -25,7 +25,7 @@ from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
-from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.parity.preflight import Preflight, build_sequences, check_preflight, measure_preflight
 from orbit_runtime.parity.statistics import ParityLimits, build_limits
 from orbit_runtime.planner.support.sampling import sampling_of
@@ -46,7 +46,7 @@ COMPLETIONS, COMPLETION_TOKENS = 4, 256
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ParityComparison:
     """The result of `orbit parity`."""
 
     engine: str
@@ -160,7 +160,7 @@ def check_sides(parts: Parts, state: RunState, when: str) -> None:
 
 def compare_sides(
     spec: OrbitRun, *, progress: Progress, manifest_folder: Path | None = None, layers: bool = False
-) -> Comparison:
+) -> ParityComparison:
     """Builds both sides as a run would, measures them and shuts them down. Leaves nothing behind.
 
     Args:
@@ -176,7 +176,7 @@ def compare_sides(
         store = open_store(closing.enter_context(TemporaryDirectory(prefix="orbit-parity-")))
         execution = claim_execution(store, run_name=spec.name)
         closing.callback(lambda: execution.release("done"))
-        show = Show(progress, RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
+        show = Show(progress, LiveStatus(spec.name, total=0), RunMetrics(run=spec.name))
         search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
         stop = closing.enter_context(stop_on_signals())
         stop.on_request, show.stop = show.stopping, stop
@@ -199,7 +199,7 @@ def compare_sides(
         if look:
             show.stage("looking for the layer")
         location = parts.publisher.bisect.find(publication.name, publication.adapter) if look else None
-        return Comparison(resolved.engine, parts.facts.precision, preflight, location, seconds)
+        return ParityComparison(resolved.engine, parts.facts.precision, preflight, location, seconds)
 
 
 def keep_location(parts: Parts, location: Location) -> None:

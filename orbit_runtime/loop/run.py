@@ -54,10 +54,10 @@ from orbit_runtime.observability.notify import Webhook, build_body, build_webhoo
 from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
-from orbit_runtime.observability.status import RunStatus
-from orbit_runtime.observability.trackers import Asked, Tracking, check_trackers, open_tracker
+from orbit_runtime.observability.status import LiveStatus
+from orbit_runtime.observability.trackers import RequestedTracker, Tracking, check_trackers, open_tracker
 from orbit_runtime.observability.versions import installed_versions
-from orbit_runtime.planner.support.manifests import Manifest, check_manifest
+from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
 from orbit_runtime.sides.content import Names, check_content, resolve_names
 from orbit_runtime.sides.here import Here
 from orbit_runtime.sides.inputs import Inputs, build_patience
@@ -167,7 +167,7 @@ def _run(
     trackers = asked_trackers(asked.run, store, started)
     if before:
         check_same_run(store, before, asked)
-    check_manifest(Manifest(asked.run.spec))
+    check_manifest(ManifestFacts(asked.run.spec))
     bundle, skipped = find_checkpoint(store, in_place=given.sides.in_place)
     origin = find_origin(asked.run, before) if bundle is None else None
     initial = open_initial(asked.run.spec, before) if bundle is None else None
@@ -176,7 +176,7 @@ def _run(
     build = _open(asked, resolve_names(asked.run, before), inputs, given, show, closing)
     resolved = _kept(resolve_on(given.sides.machine(show.stage)), before)
     changes = check_same_run(store, before, resolved) if before else []
-    check_manifest(Manifest(resolved.run.spec))
+    check_manifest(ManifestFacts(resolved.run.spec))
     parts = build(resolved, store, execution, show, inputs=inputs, closing=closing)
     parts = replace(parts, content={**parts.content, **initial_digest(initial, before), **given.digests()})
     if before:
@@ -271,7 +271,7 @@ def _build_show(
     namespace = spec.metadata.namespace or ""
     number = execution.number
     total = spec.spec.training.steps
-    status = RunStatus(spec.name, namespace=namespace, attempt=number, total=total, silent_seconds=silent_seconds)
+    status = LiveStatus(spec.name, namespace=namespace, attempt=number, total=total, silent_seconds=silent_seconds)
     status.update(execution=number)
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
     metrics.follow_signs(status.newest_sign)
@@ -449,7 +449,7 @@ def end_stalled(store: Store, execution: Execution, show: Show, webhooks: list[W
 ROWS_READ = 256
 
 
-def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[Asked]:
+def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[RequestedTracker]:
     """Args: started: when the run first began, the same at each start.
 
     Raises:
@@ -458,7 +458,7 @@ def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[Asked]:
     marked = hashlib.sha256(f"{run.name} {started!r}".encode()).hexdigest()[:12]
     is_local = "://" not in store.uri
     asked = [
-        Asked(
+        RequestedTracker(
             each.type,
             each.project,
             each.uri or (f"{store.uri}/tensorboard" if each.type == "TensorBoard" and is_local else None),
@@ -472,7 +472,7 @@ def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[Asked]:
     return asked
 
 
-def start_trackers(asked: list[Asked], store: Store, show: Show, step: int, closing: ExitStack) -> None:
+def start_trackers(asked: list[RequestedTracker], store: Store, show: Show, step: int, closing: ExitStack) -> None:
     """Sends all rows up to `step`, and from then on every row that is shown."""
     earlier = partial(_rows_until, store, step)
     show.trackers = [Tracking(each.kind, partial(open_tracker, each), show.note, earlier) for each in asked]

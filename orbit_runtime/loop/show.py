@@ -17,7 +17,7 @@ from orbit_runtime.loop.keep import checkpoint_prefix, stopped_name
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, RunMetrics
 from orbit_runtime.observability.progress import Progress
-from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.observability.trackers import Tracking
 from orbit_runtime.workers.child.signals import StopFlag
 
@@ -26,7 +26,7 @@ class Show:
     """The run's displays. Call them from the loop's thread only, except for `stopping`."""
 
     def __init__(
-        self, progress: Progress, status: RunStatus, metrics: RunMetrics, *, keeps_rollouts: bool = False
+        self, progress: Progress, status: LiveStatus, metrics: RunMetrics, *, keeps_rollouts: bool = False
     ) -> None:
         """Args: keeps_rollouts: whether a stop keeps the rollouts of an incomplete step."""
         self.keeps_rollouts = keeps_rollouts

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from orbit_runtime.loop.buffer import Kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.observability.metrics import MetricsRow
 
@@ -55,7 +55,7 @@ class RunState:
     """Newest durable step."""
     checkpoint_begun: int = 0
     """Newest step whose checkpoint is written or being written."""
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[EpisodeSnapshot, ...] = ()
     """Rollouts of later steps, from the checkpoint that this execution began with."""
     row: MetricsRow | None = None
     """The newest step's row, including the cost of keeping it; stored with the next step, or at the end."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.advantages import build_batch, mean_advantages
-from orbit_runtime.loop.buffer import Kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot
 from orbit_runtime.loop.collect import (
     Collected,
     check_failures,
@@ -50,7 +50,7 @@ def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
         cursors: dict[int, Mapping[str, Any]] = {first: parts.prompts.state()}
         ended = _run(parts, state, stop, collector, cursors)
         _settle(parts, state)
-        kept: Sequence[Kept] = ()
+        kept: Sequence[EpisodeSnapshot] = ()
         if ended == "stopped" and parts.spec.rollout.max_staleness:
             collector.pause()
             kept = collector.keep()
@@ -210,7 +210,7 @@ def _settle(parts: Parts, state: RunState) -> None:
         state.row = with_checkpoint(state.row, time.monotonic() - started)
 
 
-def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any], kept: Sequence[EpisodeSnapshot]) -> None:
     """Makes the newest finished step durable, however the run ended, and records the base digest again."""
     assert state.row is not None
     state.base_digest_after = parts.side.base_digest()

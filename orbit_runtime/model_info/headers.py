@@ -44,14 +44,14 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class TensorHeader:
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str] = field(default_factory=dict)
     data_start: int = 0
     """Offset of the tensor bytes in the file."""
 
 
-def parse_header(data: bytes | memoryview, *, size: int, where: str) -> Header:
+def parse_header(data: bytes | memoryview, *, size: int, where: str) -> TensorHeader:
     """The header at the start of `data`, from a file of `size` bytes; raises `ModelError` naming `where` if
     incomplete."""
     if len(data) < 8 or size < 8:
@@ -67,10 +67,10 @@ def parse_header(data: bytes | memoryview, *, size: int, where: str) -> Header:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _broken(where, f"the header does not parse: {error}") from None
     _check_layout(tensors, size - data_start, where)
-    return Header(tensors, metadata, data_start)
+    return TensorHeader(tensors, metadata, data_start)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> TensorHeader:
     """The header of one file, checked against the file's actual size. Reads only the header's bytes."""
     try:
         size = path.stat().st_size

@@ -117,7 +117,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class KVCache:
+class KVCacheSize:
     """Keys and values in BF16, all layers together (or in the model's own mixed format)."""
 
     bytes_per_token: float
@@ -137,7 +137,7 @@ class Architecture:
     vocab_size: int
     num_heads: int
     weights: tuple[Weight, ...]
-    kv: KVCache
+    kv: KVCacheSize
     default_targets: tuple[str, ...]
     num_experts: int = 0
     experts_per_token: int = 0

@@ -32,7 +32,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChartPlan:
     """One chart of a run, by the fields of its rows."""
 
     title: str
@@ -49,35 +49,35 @@ class Plan:
 
 HELD_OUT_LOSS = "Held-out loss (nats per token)"
 
-PLANS: tuple[Plan, ...] = (
-    Plan("Reward", (("reward_mean", "mean ± deviation"),), is_main=True, deviation="reward_std"),
-    Plan("Train-rollout parity |Δ log-prob|",
+PLANS: tuple[ChartPlan, ...] = (
+    ChartPlan("Reward", (("reward_mean", "mean ± deviation"),), is_main=True, deviation="reward_std"),
+    ChartPlan("Train-rollout parity |Δ log-prob|",
          (("parity_mean", "mean"), ("parity_max", "max"), ("parity_limit", "limit of the mean")), log=True,
          is_main=True),
-    Plan("Response length (tokens)", (("response_tokens_mean", "mean"),), is_main=True),
-    Plan("Loss", (("loss", "loss"),)),
-    Plan("KL from the base (nats)", (("kl", "KL"),)),
-    Plan("Entropy (nats)", (("entropy", "entropy"),)),
-    Plan("Gradient norm before clipping", (("grad_norm", "norm"),)),
-    Plan("Learning rate", (("learning_rate", "rate"),), varies=True),
-    Plan("Clipped tokens (share)", (("clip_fraction", "share"),), most=1.0, varies=True),
-    Plan("Tokens of weight 0 (share)", (("dropped_fraction", "share"),), most=1.0, varies=True),
-    Plan("Completions cut off (share)", (("truncated_fraction", "share"),), most=1.0, varies=True),
-    Plan("Divergence from the teacher (nats)", (("teacher_divergence", "divergence"),)),
-    Plan("Critic's loss", (("value_loss", "loss"),)),
-    Plan("Variance predicted by the critic (share)", (("explained_variance", "share"),), most=1.0),
-    Plan("Turns per episode", (("turns_mean", "mean"),), varies=True),
-    Plan("Tool calls", (("tool_calls", "calls"), ("tool_errors", "errors")), varies=True),
-    Plan("Policy versions behind", (("staleness_mean", "mean"), ("staleness_max", "max")), varies=True),
-    Plan("Cancelled stragglers", (("prompts_cancelled", "prompts"),), varies=True),
-    Plan("Discarded tokens of stragglers", (("tokens_cancelled", "tokens"),), varies=True),
-    Plan("Tokens of branches that were not chosen", (("tokens_unchosen", "tokens"),), varies=True),
-    Plan("Top-1 agreement on the canary", (("parity_top1", "share"),), most=1.0),
-    Plan("Parity with and without router replay",
+    ChartPlan("Response length (tokens)", (("response_tokens_mean", "mean"),), is_main=True),
+    ChartPlan("Loss", (("loss", "loss"),)),
+    ChartPlan("KL from the base (nats)", (("kl", "KL"),)),
+    ChartPlan("Entropy (nats)", (("entropy", "entropy"),)),
+    ChartPlan("Gradient norm before clipping", (("grad_norm", "norm"),)),
+    ChartPlan("Learning rate", (("learning_rate", "rate"),), varies=True),
+    ChartPlan("Clipped tokens (share)", (("clip_fraction", "share"),), most=1.0, varies=True),
+    ChartPlan("Tokens of weight 0 (share)", (("dropped_fraction", "share"),), most=1.0, varies=True),
+    ChartPlan("Completions cut off (share)", (("truncated_fraction", "share"),), most=1.0, varies=True),
+    ChartPlan("Divergence from the teacher (nats)", (("teacher_divergence", "divergence"),)),
+    ChartPlan("Critic's loss", (("value_loss", "loss"),)),
+    ChartPlan("Variance predicted by the critic (share)", (("explained_variance", "share"),), most=1.0),
+    ChartPlan("Turns per episode", (("turns_mean", "mean"),), varies=True),
+    ChartPlan("Tool calls", (("tool_calls", "calls"), ("tool_errors", "errors")), varies=True),
+    ChartPlan("Policy versions behind", (("staleness_mean", "mean"), ("staleness_max", "max")), varies=True),
+    ChartPlan("Cancelled stragglers", (("prompts_cancelled", "prompts"),), varies=True),
+    ChartPlan("Discarded tokens of stragglers", (("tokens_cancelled", "tokens"),), varies=True),
+    ChartPlan("Tokens of branches that were not chosen", (("tokens_unchosen", "tokens"),), varies=True),
+    ChartPlan("Top-1 agreement on the canary", (("parity_top1", "share"),), most=1.0),
+    ChartPlan("Parity with and without router replay",
          (("parity_mean_replayed", "through rollout's experts"),
           ("parity_mean_unreplayed", "through the trainer's own")), log=True),
-    Plan("Agreement of the routers (share)", (("router_agreement", "share"),), most=1.0),
-    Plan("Tokens per second", (("tokens_per_second", "whole step"),)),
+    ChartPlan("Agreement of the routers (share)", (("router_agreement", "share"),), most=1.0),
+    ChartPlan("Tokens per second", (("tokens_per_second", "whole step"),)),
 )  # fmt: skip
 SECONDS = "Seconds of a step, by stage"
 
@@ -92,7 +92,7 @@ def build_charts(rows: Sequence[MetricsRow]) -> list[Chart]:
     return [chart for chart in charts if chart.svg]
 
 
-def plans_of(rows: Sequence[MetricsRow]) -> list[Plan]:
+def plans_of(rows: Sequence[MetricsRow]) -> list[ChartPlan]:
     """Charts of the fields for which these rows have numbers: several rewards follow the total reward; if nothing is
     scored, the loss is among the first."""
     found = []
@@ -108,7 +108,7 @@ def plans_of(rows: Sequence[MetricsRow]) -> list[Plan]:
         found.append(plan)
         if plan.title == "Reward":
             found += [
-                Plan(f"Reward {name}, before its weight", ((f"reward_part_{name}_mean", "mean"),), is_main=True)
+                ChartPlan(f"Reward {name}, before its weight", ((f"reward_part_{name}_mean", "mean"),), is_main=True)
                 for name in dict.fromkeys(name for row in rows for name in row.reward_parts)
             ]
     return found
@@ -118,7 +118,7 @@ def steps_of(rows: Sequence[MetricsRow]) -> list[int]:
     return [int(row.number("step") or 0) for row in rows]
 
 
-def _draw(plan: Plan, steps: Sequence[int], rows: Sequence[MetricsRow]) -> Chart:
+def _draw(plan: ChartPlan, steps: Sequence[int], rows: Sequence[MetricsRow]) -> Chart:
     series = [
         Series(label, [row.number(field) for row in rows], LIMIT if field == "parity_limit" else style)
         for style, (field, label) in enumerate(plan.lines)

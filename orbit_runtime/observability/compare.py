@@ -47,7 +47,7 @@ OTHER_ANSWERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class RunMeasure:
     """The measure by which runs are compared."""
 
     name: str
@@ -62,8 +62,8 @@ class Measure:
     is_lower_better: bool = False
 
 
-REWARD = Measure("reward", final_reward, len, "steps", DIFFERENT_TASK)
-LOSS = Measure(
+REWARD = RunMeasure("reward", final_reward, len, "steps", DIFFERENT_TASK)
+LOSS = RunMeasure(
     "held-out loss", final_loss, lambda rows: len(held_out_losses(rows)), "measurements", OTHER_ANSWERS, True
 )
 
@@ -79,7 +79,7 @@ class SameLength:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RunEntry:
     """One run, compared with the first."""
 
     name: str
@@ -119,14 +119,14 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """The first run is the baseline of the others."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[RunEntry, ...]
     reports: tuple[Report, ...]
     asked_margin: float
     configurations: tuple[Configuration, ...]
-    measure: Measure
+    measure: RunMeasure
 
     @property
     def has_seeds(self) -> bool:
@@ -165,7 +165,7 @@ class Comparison:
         }
 
 
-def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None = None) -> Comparison:
+def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None = None) -> RunComparison:
     """Compares every run with the first: by reward, or if the first learned from demonstrations, by held-out loss.
 
     Args:
@@ -185,14 +185,14 @@ def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None 
         _entry(names[i], reports[i], finals[i], None if i == 0 else (reports[0], finals[0]), judge)
         for i in range(len(reports))
     ]
-    return Comparison(tuple(entries), tuple(reports), margin, _configurations(reports, entries, judge), measure)
+    return RunComparison(tuple(entries), tuple(reports), margin, _configurations(reports, entries, judge), measure)
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
     """How one comparison judges a difference."""
 
-    measure: Measure
+    measure: RunMeasure
     asked: float
     """The requested margin."""
     k: int
@@ -214,7 +214,7 @@ class Judge:
         return "better" if (difference < 0) == self.measure.is_lower_better else "worse"
 
 
-def _configurations(reports: Sequence[Report], entries: Sequence[Entry], judge: Judge) -> tuple[Configuration, ...]:
+def _configurations(reports: Sequence[Report], entries: Sequence[RunEntry], judge: Judge) -> tuple[Configuration, ...]:
     """Configurations in the order of their first runs."""
     found: list[Configuration] = []
     base: Window | None = None
@@ -276,16 +276,16 @@ def _common_name(names: Sequence[str]) -> str:
     return common or names[0]
 
 
-def _entry(name: str, report: Report, final: Window, base: tuple[Report, Window] | None, judge: Judge) -> Entry:
+def _entry(name: str, report: Report, final: Window, base: tuple[Report, Window] | None, judge: Judge) -> RunEntry:
     steps = len(report.rows)
     if base is None:
-        return Entry(name, report.folder.uri, steps, final, None, None, "baseline", (), None, ())
+        return RunEntry(name, report.folder.uri, steps, final, None, None, "baseline", (), None, ())
     changed = differing(base[0], report)
     other_task = tuple(path for path, _, _ in changed if _is_task(path, judge.measure.other_task))
     if base[0].samples_nothing != report.samples_nothing and "algorithm.type" not in other_task:
         other_task = ("algorithm.type", *other_task)
     difference, margin = judge.difference(base[1], final)
-    return Entry(
+    return RunEntry(
         name, report.folder.uri, steps, final, difference, margin, judge.verdict(difference, margin, other_task),
         other_task, _at_same_length(base[0], report, other_task, judge), changed,
     )  # fmt: skip

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orbit_runtime.observability.run_folder import Source
-from orbit_runtime.observability.samples import File, Ranged, Sample, read_samples, shorten
+from orbit_runtime.observability.run_folder import FolderSource
+from orbit_runtime.observability.samples import File, Ranged, ShownSample, read_samples, shorten
 from orbit_runtime.storage.store import NotFound
 
 EMBEDDED_STEPS = 12
@@ -65,9 +65,9 @@ def spread(files: Sequence[File], count: int = EMBEDDED_STEPS) -> list[File]:
     return [files[round(index * (len(files) - 1) / (count - 1))] for index in range(count)]
 
 
-def _grouped(source: Ranged, key: str) -> Iterator[tuple[list[Sample], int]]:
+def _grouped(source: Ranged, key: str) -> Iterator[tuple[list[ShownSample], int]]:
     """Yields each group's samples (consecutive records of one prompt), and the bytes read by its end."""
-    held: list[Sample] = []
+    held: list[ShownSample] = []
     read = 0
     for sample, at in read_samples(source, key):
         if held and (sample.prompt_id != held[-1].prompt_id or sample.sample_index <= held[-1].sample_index):
@@ -79,11 +79,11 @@ def _grouped(source: Ranged, key: str) -> Iterator[tuple[list[Sample], int]]:
         yield held, read
 
 
-def _clipped(sample: Sample) -> Sample:
+def _clipped(sample: ShownSample) -> ShownSample:
     return replace(sample, prompt=shorten(sample.prompt, HEAD, TAIL), completion=shorten(sample.completion, HEAD, TAIL))
 
 
-def _content(group: Sequence[Sample], references: Mapping[str, str]) -> dict[str, Any]:
+def _content(group: Sequence[ShownSample], references: Mapping[str, str]) -> dict[str, Any]:
     names = list(dict.fromkeys(name for sample in group for name in sample.parts))
     return {
         "id": group[0].prompt_id,
@@ -110,7 +110,7 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def read_references(source: Source, file: File) -> dict[str, str]:
+def read_references(source: FolderSource, file: File) -> dict[str, str]:
     """Expected answers of a step's prompts, by prompt."""
     try:
         found = json.loads(source.get(f"{file.key.removesuffix('.jsonl.zst')}.references.json"))

@@ -30,7 +30,7 @@ from orbit_runtime.observability.groups import read_groups, read_references
 from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
-from orbit_runtime.observability.run_folder import Source, add_rows, rollout_files
+from orbit_runtime.observability.run_folder import FolderSource, add_rows, rollout_files
 from orbit_runtime.storage import open_store
 from orbit_runtime.storage.store import NotFound
 from orbit_runtime.workers.child.frames import Frames, frame
@@ -112,7 +112,7 @@ def _read(stream: IO[bytes], deadline: float) -> bytes | None:
 class LiveFolder:
     """A run folder that is read repeatedly."""
 
-    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, source: FolderSource, clock: Callable[[], float] = time.monotonic) -> None:
         self._source = _Remembering(source)
         self._clock = clock
         self._rows: dict[int, MetricsRow] = {}
@@ -142,9 +142,9 @@ class LiveFolder:
 
 
 class _Remembering:
-    """A `Source` that caches what never changes."""
+    """A `FolderSource` that caches what never changes."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FolderSource) -> None:
         self._source = source
         self._known: dict[str, bytes] = {}
         self.uri = source.uri

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from orbit_runtime.observability.samples import File, Ranged, Sample, read_samples
+from orbit_runtime.observability.samples import File, Ranged, ShownSample, read_samples
 
 SHOWN = 5
 LAST_STEPS = 8
@@ -29,7 +29,7 @@ class Side:
     """The answers of one policy."""
 
     file: File
-    shown: Sample
+    shown: ShownSample
     """The sample whose reward is closest to the mean."""
     mean: float
     samples: int

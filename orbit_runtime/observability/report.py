@@ -23,7 +23,7 @@ from orbit_runtime.observability.groups import (
 )
 from orbit_runtime.observability.metrics import MetricsRow, is_unscored
 from orbit_runtime.observability.pairs import BeforeAfter, read_pairs, with_expected
-from orbit_runtime.observability.run_folder import RunFolder, Source, read_run_folder
+from orbit_runtime.observability.run_folder import FolderSource, RunFolder, read_run_folder
 from orbit_runtime.observability.windows import Gain, build_gain
 from orbit_runtime.storage.execution import STALE_SECONDS
 
@@ -32,7 +32,7 @@ _NOT_IDENTITY = ("checkpoint.", "observability.", "storage.", "training.steps", 
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class ReportSamples:
     """The samples that a page shows."""
 
     before_after: BeforeAfter | None
@@ -52,7 +52,7 @@ class Report:
     """An explanation for the reader, if the status alone says too little."""
     exit_code: int | None
     warnings: tuple[str, ...]
-    sampled: Sampled | None = None
+    sampled: ReportSamples | None = None
     """None if samples were not read."""
 
     @property
@@ -168,7 +168,7 @@ class Report:
 
 
 def build_report(
-    source: Source,
+    source: FolderSource,
     *,
     ended: str | None = None,
     now: float | None = None,
@@ -191,14 +191,14 @@ def build_report(
     )
 
 
-def _sampled(source: Source, folder: RunFolder, newest_only: bool) -> Sampled:
+def _sampled(source: FolderSource, folder: RunFolder, newest_only: bool) -> ReportSamples:
     before_after = read_pairs(source, folder.answers, folder.rollouts)
     if before_after is not None and not before_after.held_out:
         before_after = with_expected(before_after, partial(read_references, source))
     files = folder.rollouts[-1:] if newest_only else spread(folder.rollouts)
     most = NEWEST_BYTES if newest_only else EMBEDDED_BYTES // max(1, len(files))
     pages = (read_groups(source, file, read_references(source, file), most_bytes=most) for file in files)
-    return Sampled(before_after, tuple(page for page in pages if page.groups))
+    return ReportSamples(before_after, tuple(page for page in pages if page.groups))
 
 
 def evaluation_curves(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -24,7 +24,7 @@ from orbit_runtime.observability.charts import (
     overlaid_evaluations,
     overlaid_losses,
 )
-from orbit_runtime.observability.compare import FORMULA, Comparison
+from orbit_runtime.observability.compare import FORMULA, RunComparison
 from orbit_runtime.observability.metrics import FIELDS, format_value
 from orbit_runtime.observability.report import Report, evaluation_curves, manifest_of
 from orbit_runtime.observability.run_folder import RunFolder
@@ -97,7 +97,7 @@ def embedded_json(content: Any) -> str:
     return text
 
 
-def render_comparison(comparison: Comparison) -> str:
+def render_comparison(comparison: RunComparison) -> str:
     """The page that compares several runs."""
     names = [each.name for each in comparison.configurations]
     groups = [[comparison.reports[at] for at in each.members] for each in comparison.configurations]

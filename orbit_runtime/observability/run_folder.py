@@ -21,7 +21,7 @@ MAX_MANIFESTS = 20
 """Number of the newest checkpoints and adapters read; a large model's manifest lists every tensor."""
 
 
-class Source(Protocol):
+class FolderSource(Protocol):
     """The part of `storage.Store` that a report needs."""
 
     @property
@@ -75,7 +75,7 @@ class RunFolder:
         return summary if isinstance(summary, Mapping) else {}
 
 
-def read_run_folder(source: Source, rows: tuple[MetricsRow, ...] | None = None) -> RunFolder:
+def read_run_folder(source: FolderSource, rows: tuple[MetricsRow, ...] | None = None) -> RunFolder:
     """Reads what exists, except samples. Anything broken counts as absent: a report must not fail on a broken run.
 
     Args: rows: the rows, if they were already read.
@@ -100,19 +100,19 @@ def read_run_folder(source: Source, rows: tuple[MetricsRow, ...] | None = None) 
     )
 
 
-def rollout_files(source: Source) -> tuple[File, ...]:
+def rollout_files(source: FolderSource) -> tuple[File, ...]:
     """Rollout files of every step that has them, in order."""
     keys = [key for key in source.list("rollouts") if key.endswith(".jsonl.zst")]
     return tuple(File(_number(key), key) for key in sorted(keys, key=_number))
 
 
-def read_rows(source: Source) -> tuple[MetricsRow, ...]:
+def read_rows(source: FolderSource) -> tuple[MetricsRow, ...]:
     """The rows of all steps in order: `metrics.jsonl`, and steps not yet compacted into it."""
     by_step = add_rows(source, {})
     return tuple(by_step[step] for step in sorted(by_step))
 
 
-def add_rows(source: Source, known: Mapping[int, MetricsRow]) -> dict[int, MetricsRow]:
+def add_rows(source: FolderSource, known: Mapping[int, MetricsRow]) -> dict[int, MetricsRow]:
     """Rows by step: the known ones and new ones. The newest known rows are read again, because a step's row is stored
     again with the next step's."""
     by_step = {step: known[step] for step in sorted(known)[:-2]}
@@ -136,21 +136,21 @@ def _take_row(by_step: dict[int, MetricsRow], line: bytes) -> None:
         by_step[int(step)] = row
 
 
-def _read(source: Source, key: str) -> bytes | None:
+def _read(source: FolderSource, key: str) -> bytes | None:
     try:
         return source.get(key)
     except NotFound:
         return None
 
 
-def _read_start(source: Source, keys: Sequence[str]) -> dict[str, float]:
+def _read_start(source: FolderSource, keys: Sequence[str]) -> dict[str, float]:
     found = (_read_json(source, keys[-1]) or {}).get("seconds") if keys else None
     if not isinstance(found, Mapping):
         return {}
     return {str(name): float(seconds) for name, seconds in found.items() if isinstance(seconds, int | float)}
 
 
-def _read_json(source: Source, key: str) -> dict[str, Any] | None:
+def _read_json(source: FolderSource, key: str) -> dict[str, Any] | None:
     try:
         value = json.loads(_read(source, key) or b"null")
     except ValueError:
@@ -158,7 +158,7 @@ def _read_json(source: Source, key: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _read_manifests(source: Source, folder: str) -> tuple[Json, ...]:
+def _read_manifests(source: FolderSource, folder: str) -> tuple[Json, ...]:
     keys = [key for key in source.list(folder) if key.endswith("/manifest.json")]
     manifests = []
     for key in sorted(keys, key=_number, reverse=True)[:MAX_MANIFESTS]:
@@ -168,7 +168,7 @@ def _read_manifests(source: Source, folder: str) -> tuple[Json, ...]:
     return tuple(manifests)
 
 
-def _read_evaluations(source: Source) -> dict[str, Json]:
+def _read_evaluations(source: FolderSource) -> dict[str, Json]:
     """Files by folder, ordered by step."""
     keys = [key for key in source.list("evaluation") if key.endswith("/summary.json")]
     found = {key.removesuffix("/summary.json"): _read_json(source, key) for key in sorted(keys, key=_number)}

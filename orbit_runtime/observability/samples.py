@@ -42,7 +42,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ShownSample:
     """One sampled answer, for display. Its text is untrusted."""
 
     prompt_id: str
@@ -65,7 +65,7 @@ class Sample:
     """Environment of an evaluation's sample."""
 
 
-def read_samples(source: Ranged, key: str, *, most_bytes: int | None = None) -> Iterator[tuple[Sample, int]]:
+def read_samples(source: Ranged, key: str, *, most_bytes: int | None = None) -> Iterator[tuple[ShownSample, int]]:
     """Yields the records in order, each with the bytes read up to its end.
 
     A missing or broken part ends the file early: a page must not fail on a broken run.
@@ -123,7 +123,7 @@ def read_lines(source: Ranged, key: str) -> Iterator[bytes]:
         yield b"".join(pending)
 
 
-def build_sample(record: Mapping[str, Any]) -> Sample:
+def build_sample(record: Mapping[str, Any]) -> ShownSample:
     """Of a rollout's record or an evaluation's."""
     turns = [_turn(turn) for turn in record["turns"]]
     first = next((at for at, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
@@ -131,7 +131,7 @@ def build_sample(record: Mapping[str, Any]) -> Sample:
     mask = record.get("loss_mask_T")
     usage = record.get("usage") or {}
     parts = record.get("reward_parts") or {}
-    return Sample(
+    return ShownSample(
         prompt_id=str(record["prompt_id"]),
         sample_index=int(record["sample_index"]),
         prompt="\n".join(text for _, text in asked),

@@ -1,6 +1,6 @@
 """The port of a run: `/metrics`, `/status`, `/healthz`, `/readyz`, `/report`; and HTTP in a daemon thread for any port.
 
-Belongs here: HTTP over `RunStatus` and `RunMetrics`, listening, starting and stopping an application's server.
+Belongs here: HTTP over `LiveStatus` and `RunMetrics`, listening, starting and stopping an application's server.
 Does not belong here: the content of the responses.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.origins import LOOPBACK, foreign
-from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.status import LiveStatus
 
 if TYPE_CHECKING:
     import uvicorn
@@ -52,7 +52,7 @@ class HTTPServer:
         self._thread.join(timeout=seconds)
 
 
-def build_app(status: RunStatus, metrics: RunMetrics, live: LivePage | None = None) -> FastAPI:
+def build_app(status: LiveStatus, metrics: RunMetrics, live: LivePage | None = None) -> FastAPI:
     """The routes. Liveness and readiness answer 503 with the reason if the run is not live or ready.
 
     Args: live: the run's page, only for readers on this machine: it shows prompts and answers, not just numbers.
@@ -130,7 +130,7 @@ _NOT_OWN = (
 
 
 def start_server(
-    status: RunStatus,
+    status: LiveStatus,
     metrics: RunMetrics,
     port: int = 0,
     *,

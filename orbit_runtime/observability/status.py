@@ -53,7 +53,7 @@ class StatusFacts:
     exit_code: int | None = None
 
 
-class RunStatus:
+class LiveStatus:
     """Thread-safe. The loop writes with `update`, `observe` and `beat`; the server reads with `snapshot`."""
 
     def __init__(

@@ -34,7 +34,7 @@ PACKAGES: Mapping[TrackerType, str] = {"TensorBoard": "tensorboard", "WandB": "w
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedTracker:
     """One tracker of the manifest, and the run that is sent to it."""
 
     kind: TrackerType
@@ -61,7 +61,7 @@ class Tracker(Protocol):
         ...
 
 
-def check_trackers(asked: Sequence[Asked], environ: Mapping[str, str]) -> None:
+def check_trackers(asked: Sequence[RequestedTracker], environ: Mapping[str, str]) -> None:
     """Checks the trackers before anything is loaded.
 
     Raises:
@@ -189,15 +189,19 @@ def numbers(row: MetricsRow) -> dict[str, float]:
     return {name: value for name, value in found if value is not None and math.isfinite(value)}
 
 
-def open_tracker(asked: Asked) -> Tracker:
-    kinds: dict[str, Callable[[Asked], Tracker]] = {"TensorBoard": TensorBoard, "WandB": WandB, "MLflow": MLflow}
+def open_tracker(asked: RequestedTracker) -> Tracker:
+    kinds: dict[str, Callable[[RequestedTracker], Tracker]] = {
+        "TensorBoard": TensorBoard,
+        "WandB": WandB,
+        "MLflow": MLflow,
+    }
     return kinds[asked.kind](asked)
 
 
 class TensorBoard:
     """TensorBoard event files. Each start sends everything again after a mark that invalidates earlier files."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: RequestedTracker) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
@@ -223,7 +227,7 @@ class TensorBoard:
 class WandB:
     """A run with the id of the run folder, so that a later start continues it; the service accepts a step once."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: RequestedTracker) -> None:
         import wandb
 
         settings = wandb.Settings(silent=True, console="off", base_url=asked.uri or wandb.Settings().base_url)
@@ -248,7 +252,7 @@ class WandB:
 class MLflow:
     """A run identified by its tag; steps that the server has are not sent again."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: RequestedTracker) -> None:
         from mlflow.entities import Metric, Param, RunStatus
         from mlflow.tracking import MlflowClient
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.tensorfile import tensor_digest
-from orbit_runtime.policy.snapshot import ROTARY, Part, Snapshot
+from orbit_runtime.policy.snapshot import ROTARY, Snapshot, SnapshotPart
 
 FLOOR_FACTOR = 8.0
 """A point differs if its difference exceeds this multiple of the trainer's difference from itself."""
@@ -219,19 +219,19 @@ def _compare_tensors(trainer: Snapshot, engine: Snapshot) -> tuple[dict[str, int
     return differing, tuple(unknown)
 
 
-def _place_of(part: Part) -> tuple[tuple[int, ...], int, int]:
+def _place_of(part: SnapshotPart) -> tuple[tuple[int, ...], int, int]:
     """Identifies the values of the tensor that a part has; the axis is irrelevant if it starts at 0."""
     return part.shape, part.start, part.axis if part.start else 0
 
 
-def _whole_shape(parts: Sequence[Part]) -> tuple[int, ...]:
+def _whole_shape(parts: Sequence[SnapshotPart]) -> tuple[int, ...]:
     shape, axis = list(parts[0].shape), parts[0].axis
     if shape:
         shape[axis] = max(part.start + part.shape[axis] for part in parts)
     return tuple(shape)
 
 
-def _covers(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
+def _covers(parts: Sequence[SnapshotPart], shape: tuple[int, ...]) -> bool:
     """Parts of a wrong shape count as reported: they differ."""
     if not parts or not shape:
         return bool(parts)
@@ -243,7 +243,7 @@ def _covers(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
     return end >= shape[parts[0].axis]
 
 
-def _range(whole: Tensor, part: Part) -> Tensor | None:
+def _range(whole: Tensor, part: SnapshotPart) -> Tensor | None:
     """The range of the trainer's tensor that corresponds to the part; None if the part does not fit."""
     if len(part.shape) != whole.dim() or part.start + part.shape[part.axis] > whole.shape[part.axis]:
         return None
@@ -251,7 +251,7 @@ def _range(whole: Tensor, part: Part) -> Tensor | None:
     return cut if cut.shape == part.shape else None
 
 
-def _digest_of(whole: Tensor, part: Part) -> str:
+def _digest_of(whole: Tensor, part: SnapshotPart) -> str:
     cut = _range(whole, part)
     return "" if cut is None else tensor_digest(cut)
 
@@ -274,7 +274,7 @@ def _tensor_causes(
     return causes
 
 
-def _holders(name: str, part: Part, trainer: Snapshot, ours: Tensor | None, theirs: Tensor) -> str:
+def _holders(name: str, part: SnapshotPart, trainer: Snapshot, ours: Tensor | None, theirs: Tensor) -> str:
     """The ranks of a divided trainer that hold the values which differ from the engine's part."""
     if not _is_divided(trainer) or _kind(name) == "adapter tensor":
         return ""
@@ -286,7 +286,7 @@ def _holders(name: str, part: Part, trainer: Snapshot, ours: Tensor | None, thei
     )
 
 
-def _holds_some(each: Part, part: Part, unequal: Tensor) -> bool:
+def _holds_some(each: SnapshotPart, part: SnapshotPart, unequal: Tensor) -> bool:
     """Args: unequal: mask over the values of `part`."""
     if not each.shape:
         return True
@@ -304,7 +304,7 @@ def _copy_causes(trainer: Snapshot) -> list[Cause]:
     """Ranks of a divided trainer that hold the same part must hold the same values."""
     causes = []
     for name, parts in trainer.tensors.items():
-        first: dict[tuple[tuple[int, ...], int, int], Part] = {}
+        first: dict[tuple[tuple[int, ...], int, int], SnapshotPart] = {}
         for part in parts:
             other = first.setdefault(_place_of(part), part)
             if other.digest != part.digest:
@@ -318,7 +318,7 @@ def _kind(name: str) -> str:
     return "adapter tensor" if name.rpartition(".")[2].startswith(("lora_", "oft_")) else "base tensor"
 
 
-def _values_detail(whole: Tensor, b: Tensor, part: Part, group: int | None) -> str:
+def _values_detail(whole: Tensor, b: Tensor, part: SnapshotPart, group: int | None) -> str:
     a = _range(whole, part)
     if a is None:
         return f"{tuple(whole.shape)} in the trainer, {tuple(b.shape)} in the engine"

@@ -102,7 +102,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedSizes:
     """Parallel sizes from the manifest; None for a size to be chosen."""
 
     tensor: int | None = None
@@ -142,7 +142,7 @@ class Job:
     attention: Literal["Eager", "SDPA", "Chunked"]
     step_tokens: int
     """Tokens of a whole step at full length: the upper bound of a micro-batch."""
-    asked: Asked
+    asked: RequestedSizes
     copies: Literal["Auto", "Shared", "Two"]
     replicas: int
     """Engine servers in one device's memory; on the CPU, main memory holds all of them."""
@@ -232,7 +232,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         recompute=training.recompute,
         attention=training.decided_attention(spec.model.max_sequence_length),
         step_tokens=samples * spec.model.max_sequence_length,
-        asked=Asked(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context, parallel.data),
+        asked=RequestedSizes(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context, parallel.data),
         copies=placement.base_copies,
         replicas=spec.rollout.replicas if machine.gpu is None else 1,
         servers=spec.rollout.replicas,

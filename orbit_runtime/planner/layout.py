@@ -11,7 +11,7 @@ from math import gcd
 
 from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
 from orbit_runtime.planner.adapter_size import CUT_BY_COLUMNS, DIVIDED
-from orbit_runtime.planner.job import Asked, Job
+from orbit_runtime.planner.job import Job, RequestedSizes
 
 KEYS = ("k_proj", "v_proj")
 
@@ -39,7 +39,7 @@ class Layout:
         return max(1, self.expert // self.tensor)
 
 
-def asked_layout(asked: Asked) -> Layout:
+def asked_layout(asked: RequestedSizes) -> Layout:
     """The layout on the CPU, with as many ranks as the sizes need. Sizes not set are 1."""
     tensor, pipeline, context = asked.tensor or 1, asked.pipeline or 1, asked.context or 1
     # If matrices are cut into parts, experts must be divided into at least as many.

@@ -81,7 +81,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PartSizes:
     """Parts by phase, and the requested contents of the KV cache."""
 
     phases: dict[Phase, Parts]
@@ -94,7 +94,7 @@ class Sizes:
         return sum(self.phases[phase].values())
 
 
-def size_parts(setting: Setting) -> Sizes:
+def size_parts(setting: Setting) -> PartSizes:
     """Bytes on the fullest device."""
     job = setting.job
     trainer, server = _trainer_side(setting), _server_side(setting)
@@ -135,24 +135,24 @@ def size_parts(setting: Setting) -> Sizes:
             "publish": _merged(trainer.resident, beside, exported),
         }
     named = {phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()}
-    return Sizes(named, per_sequence, running)
+    return PartSizes(named, per_sequence, running)
 
 
 @dataclass(frozen=True)
-class TrainerSide:
+class TrainerMemory:
     loaded: Parts
     """Parts held before the first step."""
     resident: Parts
     """Parts held in every phase, including the optimiser's."""
 
 
-def _trainer_side(setting: Setting) -> TrainerSide:
+def _trainer_side(setting: Setting) -> TrainerMemory:
     base = _base(setting, "trainer")
     if setting.job.in_process and not setting.job.is_split:
         # The single copy is the engine's: it also holds what the trainer does not need.
         base = _base(setting, "engine")
     loaded = _times(setting.ranks_here, {**base, **_runtime(setting, "trainer")})
-    return TrainerSide(loaded, {**loaded, **_times(setting.ranks_here, _optimizer(setting))})
+    return TrainerMemory(loaded, {**loaded, **_times(setting.ranks_here, _optimizer(setting))})
 
 
 def _server_side(setting: Setting) -> Parts:

@@ -19,7 +19,7 @@ from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.job import Devices, Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout, objection
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
-from orbit_runtime.planner.search import Choice, advise, capacity_of, choose
+from orbit_runtime.planner.search import Candidate, advise, capacity_of, choose
 from orbit_runtime.planner.serving import ServerMemory, find_objection, find_refusal, server_gpus, server_memory
 from orbit_runtime.planner.support import Problem, find_problems
 from orbit_runtime.planner.support.combinations import Combination, Support, find_support
@@ -229,7 +229,7 @@ def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:
     return [why]
 
 
-def _too_big(choice: Choice, model: ModelFacts, machine: Machine) -> list[Problem]:
+def _too_big(choice: Candidate, model: ModelFacts, machine: Machine) -> list[Problem]:
     capacity, phase = capacity_of(machine), choice.binding
     if choice.fits or capacity is None:
         return []
@@ -252,7 +252,7 @@ def _short(has: int | None, needs: int, what: str, field: str) -> list[Problem]:
     return [Problem(message, f"spec.{field}", f"give it at least {needs / GIB:.0f} GiB")]
 
 
-def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, support: Support) -> list[str]:
+def _notes(choice: Candidate, model: ModelFacts, job: Job, machine: Machine, support: Support) -> list[str]:
     notes: list[str] = []
     setting = choice.setting
     if support.state in ("planned", "missing"):
@@ -295,7 +295,7 @@ def _of_kernels(model: ModelFacts, job: Job, machine: Machine) -> Iterator[str]:
         )
 
 
-def _host_bytes(choice: Choice, machine: Machine) -> int:
+def _host_bytes(choice: Candidate, machine: Machine) -> int:
     """Main memory beside the GPUs, on the node that needs most; on the CPU it is the device itself."""
     setting = choice.setting
     if machine.gpu is None:

@@ -18,17 +18,17 @@ from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
 from orbit_runtime.planner.job import Job, Machine
 from orbit_runtime.planner.layout import Layout, asked_layout, possible_layouts
-from orbit_runtime.planner.parts import PHASES, Copies, Phase, Setting, Sizes, size_parts
+from orbit_runtime.planner.parts import PHASES, Copies, PartSizes, Phase, Setting, size_parts
 
 SMALLEST_MICRO_BATCH = 1024
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """A setting with its sizes; the KV cache is cut to the remaining memory if the engine can work with less."""
 
     setting: Setting
-    sizes: Sizes
+    sizes: PartSizes
     capacity: int | None
 
     @property
@@ -56,9 +56,9 @@ def capacity_of(machine: Machine) -> int | None:
     return machine.gpu.usable_bytes if machine.gpu else machine.host_bytes
 
 
-def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, server_gpus: int = 1) -> Choice:
+def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, server_gpus: int = 1) -> Candidate:
     """The preferred setting that fits; if none does, the one that exceeds the memory least."""
-    tried: list[Choice] = []
+    tried: list[Candidate] = []
     for setting in _settings(model, job, machine, adapter, server_gpus):
         choice = try_setting(setting)
         if choice.fits:
@@ -67,7 +67,7 @@ def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, 
     return min(tried, key=lambda each: each.needed(each.binding))
 
 
-def try_setting(setting: Setting) -> Choice:
+def try_setting(setting: Setting) -> Candidate:
     """Sizes of one setting. SGLang's KV cache takes the remaining memory; the torch engine takes what it needs.
 
     The memory must be free in every phase in which the cache exists: a server that does not sleep keeps it in all.
@@ -82,7 +82,7 @@ def try_setting(setting: Setting) -> Choice:
         sizes = replace(
             sizes, phases={**sizes.phases, **{phase: {**sizes.phases[phase], **cache} for phase in holding}}
         )
-    return Choice(setting, sizes, capacity)
+    return Candidate(setting, sizes, capacity)
 
 
 def _settings(
@@ -125,7 +125,7 @@ def _micro_batches(job: Job) -> Iterator[int]:
 BY_SIZE = sorted(CARDS, key=lambda card: card.usable_bytes)
 
 
-def advise(choice: Choice, machine: Machine) -> tuple[str, bool]:
+def advise(choice: Candidate, machine: Machine) -> tuple[str, bool]:
     """The first change to the manifest that makes the run fit, or else advice beyond the manifest; and which it is."""
     for words, changed in _changes(choice.setting):
         if try_setting(changed).fits:
@@ -133,7 +133,7 @@ def advise(choice: Choice, machine: Machine) -> tuple[str, bool]:
     return _elsewhere(choice, machine), False
 
 
-def _elsewhere(choice: Choice, machine: Machine) -> str:
+def _elsewhere(choice: Candidate, machine: Machine) -> str:
     smaller = _smallest(choice.setting)
     if machine.gpu is None:
         return "run it on a machine with more memory, or choose a smaller model"

@@ -19,7 +19,7 @@ from orbit_runtime.planner import assumptions as known
 from orbit_runtime.planner.adapter_size import adapted_weights
 from orbit_runtime.planner.job import Job
 from orbit_runtime.planner.parts import base_bytes
-from orbit_runtime.planner.search import Choice
+from orbit_runtime.planner.search import Candidate
 
 ROW_PARALLEL = ("o_proj", "o_b_proj", "down_proj")
 """Targets whose input is cut; other linears are cut by their output."""
@@ -148,7 +148,7 @@ class ServerMemory:
     """Fraction of the memory free at its start that base, adapter slots and KV cache take."""
 
 
-def server_memory(choice: Choice) -> ServerMemory | None:
+def server_memory(choice: Candidate) -> ServerMemory | None:
     """The settings of each server; None on a CPU, where its memory is the machine's, and without our own servers."""
     setting, sizes = choice.setting, choice.sizes
     if not setting.job.samples:

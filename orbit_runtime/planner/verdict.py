@@ -18,7 +18,7 @@ from orbit_runtime.planner.layout import asked_layout
 from orbit_runtime.planner.plan import Plan, division_problems, plan
 from orbit_runtime.planner.serving import TENSOR_PARALLEL, find_refusal
 from orbit_runtime.planner.support import Problem
-from orbit_runtime.planner.support.manifests import Manifest, check_manifest, read_manifest
+from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest, read_manifest
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling
 from orbit_runtime.planner.support.served import served_problems
 from orbit_runtime.spec import OrbitRun
@@ -216,7 +216,7 @@ def check_support(run: OrbitRun, model: ModelFacts | None) -> None:
     spec = run.spec
     check_engine(spec)
     check_teacher_sampling(spec)
-    check_manifest(Manifest(spec) if model is None else read_manifest(spec, model, spec.training.trainer))
+    check_manifest(ManifestFacts(spec) if model is None else read_manifest(spec, model, spec.training.trainer))
     if model is not None and needs_model(run):
         machine = _machine(run) or _CPU
         _raise_first([*served_problems(model, build_job(run, machine), machine)])

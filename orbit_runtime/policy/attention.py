@@ -1,4 +1,4 @@
-"""The single entry point to transformers' attention: every layer passes its queries, keys and values to a `Plan`.
+"""The single entry point to transformers' attention: every layer passes queries, keys and values to an `AttentionPlan`.
 
 Belongs here: handing a plan to a model, the registered attention function, and the kernels that both plans share.
 Does not belong here: which token may see which (`packed` for whole sequences, `rollout` for cached decoding).
@@ -37,7 +37,7 @@ class Look:
     """One score per head that takes part in the softmax but has no value (gpt-oss)."""
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """Decides which keys each query sees. One plan serves one forward pass over all layers."""
 
     layout: tuple[int, int]
@@ -78,7 +78,7 @@ def orbit_attention(
     for unknown in ("softcap", "position_bias"):
         if extras.get(unknown) is not None:
             raise UnsupportedError(f"attention with {unknown} is not supported", where=type(module).__name__)
-    plan: Plan | None = extras.get("orbit_plan")
+    plan: AttentionPlan | None = extras.get("orbit_plan")
     if plan is None:
         raise UnsupportedError(
             "its layers do not hand arguments of a pass to the attention", where=type(module).__name__
@@ -98,7 +98,7 @@ def decoder_of(model: torch.nn.Module) -> Any:
 
 
 def hidden_of(
-    model: torch.nn.Module, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: Plan
+    model: torch.nn.Module, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
     """Last hidden states `[B, Q, N]` of a pass with this plan, after the final norm."""
     out = decoder_of(model)(input_ids=token_ids_BQ, position_ids=position_BQ, use_cache=False, orbit_plan=plan)

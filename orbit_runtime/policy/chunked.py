@@ -42,7 +42,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class KeyBlock:
     """Consecutive keys of the pack, for one block of queries."""
 
     keys: slice
@@ -58,7 +58,7 @@ class Seen:
     look: Look
     longest_block: int
 
-    def blocks(self, heads: int, device: torch.device) -> Iterator[tuple[slice, list[Block]]]:
+    def blocks(self, heads: int, device: torch.device) -> Iterator[tuple[slice, list[KeyBlock]]]:
         """Every block of queries, with the blocks of keys that any of them sees, in the order of positions."""
         budget = BLOCK_SCORES["cuda" if device.type == "cuda" else "cpu"] // (heads * self.longest_block)
         step = max(1, min(self.longest_block, budget))
@@ -67,7 +67,7 @@ class Seen:
                 stop = min(start + step, row.length)
                 yield slice(row.first + start, row.first + stop), self._keys(row, start, stop, device)
 
-    def _keys(self, row: Run, start: int, stop: int, device: torch.device) -> list[Block]:
+    def _keys(self, row: Run, start: int, stop: int, device: torch.device) -> list[KeyBlock]:
         """Key blocks for queries `start` to `stop` of the row. Positions count from the prefix's first token."""
         seen, window = row.prefix_length + row.before, self.look.window
         first_query, end = seen + start, seen + stop
@@ -88,7 +88,7 @@ class Seen:
                     visible = keys <= queries
                     if window is not None:
                         visible &= keys > queries - window
-                blocks.append(Block(slice(shift + key, shift + after), visible))
+                blocks.append(KeyBlock(slice(shift + key, shift + after), visible))
         return blocks
 
 

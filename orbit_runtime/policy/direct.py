@@ -26,7 +26,7 @@ from orbit_runtime.adapters.layer import AdaptedLinear, Segment
 from orbit_runtime.adapters.lora import add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
-from orbit_runtime.policy.attention import Look, Plan, decoder_of
+from orbit_runtime.policy.attention import AttentionPlan, Look, decoder_of
 from orbit_runtime.policy.modules import FusedRMSNorm
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
@@ -132,7 +132,7 @@ class DirectDecoder:
         self._dense = self._norm.weight.new_empty(max((size for size in sizes if size <= limit), default=0))
         """Buffer for one dequantised weight at a time; a larger weight is processed in runs of rows."""
 
-    def hidden(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def hidden(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`[T, N]` after the final norm.
 
         Args:

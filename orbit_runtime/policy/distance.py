@@ -24,7 +24,7 @@ MODELS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TeacherReport:
     """The report of an external teacher for each target: its likeliest tokens."""
 
     ids_RK: Tensor
@@ -32,8 +32,8 @@ class Told:
     logprobs_RK: Tensor
     """fp32."""
 
-    def __getitem__(self, rows: slice | Tensor) -> Told:
-        return Told(self.ids_RK[rows], self.logprobs_RK[rows])
+    def __getitem__(self, rows: slice | Tensor) -> TeacherReport:
+        return TeacherReport(self.ids_RK[rows], self.logprobs_RK[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,12 @@ class Measure:
     """None for the whole vocabulary."""
 
 
-def _compared(logits_RV: Tensor, teacher: Tensor | Told, head: Head, measure: Measure) -> tuple[Tensor, Tensor]:
+def _compared(
+    logits_RV: Tensor, teacher: Tensor | TeacherReport, head: Head, measure: Measure
+) -> tuple[Tensor, Tensor]:
     """`(values [R], slopes [R, V])` of one chunk. Args: teacher: its hidden states, or its report."""
     student_RV = torch.log_softmax(logits_RV.float(), dim=-1)
-    if isinstance(teacher, Told):
+    if isinstance(teacher, TeacherReport):
         ids_RK = teacher.ids_RK.long()
         cells_RC = torch.cat([teacher.logprobs_RK, rest_of(teacher.logprobs_RK)], dim=-1)
     else:
@@ -66,7 +68,9 @@ class _Distance(torch.autograd.Function):
     """Saves both sides' hidden states; backward recomputes each chunk's logits."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_RN: Tensor, teacher: Tensor | Told, head: Head, measure: Measure, rows: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden_RN: Tensor, teacher: Tensor | TeacherReport, head: Head, measure: Measure, rows: int
+    ) -> Tensor:
         values = [
             _compared(head(hidden_RN[part]), teacher[part], head, measure)[0] for part in _parts(len(hidden_RN), rows)
         ]
@@ -95,7 +99,7 @@ def _parts(count: int, rows: int) -> list[slice]:
 
 def token_distances(
     hidden_RN: Tensor,
-    teacher: Tensor | Told,
+    teacher: Tensor | TeacherReport,
     head: Head,
     measure: Measure,
     *,

@@ -22,16 +22,16 @@ from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.adapters.masters import Trained
 from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
-from orbit_runtime.policy.attention import Kernel, Plan, decoder_of, hidden_of
+from orbit_runtime.policy.attention import AttentionPlan, Kernel, decoder_of, hidden_of
 from orbit_runtime.policy.direct import DirectDecoder
-from orbit_runtime.policy.distance import Measure, Told, token_distances
+from orbit_runtime.policy.distance import Measure, TeacherReport, token_distances
 from orbit_runtime.policy.division import Turn
 from orbit_runtime.policy.logprobs import UNSHAPED, logits_of, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.probe import Behaviour
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
 from orbit_runtime.policy.routing import Routing
-from orbit_runtime.policy.seen import Seen
+from orbit_runtime.policy.seen import SeenTokens
 from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
 from orbit_runtime.types import Sampling
 
@@ -90,7 +90,7 @@ class Policy:
     """Measured, if its family is none that tests prove."""
 
     def sampled_hidden(
-        self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan | WholeRows
+        self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: AttentionPlan | WholeRows
     ) -> torch.Tensor:
         """Last hidden states `[T, N]` for the tokens of an engine's pass, one query each; not for gradients."""
         if isinstance(plan, WholeRows):
@@ -101,7 +101,7 @@ class Policy:
             return self.direct.hidden(token_ids_T, position_T, plan)
         return self.hidden(token_ids_T.view(plan.layout), position_T.view(plan.layout), plan).flatten(0, 1)
 
-    def _packed_hidden(self, plan: Plan) -> torch.Tensor:
+    def _packed_hidden(self, plan: AttentionPlan) -> torch.Tensor:
         assert isinstance(plan, PackedPlan)
         return packed_hidden(self._decode_rows, plan.batch, self.injected.selection)
 
@@ -109,7 +109,7 @@ class Policy:
         position_BS = torch.arange(token_BS.shape[1], device=token_BS.device).expand_as(token_BS)
         return decoder_of(self.model)(input_ids=token_BS, position_ids=position_BS, use_cache=False).last_hidden_state
 
-    def hidden(self, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def hidden(self, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Last hidden states `[B, Q, N]`, after the final norm."""
         return hidden_of(self.model, token_ids_BQ, position_BQ, plan)
 
@@ -132,7 +132,7 @@ class Policy:
         batch: PackedBatch,
         *,
         sampling: Sampling = UNSHAPED,
-        seen: Seen | None = None,
+        seen: SeenTokens | None = None,
         routed_TLC: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter, as `sampling` draws.
@@ -145,7 +145,12 @@ class Policy:
         return self.logprobs_of(hidden_RN, batch, sampling=sampling, seen=seen)
 
     def logprobs_of(
-        self, hidden_RN: torch.Tensor, batch: PackedBatch, *, sampling: Sampling = UNSHAPED, seen: Seen | None = None
+        self,
+        hidden_RN: torch.Tensor,
+        batch: PackedBatch,
+        *,
+        sampling: Sampling = UNSHAPED,
+        seen: SeenTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs` from `target_hidden` of the same batch."""
         targets_R = batch.target_ids_R
@@ -164,7 +169,7 @@ class Policy:
         return self._joined(batch, found)
 
     def distances_of(
-        self, hidden_RN: torch.Tensor, batch: PackedBatch, trained_R: torch.Tensor, told: torch.Tensor | Told,
+        self, hidden_RN: torch.Tensor, batch: PackedBatch, trained_R: torch.Tensor, told: torch.Tensor | TeacherReport,
         measure: Measure,
     ) -> torch.Tensor:  # fmt: skip
         """fp32 distances of these of the batch's targets from a teacher, from `target_hidden` of the same batch.
@@ -176,7 +181,7 @@ class Policy:
         """
         if batch.own_targets is None or self.division is None:
             return token_distances(hidden_RN[trained_R], told, self.head, measure, vocabulary=self.vocabulary)
-        assert isinstance(told, Told)
+        assert isinstance(told, TeacherReport)
         is_trained_R, own_R = _own_trained(batch, trained_R)
         found_R = token_distances(hidden_RN[is_trained_R], told[own_R], self.head, measure, vocabulary=self.vocabulary)
         return self.division.join_targets(found_R[None], own_R, len(trained_R))[0]

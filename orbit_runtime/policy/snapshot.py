@@ -39,7 +39,7 @@ ROTARY = "rotary angles"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SnapshotPart:
     """The part of a tensor that one process holds: all of it, or a range along one axis."""
 
     digest: str
@@ -57,7 +57,7 @@ class Snapshot:
 
     points: Mapping[str, Tensor]
     """fp32 `[T, …]` by name, in the order in which they were reached."""
-    tensors: Mapping[str, tuple[Part, ...]]
+    tensors: Mapping[str, tuple[SnapshotPart, ...]]
     """Every base and adapter tensor; with several processes, the parts of each, copies included."""
     constants: Mapping[str, Tensor]
     """fp32: epsilons of norms, every layer's `rotary angles` `[T, D]` (cosines, then sines)."""
@@ -274,8 +274,8 @@ def _dense_expert(linear: FrozenExpertLinear, index: int) -> Tensor:
     return FORMATS[linear.format].dequantize(linear.stack.expert(index))
 
 
-def part_of(tensor: Tensor, axis: int = 0, start: int = 0, rank: int = 0) -> Part:
-    return Part(tensor_digest(tensor), tuple(tensor.shape), axis, start, rank)
+def part_of(tensor: Tensor, axis: int = 0, start: int = 0, rank: int = 0) -> SnapshotPart:
+    return SnapshotPart(tensor_digest(tensor), tuple(tensor.shape), axis, start, rank)
 
 
 def constants(policy: Policy, rows: int) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ class Rounding:
         return _nvfp4(x, scale, self.kind)
 
 
-class Product(Protocol):
+class ActivationProduct(Protocol):
     """The same interface as in `linear`."""
 
     def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor: ...
@@ -72,7 +72,7 @@ class Product(Protocol):
 class RoundedProduct:
     """Wraps another product and rounds its input. A static scale is the last of the packed tensors."""
 
-    inner: Product
+    inner: ActivationProduct
     rounding: Rounding
 
     def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor:

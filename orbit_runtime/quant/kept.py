@@ -20,7 +20,7 @@ from orbit_runtime.errors import InternalError
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptProducts:
     """Results of one layer's pass. Freed together with their owner: the layer's part of the graph."""
 
     results: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -39,11 +39,11 @@ class Kept:
             yield
 
 
-_now: ContextVar[tuple[Kept, Iterator[tuple[Tensor, int]] | None] | None] = ContextVar("kept", default=None)
+_now: ContextVar[tuple[KeptProducts, Iterator[tuple[Tensor, int]] | None] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
-def _using(kept: Kept, results: Iterator[tuple[Tensor, int]] | None) -> Iterator[None]:
+def _using(kept: KeptProducts, results: Iterator[tuple[Tensor, int]] | None) -> Iterator[None]:
     token = _now.set((kept, results))
     try:
         yield

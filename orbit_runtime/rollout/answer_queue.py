@@ -30,7 +30,7 @@ from uuid import uuid4
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.requests import answer_text
-from orbit_runtime.rollout.server_types import Ask, Call, LostError, Piece
+from orbit_runtime.rollout.server_types import Ask, Call, LostError, TokenPiece
 from orbit_runtime.rollout.streaming import Alternatives, News, part_of, with_more
 from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Request, Tokenizer
 
@@ -160,7 +160,7 @@ class Answer:
         # SGLang aborts every request whose id begins with the one that it is given: none of ours may begin another.
         return Ask(f"{_PREFIX}-{next(_NUMBERS)}.", self.request, tuple(self.tokens))
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TokenPiece) -> None:
         """Raises GateError if a token was skipped or repeated, if there are more tokens than asked for, or if a
         finished completion has none."""
         if piece.total is not None and piece.total != len(self.tokens) - self._before + len(piece.token_ids_T):
@@ -438,7 +438,7 @@ class AnswerQueue:
             for answer in answers:
                 answer.at = None
 
-    def _add(self, answers: Sequence[Answer], piece: Piece) -> None:
+    def _add(self, answers: Sequence[Answer], piece: TokenPiece) -> None:
         if not 0 <= piece.index < len(answers):
             raise GateError(f"asked for {len(answers)} completions, the engine answered one more", where="rollout")
         answer = answers[piece.index]

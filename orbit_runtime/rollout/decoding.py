@@ -35,7 +35,7 @@ PREFILL_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class Told:
+class ScoreReadings:
     """Readings of scored tokens: those of prompts by adapter, those fed one by one by request."""
 
     logprobs: dict[str | None, list[float]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Decoding:
         self._waiting.extend(work)
         self._is_grown = True
 
-    def step(self, told: Told | None = None) -> list[Finished]:
+    def step(self, told: ScoreReadings | None = None) -> list[Finished]:
         """Runs a prefill of waiting requests, or a decode step; returns the requests that it finished.
 
         When given tokens are scored, `told` receives the readings that rows do not hold.
@@ -139,7 +139,7 @@ class Decoding:
             self._rows.grow(capacity, max_new)
         self._cache.reserve(self._rows.capacity, longest, live=len(self._rows))
 
-    def _admit(self, told: Told | None) -> None:
+    def _admit(self, told: ScoreReadings | None) -> None:
         """Moves waiting requests into free rows, runs each distinct prompt once and samples first tokens."""
         rows, waiting = self._rows, self._waiting
         first = len(rows)
@@ -174,7 +174,7 @@ class Decoding:
         prompts: list[tuple[str | None, tuple[int, ...]]],
         prompt_of_row: list[int],
         first_row: int,
-        told: Told | None,
+        told: ScoreReadings | None,
     ) -> torch.Tensor:
         """Runs distinct prompts and fills the cache rows; returns fp32 next-token logits `[rows, V]`."""
         policy = self._policy
@@ -198,7 +198,7 @@ class Decoding:
                 told.logprobs[adapter], told.top[adapter] = logprobs.tolist(), top.tolist()
         return policy.head(hidden[batch.target_source_R]).float()[index]
 
-    def _decode(self, told: Told | None) -> None:
+    def _decode(self, told: ScoreReadings | None) -> None:
         rows = self._rows
         n = len(rows)
         policy, device = self._policy, self._policy.device
@@ -214,7 +214,7 @@ class Decoding:
     def _noting(self) -> AbstractContextManager[Callable[[], torch.Tensor] | None]:
         return self._notes.noted() if self._notes else nullcontext()
 
-    def _sample(self, logits_BV: torch.Tensor, rows: Rows, which: slice, told: Told | None) -> None:
+    def _sample(self, logits_BV: torch.Tensor, rows: Rows, which: slice, told: ScoreReadings | None) -> None:
         generated = rows.generated_C[which]
         device = logits_BV.device
         if rows.work[which.start].forced_T is not None:

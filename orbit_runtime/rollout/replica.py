@@ -19,7 +19,16 @@ from typing import Any, Literal
 from orbit_runtime.adapters.files import seconds_for
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError, UnsupportedError
-from orbit_runtime.rollout.server_types import About, Api, Call, Loaded, LostError, Piece, Server, Sleeping
+from orbit_runtime.rollout.server_types import (
+    About,
+    Api,
+    Call,
+    LoadedAdapter,
+    LostError,
+    ServerHandle,
+    Sleeping,
+    TokenPiece,
+)
 from orbit_runtime.rollout.transport import Handover
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 from orbit_runtime.workers.child.heartbeat import sign
@@ -46,9 +55,9 @@ class Replica:
     def __init__(
         self,
         name: str,
-        server: Server,
+        server: ServerHandle,
         api: Api,
-        adapters: Mapping[str, Loaded],
+        adapters: Mapping[str, LoadedAdapter],
         *,
         taps: Path | None = None,
         whose: Whose = "Others",
@@ -177,7 +186,7 @@ class Replica:
         async with self._noticed(None):
             return await self._watched(work())
 
-    async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
+    async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[TokenPiece]:
         """Makes one try. On a loss, or if the server no longer holds the adapter, starts bringing it back and raises.
 
         The next piece may take any time: a server counts as lost only when it shows no progress.
@@ -260,7 +269,7 @@ class Replica:
                 await self.api.unload(name)
                 await self._load_files(name, loaded)
 
-    async def _load_files(self, name: str, loaded: Loaded) -> None:
+    async def _load_files(self, name: str, loaded: LoadedAdapter) -> None:
         await self.api.load(name, loaded.adapter, await asyncio.to_thread(loaded.files))
 
     async def _take(self, name: str, adapter: AdapterFiles, handover: Handover) -> bool:

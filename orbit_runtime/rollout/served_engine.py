@@ -26,7 +26,7 @@ from orbit_runtime.errors import EngineDiedError, GateError, UnsupportedError
 from orbit_runtime.rollout.answer_queue import Answer, AnswerQueue
 from orbit_runtime.rollout.replica import PATIENCE_SECONDS, Replica
 from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
-from orbit_runtime.rollout.server_types import About, Loaded, Server, Sleeping
+from orbit_runtime.rollout.server_types import About, LoadedAdapter, ServerHandle, Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers, SGLangApi, merge_facts
 from orbit_runtime.rollout.streaming import News
 from orbit_runtime.rollout.transport import Desk
@@ -64,7 +64,7 @@ class ServedEngine:
         self._client = client
         self.desk = desk
         self._sleeping = tuple(sleeping)
-        self.loaded: dict[str, Loaded] = {}
+        self.loaded: dict[str, LoadedAdapter] = {}
         """What every copy must hold; replicas look here."""
         self._retired: set[str] = set()
         self.replicas: tuple[Replica, ...] = ()
@@ -97,7 +97,7 @@ class ServedEngine:
     def _load_everywhere(self, name: str, adapter: AdapterFiles) -> None:
         check_new_slot(name, self.loaded, self._retired)
         self.desk.take(name, adapter)
-        self.loaded[name] = loaded = Loaded(adapter, partial(self.desk.files, name))
+        self.loaded[name] = loaded = LoadedAdapter(adapter, partial(self.desk.files, name))
         # A server that is lost just now gets it as files, once it is back.
         copies = {each.name: (each.restarts, each.about.ranks) for each in self.replicas if each.is_up and each.about}
         try:
@@ -170,7 +170,7 @@ class ServedEngine:
             await asyncio.wait(leaving, timeout=END_SECONDS)
         await self._client.aclose()
 
-    def slot(self, name: str) -> Loaded:
+    def slot(self, name: str) -> LoadedAdapter:
         check_held_slot(name, self.loaded)
         return self.loaded[name]
 
@@ -364,7 +364,7 @@ def _difference(published: Mapping[str, Buffer], found: Mapping[str, Buffer]) ->
     return explain_difference(published, found)
 
 
-class OwnServer(Server, Protocol):
+class OwnServer(ServerHandle, Protocol):
     """An SGLang server that Orbit starts, in this process's machine or by `orbit inference`."""
 
     @property
@@ -432,7 +432,7 @@ def start_engine(
     return engine
 
 
-def start_servers(servers: Sequence[Server], at_once: int) -> None:
-    """Returns once all respond. Raises: as `Server.start`."""
+def start_servers(servers: Sequence[ServerHandle], at_once: int) -> None:
+    """Returns once all respond. Raises: as `ServerHandle.start`."""
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(lambda server: server.start(), servers))

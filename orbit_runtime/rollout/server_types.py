@@ -42,7 +42,7 @@ class LostError(Exception):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedAdapter:
     """An adapter that every copy must hold."""
 
     adapter: AdapterFiles
@@ -88,7 +88,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """New tokens of one completion, each token once."""
 
     index: int
@@ -135,7 +135,7 @@ Sleeping = Literal["cache", "weights", "graphs"]
 """What a server can release while it sleeps."""
 
 
-class Server(Protocol):
+class ServerHandle(Protocol):
     """A process somewhere that can be waited for or brought back."""
 
     @property
@@ -198,7 +198,7 @@ class Api(Protocol):
 
     async def unload(self, name: str) -> None: ...
 
-    def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
+    def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[TokenPiece]:
         """Pieces of all completions of the call, interleaved in any order, until each has ended.
 
         Closing a stream early aborts its completions.
@@ -243,7 +243,7 @@ class Api(Protocol):
         ...
 
 
-def build_piece(index: int, tokens: Sequence[Any], logprobs: Sequence[Any], reason: object, **more: Any) -> Piece:
+def build_piece(index: int, tokens: Sequence[Any], logprobs: Sequence[Any], reason: object, **more: Any) -> TokenPiece:
     """Raises GateError for anything that is not a valid piece of a completion."""
     finish = None if reason is None else FINISH.get(str(reason))
     if len(tokens) != len(logprobs) or (reason is not None and finish is None):
@@ -252,7 +252,7 @@ def build_piece(index: int, tokens: Sequence[Any], logprobs: Sequence[Any], reas
             where="rollout",
         )
     told = tuple(int(token) for token in tokens)
-    return Piece(index, told, tuple(number(value) for value in logprobs), finish, **more)
+    return TokenPiece(index, told, tuple(number(value) for value in logprobs), finish, **more)
 
 
 def number(value: Any) -> float:

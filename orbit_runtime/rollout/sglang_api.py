@@ -29,8 +29,8 @@ from orbit_runtime.rollout.server_types import (
     Ask,
     Call,
     Likeliest,
-    Piece,
     Sleeping,
+    TokenPiece,
     build_piece,
     from_rows,
     given_fields,
@@ -131,7 +131,7 @@ class SGLangApi:
     async def unload(self, name: str) -> None:
         await self._wire.post("/unload_lora_adapter", {"lora_name": name})
 
-    async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
+    async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[TokenPiece]:
         asks, sampling = call.asks, call.first.sampling
         parameters: list[dict[str, Any]] = [
             {

@@ -21,7 +21,7 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.files import seconds_for
 from orbit_runtime.errors import GateError
 from orbit_runtime.model_info.headers import parse_header
-from orbit_runtime.policy.snapshot import Part, Snapshot
+from orbit_runtime.policy.snapshot import Snapshot, SnapshotPart
 
 REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
 SEEN_SECONDS = 20.0
@@ -146,11 +146,11 @@ def build_snapshot(answers: Sequence[bytes], rows: int, values: Callable[[Sequen
     return Snapshot(points, _held(facts), told[0][0]["constant"], ask, tuple(json.loads(facts[0]["absent"])))
 
 
-def _held(facts: Sequence[Mapping[str, str]]) -> dict[str, tuple[Part, ...]]:
-    held: dict[str, tuple[Part, ...]] = {}
+def _held(facts: Sequence[Mapping[str, str]]) -> dict[str, tuple[SnapshotPart, ...]]:
+    held: dict[str, tuple[SnapshotPart, ...]] = {}
     for rank, fact in enumerate(facts):
         for name, (digest, shape, axis, start) in json.loads(fact["parts"]).items():
-            held[name] = (*held.get(name, ()), Part(digest, tuple(shape), axis, start, rank))
+            held[name] = (*held.get(name, ()), SnapshotPart(digest, tuple(shape), axis, start, rank))
     return held
 
 

@@ -27,7 +27,7 @@ from orbit_runtime.adapters.state import applied_digest, load_slot, remove_slot,
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.rollout.decoding import Decoding, Told
+from orbit_runtime.rollout.decoding import Decoding, ScoreReadings
 from orbit_runtime.rollout.requests import answer_text, check_held_slot, check_new_slot, check_request
 from orbit_runtime.rollout.rows import Finished, Work
 from orbit_runtime.rollout.streaming import Alternatives, News
@@ -256,7 +256,7 @@ class TorchEngine:
         tail = min(SCORED_BY_DECODING, len(token_ids_T) - 1)
         prompt, forced = tuple(token_ids_T[:-tail]), tuple(token_ids_T[-tail:])
         work = [Work(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)]
-        told = Told()
+        told = ScoreReadings()
         tails: dict[int, Sequence[float]] = {}
         # A batch of its own, because requests may be in flight.
         with self._policy.traced() as trace:

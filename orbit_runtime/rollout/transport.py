@@ -28,7 +28,7 @@ from orbit_runtime.storage import Stored
 from orbit_runtime.types import AdapterFiles
 
 if TYPE_CHECKING:
-    from orbit_runtime.adapters.group import Group
+    from orbit_runtime.adapters.group import BroadcastGroup
 
 
 BROADCAST_SECONDS = 30.0
@@ -150,12 +150,12 @@ class Broadcast:
 
 class _Generation:
     def __init__(self, host: str, copies: Mapping[str, tuple[int, int]], seconds: float) -> None:
-        from orbit_runtime.adapters.group import Opening
+        from orbit_runtime.adapters.group import BroadcastOpening
 
         self.copies, self.seconds = dict(copies), seconds
-        self._opening = Opening(host, sum(ranks for _, ranks in copies.values()), seconds)
+        self._opening = BroadcastOpening(host, sum(ranks for _, ranks in copies.values()), seconds)
         self.source = self._opening.source
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._over = threading.Event()
 
     @property

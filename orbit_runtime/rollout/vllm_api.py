@@ -20,8 +20,8 @@ from orbit_runtime.rollout.server_types import (
     About,
     Call,
     Likeliest,
-    Piece,
     Sleeping,
+    TokenPiece,
     build_piece,
     from_rows,
     given_fields,
@@ -68,7 +68,7 @@ class VllmApi:
     async def unload(self, name: str) -> None:
         await self._wire.act("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
+    async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[TokenPiece]:
         sampling, first = call.first.sampling, call.asks[0]
         body = {
             "model": call.first.adapter or self._model,

@@ -16,7 +16,7 @@ import orjson
 
 from orbit_runtime.adapters.files import seconds_for
 from orbit_runtime.errors import CredentialsError, GateError, UnsupportedError
-from orbit_runtime.rollout.server_types import LostError, Server
+from orbit_runtime.rollout.server_types import LostError, ServerHandle
 
 REQUEST_SECONDS = 3600.0
 """Longest that one request other than a completion may take. A server that hangs is noticed long before, by asking for
@@ -40,7 +40,7 @@ def build_client() -> httpx.AsyncClient:
 class Wire:
     """To one server, wherever it is now: a restarted one has another port."""
 
-    def __init__(self, client: httpx.AsyncClient, server: Server, where: str = "spec.rollout.endpoints") -> None:
+    def __init__(self, client: httpx.AsyncClient, server: ServerHandle, where: str = "spec.rollout.endpoints") -> None:
         """Args: where: the manifest names the server."""
         self._client = client
         self._server = server

@@ -30,7 +30,7 @@ _LONGEST_CHARACTER = 16
 
 
 @dataclass(slots=True)
-class Part:
+class ChoicePart:
     """One choice, as far as it got."""
 
     index: int
@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass
-class Sent:
+class SentText:
     """How much of one choice its client has. The cost of a piece depends only on what is new."""
 
     stops: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 @dataclass(frozen=True)
-class Form:
+class ResponseForm:
     """Formats one request's completions, for one of the two endpoints."""
 
     is_chat: bool
@@ -116,7 +116,7 @@ class Form:
     def _own(self) -> CallFormat | None:
         return FORMATS.get(self.tokenizer.call_format)
 
-    def whole(self, parts: Sequence[Part], prompt_tokens: int) -> dict[str, Any]:
+    def whole(self, parts: Sequence[ChoicePart], prompt_tokens: int) -> dict[str, Any]:
         choices = [self._choice(part) for part in parts]
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage(prompt_tokens, parts)}
@@ -125,7 +125,7 @@ class Form:
         """The first piece of a choice."""
         return self._piece(index, {"role": "assistant", "content": ""}, None, None) if self.is_chat else None
 
-    def piece(self, part: Part, sent: Sent) -> list[dict[str, Any]]:
+    def piece(self, part: ChoicePart, sent: SentText) -> list[dict[str, Any]]:
         """The new pieces of a choice; empty if all of it is held back."""
         is_done = part.finish_reason is not None
         calls = self._calls(part) if is_done else []
@@ -147,7 +147,7 @@ class Form:
             pieces.append(self._piece(part.index, {} if self.is_chat else "", None, reason))
         return pieces
 
-    def end(self, prompt_tokens: int, parts: Sequence[Part]) -> dict[str, Any]:
+    def end(self, prompt_tokens: int, parts: Sequence[ChoicePart]) -> dict[str, Any]:
         """The piece with the usage."""
         return {**self._head(self._piece_kind), "choices": [], "usage": usage(prompt_tokens, parts)}
 
@@ -170,7 +170,7 @@ class Form:
         choice = {"index": index, **named, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head(self._piece_kind), "choices": [choice]}
 
-    def _choice(self, part: Part) -> dict[str, Any]:
+    def _choice(self, part: ChoicePart) -> dict[str, Any]:
         reason = REASONS[part.finish_reason or "abort"]
         logprobs = self._logprobs(part, slice(None)) if self.with_logprobs else None
         if not self.is_chat:
@@ -182,7 +182,7 @@ class Form:
             reason = "tool_calls"
         return {"index": part.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def _calls(self, part: Part) -> list[dict[str, Any]]:
+    def _calls(self, part: ChoicePart) -> list[dict[str, Any]]:
         """Tool calls as the completion wrote them; none if one of them is invalid: they are then text."""
         if not self.tools:
             return []
@@ -199,7 +199,7 @@ class Form:
             for call in calls
         ]
 
-    def _logprobs(self, part: Part, which: slice) -> dict[str, Any]:
+    def _logprobs(self, part: ChoicePart, which: slice) -> dict[str, Any]:
         # One by one, including special tokens: a token that ended a completion was sampled like the others.
         tokens = [self.tokenizer.text_of(token) for token in part.token_ids_T[which]]
         values = part.logprobs_T[which].tolist()
@@ -213,7 +213,7 @@ class Form:
         ]
         return {"content": content, "refusal": None}
 
-    def _top(self, part: Part, which: slice) -> list[list[tuple[str, float]]]:
+    def _top(self, part: ChoicePart, which: slice) -> list[list[tuple[str, float]]]:
         """The most probable tokens at each of these positions; empty if not asked for."""
         if not self.top or part.alternatives is None:
             return []
@@ -238,7 +238,7 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
-def usage(prompt_tokens: int, parts: Sequence[Part]) -> dict[str, int]:
+def usage(prompt_tokens: int, parts: Sequence[ChoicePart]) -> dict[str, int]:
     sampled = sum(len(part.token_ids_T) for part in parts)
     return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
 

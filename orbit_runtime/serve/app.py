@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.planner.support.sampling import Kind
-from orbit_runtime.serve.answers import LAST_EVENT, Form, Sent, event
-from orbit_runtime.serve.asking import Engine, Job
+from orbit_runtime.serve.answers import LAST_EVENT, ResponseForm, SentText, event
+from orbit_runtime.serve.asking import EngineClient, ServedRequest
 from orbit_runtime.serve.channel import Choice
 from orbit_runtime.serve.errors import APIError, from_orbit
 from orbit_runtime.serve.guard import Guard
@@ -29,9 +29,9 @@ from orbit_runtime.serve.names import POLICY, Served
 from orbit_runtime.serve.requests import (
     ChatBody,
     CompletionBody,
-    Limits,
     ReloadBody,
     SamplingBody,
+    ServeLimits,
     UpdateBody,
     check_given,
     choice_key,
@@ -49,10 +49,10 @@ Route = Callable[[bytes, Receive, Send], Awaitable[None]]
 
 
 def build_app(
-    engine: Engine,
+    engine: EngineClient,
     tokenizer: ChatTokenizer,
     vocabulary: int,
-    limits: Limits,
+    limits: ServeLimits,
     metrics: ServeMetrics,
     token: str | None,
     kind: Kind = "Torch",
@@ -79,10 +79,10 @@ class Routes:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         tokenizer: ChatTokenizer,
         vocabulary: int,
-        limits: Limits,
+        limits: ServeLimits,
         metrics: ServeMetrics,
         kind: Kind,
     ) -> None:
@@ -193,8 +193,8 @@ class Routes:
         choices = self._choices(asked, ids, asked.max_completion_tokens or asked.max_tokens)
         await self._answer(asked, form, choices, len(ids[0]), receive, send)
 
-    def _form(self, served: Served, asked: SamplingBody, tools: Collection[str]) -> Form:
-        return Form(
+    def _form(self, served: Served, asked: SamplingBody, tools: Collection[str]) -> ResponseForm:
+        return ResponseForm(
             isinstance(asked, ChatBody),
             served.name,
             self._tokenizer,
@@ -220,7 +220,7 @@ class Routes:
     async def _answer(
         self,
         asked: SamplingBody,
-        form: Form,
+        form: ResponseForm,
         choices: Sequence[Choice],
         prompt_tokens: int,
         receive: Receive,
@@ -276,10 +276,10 @@ class Routes:
         ]
 
 
-async def _stream(send: Send, job: Job, form: Form, prompt_tokens: int, *, with_usage: bool) -> None:
+async def _stream(send: Send, job: ServedRequest, form: ResponseForm, prompt_tokens: int, *, with_usage: bool) -> None:
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    sent = [Sent(form.held_back) for _ in job.parts]
+    sent = [SentText(form.held_back) for _ in job.parts]
     starts = [form.start(part.index) for part in job.parts]
     await _send_more(send, b"".join(event(first) for first in starts if first is not None))
     try:
@@ -313,7 +313,7 @@ async def _send(send: Send, status: int, data: bytes, headers: list[tuple[bytes,
     await send({"type": "http.response.body", "body": data})
 
 
-async def _abort_when_gone(receive: Receive, job: Job) -> None:
+async def _abort_when_gone(receive: Receive, job: ServedRequest) -> None:
     with suppress(asyncio.CancelledError):
         while (await receive())["type"] != "http.disconnect":
             pass

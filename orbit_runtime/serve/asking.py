@@ -12,14 +12,14 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from orbit_runtime.rollout.streaming import Alternatives, News, with_more
-from orbit_runtime.serve.answers import Part
-from orbit_runtime.serve.channel import Abort, Change, Changed, Choice, Refusal, Step, Submit
+from orbit_runtime.serve.answers import ChoicePart
+from orbit_runtime.serve.channel import Abort, BatchStep, Changed, Choice, NameChange, Refusal, Submit
 from orbit_runtime.serve.errors import APIError
 from orbit_runtime.serve.names import Served
 from orbit_runtime.types import FinishReason
 
 
-class Job:
+class ServedRequest:
     """The choices of one HTTP request."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Job:
     ) -> None:
         self.request_ids = tuple(request_ids)
         self.is_streamed = is_streamed
-        self.parts = [Part(index) for index in range(len(request_ids))]
+        self.parts = [ChoicePart(index) for index in range(len(request_ids))]
         self.left = len(request_ids)
         self.error: APIError | None = None
         self.is_told = asyncio.Event()
@@ -35,7 +35,7 @@ class Job:
         """Choices with news since they were last taken, in order of arrival."""
         self._abort = abort
 
-    async def take(self) -> AsyncIterator[Part]:
+    async def take(self) -> AsyncIterator[ChoicePart]:
         """Yields parts with news until every one has ended. News of several steps may be joined.
 
         Raises:
@@ -50,12 +50,12 @@ class Job:
             if self.error is not None:
                 raise self.error
 
-    def tell(self, part: Part) -> None:
+    def tell(self, part: ChoicePart) -> None:
         """Reports news of this part."""
         self.fresh[part.index] = None
         self.is_told.set()
 
-    async def results(self) -> list[Part]:
+    async def results(self) -> list[ChoicePart]:
         async for _ in self.take():
             pass
         return self.parts
@@ -66,7 +66,7 @@ class Job:
             self._abort(self.request_ids)
 
 
-class Engine:
+class EngineClient:
     """The engine's process."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine:
         base: str,
         *,
         concurrent: int,
-        ended: Callable[[str, Part], None],
+        ended: Callable[[str, ChoicePart], None],
     ) -> None:
         """
         Args:
@@ -93,7 +93,7 @@ class Engine:
         self._concurrent = concurrent
         self._ended = ended
         self._next_id = 0
-        self._jobs: dict[int, tuple[Job, Part, str]] = {}
+        self._jobs: dict[int, tuple[ServedRequest, ChoicePart, str]] = {}
         self._calls: dict[int, asyncio.Future[dict[str, object]]] = {}
 
     @property
@@ -113,7 +113,7 @@ class Engine:
             raise APIError(400, f"several adapters are served: {', '.join(names)}; name one of them", param="model")
         return names[0] if names else otherwise
 
-    def submit(self, model: str, choices: Sequence[Choice], *, is_streamed: bool) -> Job:
+    def submit(self, model: str, choices: Sequence[Choice], *, is_streamed: bool) -> ServedRequest:
         """Raises APIError if too many completions are in flight (429), or the engine failed (503)."""
         if self.failure:
             raise APIError(503, "the engine has failed; the server must be restarted", code="engine_failed")
@@ -124,7 +124,7 @@ class Engine:
                 code="overloaded",
             )
         first, self._next_id = self._next_id, self._next_id + len(choices)
-        job = Job(range(first, self._next_id), is_streamed=is_streamed, abort=self._request_abort)
+        job = ServedRequest(range(first, self._next_id), is_streamed=is_streamed, abort=self._request_abort)
         self._jobs.update(zip(job.request_ids, ((job, part, model) for part in job.parts), strict=True))
         self._send(Submit(first, model, tuple(choices), is_streamed))
         return job
@@ -150,7 +150,7 @@ class Engine:
         """
         call, self._next_id = self._next_id, self._next_id + 1
         self._calls[call] = asyncio.get_running_loop().create_future()
-        self._send(Change(call, name, adapter, checkpoint))
+        self._send(NameChange(call, name, adapter, checkpoint))
         try:
             return await self._calls[call]
         finally:
@@ -158,7 +158,7 @@ class Engine:
 
     def hear(self, record: object) -> None:
         match record:
-            case Step():
+            case BatchStep():
                 # First those that ended: their clients may request the next completion, for which the batch has room.
                 for ended in record.ended:
                     self._end(*ended)

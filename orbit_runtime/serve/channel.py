@@ -18,7 +18,7 @@ from typing import Any, cast
 from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.rollout.streaming import Alternatives, News
 from orbit_runtime.serve.names import Served
-from orbit_runtime.serve.requests import Limits
+from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.types import FinishReason, Sampling
 from orbit_runtime.workers.child.frames import Frames, frame
 
@@ -30,7 +30,7 @@ class Setup:
     model_folder: str
     """Folder with its tokenizer."""
     vocabulary: int
-    limits: Limits
+    limits: ServeLimits
     token: str | None
     host: str
     port: int
@@ -72,7 +72,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class NameChange:
     """To the engine: put an adapter, a whole model, or the base under a name."""
 
     call: int
@@ -101,7 +101,7 @@ Ended = tuple[int, array[int], array[float], FinishReason, str, Alternatives | N
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BatchStep:
     """To the front: the results of one batch step."""
 
     news: News | None

@@ -50,7 +50,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelFolder:
     """A model folder that may take the base's place."""
 
     folder: Path
@@ -85,7 +85,7 @@ class ModelProof:
         }
 
 
-def check_checkpoint(folder: Path, base: Path, tokenizer: ChatTokenizer) -> Checkpoint:
+def check_checkpoint(folder: Path, base: Path, tokenizer: ChatTokenizer) -> ModelFolder:
     """Everything that can be seen without loading the weights.
 
     Args:
@@ -120,7 +120,7 @@ def check_checkpoint(folder: Path, base: Path, tokenizer: ChatTokenizer) -> Chec
             "it with a server of its own",
         )
     version = facts.get("version")
-    return Checkpoint(folder, version if isinstance(version, int) else None, _compare_tokenizers(folder, tokenizer))
+    return ModelFolder(folder, version if isinstance(version, int) else None, _compare_tokenizers(folder, tokenizer))
 
 
 def load_checked(load: Callable[[Path], Policy], folder: Path) -> Policy:

@@ -20,7 +20,7 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.server import LISTEN_FIX, listen
 from orbit_runtime.serve.app import build_app
-from orbit_runtime.serve.asking import Engine
+from orbit_runtime.serve.asking import EngineClient
 from orbit_runtime.serve.channel import Line, Ready, Setup, Stop
 from orbit_runtime.serve.metrics import ServeMetrics
 
@@ -35,7 +35,7 @@ class Front:
         import uvicorn
 
         self._setup: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
-        self._engine: Engine | None = None
+        self._engine: EngineClient | None = None
         self._server: uvicorn.Server | None = None
         # Ends at once, with requests in flight: they cannot be completed any more.
         self._line = Line(self._hear, lambda: os._exit(0))
@@ -60,7 +60,7 @@ class Front:
             await asyncio.Event().wait()
             return
         metrics = ServeMetrics()
-        engine = self._engine = Engine(
+        engine = self._engine = EngineClient(
             self._line.send, setup.models, setup.base, concurrent=setup.limits.concurrent, ended=metrics.ended
         )
         tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.template_arguments)

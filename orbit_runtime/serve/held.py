@@ -33,7 +33,7 @@ is kept for the next adapter, which is proven before it replaces another."""
 
 
 @dataclass(frozen=True)
-class Held:
+class ServedBase:
     """An engine, and what is known of its base."""
 
     engine: StreamingEngine
@@ -56,7 +56,7 @@ def open_servers(
     tokenizer: ChatTokenizer,
     adapters: int,
     closing: ExitStack,
-) -> Held:
+) -> ServedBase:
     """
     Args:
         config: describes the adapters.
@@ -78,7 +78,7 @@ def open_servers(
     facts = facts_of_checkpoint(folder, config, resolved.compute_dtype)
     sequences = [tokenizer.encode_chat(PROBE)]
     engine = build_servers(EngineOrder(resolved, facts, tokenizer, folder, sequences, closing))
-    return Held(
+    return ServedBase(
         engine=engine,
         config=facts.adapter,
         vocabulary=facts.vocabulary,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from orbit_runtime.serve.answers import Part
+from orbit_runtime.serve.answers import ChoicePart
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -44,7 +44,7 @@ class ServeMetrics:
     def asked(self, model: str, prompt_tokens: int) -> None:
         self._tokens.labels(model, "prompt").inc(prompt_tokens)
 
-    def ended(self, model: str, part: Part) -> None:
+    def ended(self, model: str, part: ChoicePart) -> None:
         self._tokens.labels(model, "completion").inc(len(part.token_ids_T))
         self._ended.labels(model, str(part.finish_reason)).inc()
 

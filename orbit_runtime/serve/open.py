@@ -25,10 +25,10 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.rollout.torch_engine import ReplaceableEngine
-from orbit_runtime.serve.held import Held, open_servers
+from orbit_runtime.serve.held import ServedBase, open_servers
 from orbit_runtime.serve.names import POLICY, check_one_source
 from orbit_runtime.serve.policies import Base, Policies, Replacing, config_of, open_policy
-from orbit_runtime.serve.requests import Limits
+from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.sides.inputs import Inputs, fetch_model, progress_lines
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import adapter_config, build_policy
@@ -42,8 +42,8 @@ EngineName = Literal["Auto", "Torch", "SGLang", "OpenAI"]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What to serve. Example: `Asked(model="builtin://tiny-adder", adapters={"sums": "runs/a"})`"""
+class ServeRequest:
+    """What to serve. Example: `ServeRequest(model="builtin://tiny-adder", adapters={"sums": "runs/a"})`"""
 
     source: str | None = None
     """A run folder, or a manifest's file."""
@@ -57,12 +57,12 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Opened:
+class ServedModels:
     """Loaded models, with every adapter proven live."""
 
     policies: Policies
     engine: StreamingEngine
-    limits: Limits
+    limits: ServeLimits
     folder: Path
     """The base's folder."""
     kind: Kind
@@ -92,7 +92,7 @@ class _Source:
     updates_from: tuple[str, ...]
 
 
-def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Opened:
+def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None]) -> ServedModels:
     """Loads what was asked for; the caller closes it.
 
     Raises:
@@ -129,12 +129,12 @@ def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Op
         for adapter, where in source.adapters.items():
             served, proof = policies.load(adapter, where)
             note(f"{adapter}: {served.place}, {served.digest[:19]}…, {proof.verdict} live")
-        return Opened(
+        return ServedModels(
             policies, held.engine, limits, source.folder, held.kind, template, held.watch, closing.pop_all()
         )  # fmt: skip
 
 
-def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: Limits) -> Held:
+def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: ServeLimits) -> ServedBase:
     def load(folder: Path) -> Policy:
         if source.resolved is not None:
             return build_policy(source.resolved, folder, "None")
@@ -147,7 +147,7 @@ def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: Limits) -> He
 
     policy = load(source.folder)
     engine = ReplaceableEngine(build(policy))
-    return Held(
+    return ServedBase(
         engine=engine,
         config=next(iter(policy.injected.layers.values())).config,
         vocabulary=policy.vocabulary,
@@ -158,7 +158,7 @@ def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: Limits) -> He
     )
 
 
-def _of_model(asked: Asked, note: Callable[[str], None]) -> _Source:
+def _of_model(asked: ServeRequest, note: Callable[[str], None]) -> _Source:
     assert asked.model is not None
     if asked.engine == "OpenAI":
         raise UsageError("the addresses of servers are in a manifest", where="--engine", fix="name the manifest's file")
@@ -174,7 +174,7 @@ def _of_model(asked: Asked, note: Callable[[str], None]) -> _Source:
     return _Source(folder, uri, config, None, engine, asked.adapters, asked.updates_from)
 
 
-def _run_of(source: _Source, limits: Limits) -> Resolved:
+def _run_of(source: _Source, limits: ServeLimits) -> Resolved:
     """A manifest for servers without a run, equivalent to that of a run with this base and adapter."""
     adapter: dict[str, Any] = {"type": source.config.type, "targets": list(source.config.targets) or None}
     if source.config.type == "LoRA":
@@ -196,7 +196,7 @@ def _run_of(source: _Source, limits: Limits) -> Resolved:
     return resolve(run, machine_facts())
 
 
-def _of_run(asked: Asked, note: Callable[[str], None]) -> _Source:
+def _of_run(asked: ServeRequest, note: Callable[[str], None]) -> _Source:
     """The source that a run folder or a manifest describes."""
     assert asked.source is not None
     run, inputs, uri, folder = _read_run(asked.source)

@@ -34,7 +34,7 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.torch_engine import ReplaceableEngine
-from orbit_runtime.serve.checkpoints import Checkpoint, ModelProof, check_checkpoint, load_checked, prove_checkpoint
+from orbit_runtime.serve.checkpoints import ModelFolder, ModelProof, check_checkpoint, load_checked, prove_checkpoint
 from orbit_runtime.serve.errors import APIError
 from orbit_runtime.serve.names import POLICY, Served
 from orbit_runtime.storage import open_store
@@ -176,7 +176,7 @@ class Policies:
                         fix="restore them, or start the server again",
                     )
                 served, proof = self._replace_base(
-                    first.place, Checkpoint(first.replacing.folder, None, "same"), weights
+                    first.place, ModelFolder(first.replacing.folder, None, "same"), weights
                 )
                 return {**served.to_json(), "proof": proof.to_json()}
             served = self._served[name]
@@ -185,7 +185,7 @@ class Policies:
                 self._switch(served)
         return served.to_json()
 
-    def _replace_base(self, place: str, found: Checkpoint, weights: str) -> tuple[Served, ModelProof]:
+    def _replace_base(self, place: str, found: ModelFolder, weights: str) -> tuple[Served, ModelProof]:
         """Loads and proves these weights, and puts them in the base's place; on failure the base stays."""
         replacing = self.base.replacing
         assert replacing is not None

@@ -44,8 +44,8 @@ LEAST_TEMPERATURE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of requests and of the server. Example: `Limits(sequence=2048)`"""
+class ServeLimits:
+    """Limits of requests and of the server. Example: `ServeLimits(sequence=2048)`"""
 
     body_bytes: int = 1 << 20
     sequence: int = 4096

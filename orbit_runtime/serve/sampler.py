@@ -20,13 +20,13 @@ from orbit_runtime.errors import EngineDiedError, GateError, ModelError, OrbitEr
 from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.serve.channel import (
     Abort,
-    Change,
+    BatchStep,
     Changed,
     Ended,
     Line,
+    NameChange,
     Ready,
     Refusal,
-    Step,
     Stop,
     Submit,
 )
@@ -137,7 +137,7 @@ class Sampler:
                 self._submit(record)
             case Abort():
                 self._engine.abort(record.request_ids)
-            case Change():
+            case NameChange():
                 self._spawn(self._change(record))
             case Ready():
                 self.ready = record
@@ -188,7 +188,7 @@ class Sampler:
         ended, self._ended = self._ended, []
         news = self._engine.news()
         if news is not None or ended:
-            self._line.send(Step(news, ended))
+            self._line.send(BatchStep(news, ended))
         if ended and self._policies.has_retired and not self._is_sweeping:
             self._is_sweeping = True
             self._spawn(self._sweep())
@@ -204,7 +204,7 @@ class Sampler:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _change(self, asked: Change) -> None:
+    async def _change(self, asked: NameChange) -> None:
         try:
             result = await asyncio.to_thread(self._changed, asked)
         except Exception as error:
@@ -212,7 +212,7 @@ class Sampler:
         else:
             self._line.send(Changed(asked.call, result, tuple(self._policies.all())))
 
-    def _changed(self, asked: Change) -> dict[str, Any]:
+    def _changed(self, asked: NameChange) -> dict[str, Any]:
         place = asked.checkpoint if asked.adapter is None else asked.adapter
         if place is None:
             return self._policies.reset(asked.name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from orbit_runtime.errors import EngineDiedError, OutputError
 from orbit_runtime.serve.channel import Setup
-from orbit_runtime.serve.open import Opened
+from orbit_runtime.serve.open import ServedModels
 from orbit_runtime.serve.sampler import Sampler
 
 START_SECONDS = 120.0
@@ -22,7 +22,7 @@ END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Serving:
+class RunningServer:
     """A running server. Example: `serving.url` is `http://127.0.0.1:8000`."""
 
     url: str
@@ -59,7 +59,7 @@ class Serving:
         self._sampler.close()
 
 
-def start_serving(opened: Opened, host: str, port: int, token: str | None) -> Serving:
+def start_serving(opened: ServedModels, host: str, port: int, token: str | None) -> RunningServer:
     """
     Raises:
         OutputError: the port is taken, or the address is not one of this machine's.
@@ -94,4 +94,4 @@ def start_serving(opened: Opened, host: str, port: int, token: str | None) -> Se
         front.wait()
         sampler.close()
         raise
-    return Serving(f"http://{host}:{ready.port}", sampler, front, limits.drain_seconds, opened.watch)
+    return RunningServer(f"http://{host}:{ready.port}", sampler, front, limits.drain_seconds, opened.watch)

@@ -25,7 +25,7 @@ from orbit_runtime.version import __version__
 
 
 @dataclass(frozen=True)
-class Asked:
+class SideManifest:
     """A manifest as one side reads it."""
 
     resolved: Resolved
@@ -49,7 +49,7 @@ def kinds_of(spec: RunSpec) -> tuple[str, ...]:
     return ("trainer", "inference")
 
 
-def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked:
+def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> SideManifest:
     """
     Args:
         folder: base of the manifest's relative paths.
@@ -63,10 +63,10 @@ def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked
     search_path = [str(each) for each in (folder, Path.cwd())]
     inputs = Inputs(resolved.run.spec, {}, patience, search_path)
     teacher = open_teacher(resolved.run.spec)
-    return Asked(resolved, inputs, inputs.model(), teacher)
+    return SideManifest(resolved, inputs, inputs.model(), teacher)
 
 
-def common_facts(kind: str, asked: Asked, base_digest: str, rounding: Mapping[str, str]) -> dict[str, Any]:
+def common_facts(kind: str, asked: SideManifest, base_digest: str, rounding: Mapping[str, str]) -> dict[str, Any]:
     """Facts that an orchestrator compares with its own manifest and with the other side.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from orbit_runtime import errors
-from orbit_runtime.adapters.turn import Turn
+from orbit_runtime.adapters.turn import FairLock
 from orbit_runtime.errors import (
     CredentialsError,
     EngineDiedError,
@@ -68,7 +68,7 @@ class Connection:
         """
         self.kind = kind
         self.url = url.rstrip("/")
-        self.turn = Turn()
+        self.turn = FairLock()
         self.on_restart: Callable[[], None] = lambda: None
         """Restores a restarted side, with calls to `tell`."""
         self.note: Callable[[str], None] = lambda text: None

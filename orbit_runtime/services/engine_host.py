@@ -18,14 +18,14 @@ from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
 from orbit_runtime.rollout.torch_engine import TorchEngine
-from orbit_runtime.services.building import Asked, common_facts, kinds_of
+from orbit_runtime.services.building import SideManifest, common_facts, kinds_of
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
 from orbit_runtime.services.server_host import build_server_host
 from orbit_runtime.sides.engines import build_torch_engine
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.sides.trainers import build_policy
-from orbit_runtime.storage import Part
+from orbit_runtime.storage import BundlePart
 from orbit_runtime.types import AdapterFiles, Completion, Scored
 
 Operation = tuple[str, Sequence[Any]]
@@ -61,7 +61,7 @@ class EngineCalls:
                 self._engine.abort(list(given))
         return [completion for _ in range(steps) for completion in self._engine.advance()]
 
-    def load_adapter(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> None:
+    def load_adapter(self, name: str, version: int, digest: str, files: Mapping[str, BundlePart | Buffer]) -> None:
         self._engine.load_adapter(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def unload_adapter(self, name: str) -> None:
@@ -83,7 +83,7 @@ class EngineCalls:
     def adapter_digest(self, name: str) -> str:
         return self._engine.adapter_digest(name)
 
-    def explain_slot(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> str:
+    def explain_slot(self, name: str, version: int, digest: str, files: Mapping[str, BundlePart | Buffer]) -> str:
         return self._engine.explain_slot(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -95,7 +95,7 @@ class EngineCalls:
         return {each.__name__: each for each in named}
 
 
-def build_inference_host(asked: Asked, address: str, note: Callable[[str], None], closing: ExitStack) -> Host:
+def build_inference_host(asked: SideManifest, address: str, note: Callable[[str], None], closing: ExitStack) -> Host:
     """The torch engine's, or that of SGLang's servers.
 
     Args:

@@ -22,13 +22,13 @@ from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.rollout.served_engine import start_servers
 from orbit_runtime.rollout.sglang_server import SGLangServer
 from orbit_runtime.rollout.transport import FolderDesk, build_transport
-from orbit_runtime.services.building import Asked, common_facts
+from orbit_runtime.services.building import SideManifest, common_facts
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.engines import place_of, plan_servers, starts_at_once
 from orbit_runtime.sides.trainers import adapter_config
-from orbit_runtime.storage import Part
+from orbit_runtime.storage import BundlePart
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import AdapterFiles
 
@@ -76,7 +76,7 @@ class ServerCalls:
             each.renew()
         return {"port": each.server.port, "boot": each.boot, "headers": dict(each.server.headers)}
 
-    def take(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> None:
+    def take(self, name: str, version: int, digest: str, files: Mapping[str, BundlePart | Buffer]) -> None:
         self._desk.take(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def files(self, name: str) -> str:
@@ -128,7 +128,7 @@ def _cleared(server: SGLangServer) -> bool:
     return True
 
 
-def build_server_host(asked: Asked, address: str, note: Callable[[str], None], closing: ExitStack) -> Host:
+def build_server_host(asked: SideManifest, address: str, note: Callable[[str], None], closing: ExitStack) -> Host:
     """
     Args:
         address: where the servers listen too.

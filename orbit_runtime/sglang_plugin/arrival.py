@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.adapters.buffer import Opening, opened, read_place
+from orbit_runtime.adapters.buffer import MemoryOpening, opened, read_place
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
-from orbit_runtime.adapters.group import Group, join
+from orbit_runtime.adapters.group import BroadcastGroup, join
 from orbit_runtime.adapters.state import parse_tensors
 from orbit_runtime.adapters.ticket import (
     NotArrivedError,
@@ -30,7 +30,7 @@ from orbit_runtime.adapters.ticket import (
 )
 from orbit_runtime.errors import ModelError
 
-_joined: dict[str, Group] = {}
+_joined: dict[str, BroadcastGroup] = {}
 """The newest generation by name; at most one."""
 
 
@@ -65,7 +65,7 @@ def _from_memory(ticket: Ticket) -> dict[str, Buffer]:
     """An anonymous file, opened through the trainer's descriptor; mapped, so that all processes share it."""
     path, title, places = (ticket.source[name] for name in ("path", "title", "places"))
     try:
-        with opened(Opening(path, title), os.O_RDONLY) as descriptor:
+        with opened(MemoryOpening(path, title), os.O_RDONLY) as descriptor:
             return {name: read_place(descriptor, *places[name]) for name in ticket.carried}
     except OSError as error:
         raise NotArrivedError(f"the memory that held it was released: {error}") from None

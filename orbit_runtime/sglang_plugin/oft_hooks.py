@@ -14,7 +14,7 @@ from typing import Any
 
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.sglang_plugin.experts import fused_layers
-from orbit_runtime.sglang_plugin.rotation import UNTURNED, Rotations
+from orbit_runtime.sglang_plugin.rotation import UNTURNED, RotationTable
 from orbit_runtime.sglang_plugin.variables import EXPERTS_VARIABLE
 from orbit_runtime.sglang_plugin.weights import language_model, name_in_files
 
@@ -54,7 +54,7 @@ def _adder(block_size: int) -> Callable[..., None]:
         """Allocates buffers for every target, once, before SGLang sizes its cache and captures graphs."""
         from sglang.srt.distributed.utils import get_group_rank_size
 
-        rotations = Rotations(block_size, manager.max_loras_per_batch, manager.device, manager.dtype)
+        rotations = RotationTable(block_size, manager.max_loras_per_batch, manager.device, manager.dtype)
         for modules in manager.lora_modules:
             for name, module in modules.items():
                 if type(module).forward.__qualname__.partition(".")[0] not in LAYERS:
@@ -74,7 +74,7 @@ def _adder(block_size: int) -> Callable[..., None]:
     return add_rotations
 
 
-def _add_experts(rotations: Rotations, manager: Any) -> None:
+def _add_experts(rotations: RotationTable, manager: Any) -> None:
     config = manager.base_hf_config
     for name, layer in fused_layers(language_model(manager.base_model)):
         if "gate_up_proj" in manager.target_modules:
@@ -104,7 +104,7 @@ def _load(original: Callable[..., None], adapter: Any) -> None:
     if adapter.config.hf_config.get(MARK) != "OFT":
         original(adapter)
         return
-    rotations: Rotations = adapter.base_model.rotations
+    rotations: RotationTable = adapter.base_model.rotations
     adapter.published = rotations.load(files_of(Path(adapter.config.path)))
     adapter.config.r = 0
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.buffer import Opening
+from orbit_runtime.adapters.buffer import MemoryOpening
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.files import (
     CONFIG_FILE,
@@ -35,9 +35,9 @@ from orbit_runtime.adapters.state import config_file, held_digest, published_ten
 from orbit_runtime.digests import Pieces
 from orbit_runtime.sglang_plugin.experts import expert_buffers
 from orbit_runtime.sglang_plugin.ranks import are_on_one_machine, count, own_rank
-from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
-from orbit_runtime.sglang_plugin.shards import Joined, Piece, borrow, join, lend, pack, with_pieces
-from orbit_runtime.sglang_plugin.weights import Held, name_in_files
+from orbit_runtime.sglang_plugin.rotation import Published, RotationTable, parts
+from orbit_runtime.sglang_plugin.shards import Joined, ShardPiece, borrow, join, lend, pack, with_pieces
+from orbit_runtime.sglang_plugin.weights import HeldTensor, name_in_files
 
 VERSION = 4
 """Version of the facts below; a client that expects another one refuses them."""
@@ -89,9 +89,9 @@ class RankReport:
     passed: int | None
     scaling: float | None
     mark: str
-    pieces: Mapping[int, Sequence[Piece]]
+    pieces: Mapping[int, Sequence[ShardPiece]]
     """Pieces by slot."""
-    opening: Opening | None = None
+    opening: MemoryOpening | None = None
     """Where the values of these pieces lie, if they are lent."""
 
 
@@ -204,7 +204,7 @@ def describe(adapters: Iterable[HeldAdapter], ranks: Sequence[Mapping[str, RankR
     return described
 
 
-def slot_tensors(manager: Any, name: str) -> Iterator[Held]:
+def slot_tensors(manager: Any, name: str) -> Iterator[HeldTensor]:
     """This rank's parts of the adapter called `name`, as `<module>.<kind>`, from the buffers that layers read."""
     is_alone = count() == 1
     for each in take_adapters(manager, (name,), copied=True):
@@ -213,7 +213,7 @@ def slot_tensors(manager: Any, name: str) -> Iterator[Held]:
                 assert isinstance(piece.data, Tensor)
                 axis = piece.axis or 0
                 start = piece.part * piece.data.shape[axis]
-                yield Held(piece.name, partial(_same, piece.data), axis, start if piece.axis is not None else 0)
+                yield HeldTensor(piece.name, partial(_same, piece.data), axis, start if piece.axis is not None else 0)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def _published(adapter: Any) -> Published | None:
 
 def _slabs(manager: Any, adapter: Any, slot: int) -> Iterator[Slab]:
     """For every layer, the buffers that it multiplies by; for OFT nothing if passes rotate nothing with this slot."""
-    rotations: Rotations | None = getattr(manager, "rotations", None)
+    rotations: RotationTable | None = getattr(manager, "rotations", None)
     if rotations is not None and _published(adapter) is not None:
         if rotations.holds[slot]:
             for name, layer in rotations.layers.items():
@@ -333,13 +333,13 @@ def _copies(slabs: Iterable[Slab]) -> list[Slab]:
     return [(name, layer, tuple(each.clone() for each in buffers)) for name, layer, buffers in slabs]
 
 
-def _pieces(adapter: HeldAdapter, slabs: Iterable[Slab], *, is_alone: bool) -> Iterator[Piece]:
+def _pieces(adapter: HeldAdapter, slabs: Iterable[Slab], *, is_alone: bool) -> Iterator[ShardPiece]:
     """Pieces of every layer, by their names in files."""
     config = adapter.adapter.config
     for name, layer, buffers in slabs:
         if len(buffers) == 1:
             is_copy = not is_alone and own_rank() > 0
-            yield from (Piece(each, R, is_copy=is_copy) for each, R in layer.named(*buffers))
+            yield from (ShardPiece(each, R, is_copy=is_copy) for each, R in layer.named(*buffers))
         elif len(buffers) == 2:
             yield from _split(name, layer, *buffers, config.r, is_alone=is_alone)
         else:
@@ -349,7 +349,7 @@ def _pieces(adapter: HeldAdapter, slabs: Iterable[Slab], *, is_alone: bool) -> I
 
 def _split_experts(
     name: str, buffers: Sequence[Tensor], rank: int, scaling: float, is_shared_outer: bool, place: int | None
-) -> Iterator[Piece]:
+) -> Iterator[ShardPiece]:
     """SGLang reserves room for its largest rank between gate and up.
 
     Args:
@@ -373,12 +373,12 @@ def _split_experts(
             yield _piece(f"{name}.{expert}.{part}.lora_B", B_Nr, cut_B, place)
 
 
-def _piece(name: str, data: Tensor, axis: int | None, place: int | None, copies: int = 1) -> Piece:
+def _piece(name: str, data: Tensor, axis: int | None, place: int | None, copies: int = 1) -> ShardPiece:
     """Args: copies: number of neighbouring ranks that hold the same part."""
     place = place or 0
     if axis is None:
-        return Piece(name, data, is_copy=place > 0)
-    return Piece(name, data, axis, place // copies, place % copies > 0)
+        return ShardPiece(name, data, is_copy=place > 0)
+    return ShardPiece(name, data, axis, place // copies, place % copies > 0)
 
 
 def _buffers(module: Any) -> tuple[Tensor, Tensor]:
@@ -387,7 +387,7 @@ def _buffers(module: Any) -> tuple[Tensor, Tensor]:
     return module.A_buffer, module.B_buffer
 
 
-def _split(name: str, module: Any, a: Tensor, b: Tensor, rank: int, *, is_alone: bool) -> Iterator[Piece]:
+def _split(name: str, module: Any, a: Tensor, b: Tensor, rank: int, *, is_alone: bool) -> Iterator[ShardPiece]:
     names = parts(name)
     place, cut_A, cut_B = (0, None, None) if is_alone else _cut(module)
     row = 0

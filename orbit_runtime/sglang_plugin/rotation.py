@@ -42,7 +42,7 @@ def parts(module: str) -> tuple[str, ...]:
     return tuple(f"{parent}.{part}" for part in FUSED.get(last, (last,)))
 
 
-class Rows:
+class SlotRows:
     """Which slot rotates which rows of the next pass; shared by all layers."""
 
     def __init__(self, device: torch.device, max_rows: int = MAX_ROWS) -> None:
@@ -79,7 +79,7 @@ class LayerRotation:
     """R of one layer in every slot, and the rotation of its input."""
 
     def __init__(
-        self, names: tuple[str, ...], in_features: int, block_size: int, num_slots: int, rows: Rows, *, rank: int,
+        self, names: tuple[str, ...], in_features: int, block_size: int, num_slots: int, rows: SlotRows, *, rank: int,
         dtype: torch.dtype, is_of_experts: bool,
     ) -> None:  # fmt: skip
         """
@@ -150,12 +150,12 @@ class Published:
     """By SGLang's name of the layer."""
 
 
-class Rotations:
+class RotationTable:
     """The rotations of all layers of a model."""
 
     def __init__(self, block_size: int, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self.block_size = block_size
-        self.rows = Rows(device)
+        self.rows = SlotRows(device)
         self.layers: dict[str, LayerRotation] = {}
         self.holds = [False] * num_slots
         """By slot: whether it holds an OFT adapter."""

@@ -23,12 +23,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from orbit_runtime.adapters.buffer import AdapterBuffer, Opening, opened, opening_of, write_place
+from orbit_runtime.adapters.buffer import AdapterBuffer, MemoryOpening, opened, opening_of, write_place
 from orbit_runtime.adapters.tensorfile import tensor_digest
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ShardPiece:
     """One rank's part of one tensor."""
 
     name: str
@@ -73,7 +73,7 @@ class Joined:
         return torch.cat([each.cpu() for each in self.parts], self.axis)
 
 
-def pack(pieces: Iterable[Piece], *, whole: bool, copied: bool = True) -> list[Piece]:
+def pack(pieces: Iterable[ShardPiece], *, whole: bool, copied: bool = True) -> list[ShardPiece]:
     """Prepares pieces for sending.
 
     Args:
@@ -89,7 +89,7 @@ def pack(pieces: Iterable[Piece], *, whole: bool, copied: bool = True) -> list[P
     ]
 
 
-def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Joined]:
+def join(ranks: Sequence[Sequence[ShardPiece]]) -> dict[str, Joined]:
     """Tensors by name. A part that two ranks hold differently, or one lacks, changes the name, which then matches
     nothing published.
 
@@ -121,7 +121,7 @@ def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Joined]:
 
 
 def with_pieces(
-    published: Mapping[str, Tensor], ranks: Sequence[Sequence[Piece]], rank: int
+    published: Mapping[str, Tensor], ranks: Sequence[Sequence[ShardPiece]], rank: int
 ) -> dict[str, Tensor] | None:
     """The published tensors with this rank's parts substituted; None if that changes nothing.
 
@@ -167,14 +167,14 @@ KEPT_SECONDS = 600.0
 _ALIGNMENT = 64
 _OPENED = b"\1"
 """What the first byte becomes once rank 0 maps the memory, which it then no longer needs from the lender."""
-Reports = Mapping[int, Sequence[Piece]]
+Reports = Mapping[int, Sequence[ShardPiece]]
 """Pieces by slot."""
 
 _kept: list[tuple[float, AdapterBuffer]] = []
 _lock = threading.Lock()
 
 
-def lend(slots: Reports) -> tuple[dict[int, list[Piece]], Opening | None]:
+def lend(slots: Reports) -> tuple[dict[int, list[ShardPiece]], MemoryOpening | None]:
     """The pieces without their values, and where these lie; None if there are none."""
     tensors = [each.data for pieces in slots.values() for each in pieces if isinstance(each.data, Tensor)]
     sizes = [-(-each.numel() * each.element_size() // _ALIGNMENT) * _ALIGNMENT for each in tensors]
@@ -199,7 +199,7 @@ def lend(slots: Reports) -> tuple[dict[int, list[Piece]], Opening | None]:
     return named, opening_of(memory)
 
 
-def borrow(slots: Reports, opening: Opening | None) -> dict[int, list[Piece]]:
+def borrow(slots: Reports, opening: MemoryOpening | None) -> dict[int, list[ShardPiece]]:
     """The inverse of `lend`, without copying; the memory lives as long as any of the tensors.
 
     Raises:

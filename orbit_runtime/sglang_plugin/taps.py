@@ -30,7 +30,7 @@ from orbit_runtime.adapters.tensorfile import dump, tensor_digest
 from orbit_runtime.sglang_plugin import ranks, readback
 from orbit_runtime.sglang_plugin.rotation import FUSED
 from orbit_runtime.sglang_plugin.variables import TAPS_VARIABLE
-from orbit_runtime.sglang_plugin.weights import Held, base_weights, heights_of, language_model, places_of
+from orbit_runtime.sglang_plugin.weights import HeldTensor, base_weights, heights_of, language_model, places_of
 
 REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
 FACTS_REQUEST, FACTS, TOLD = "facts-request.json", "facts-{name}.json", "told-{name}-{rank}"
@@ -49,11 +49,11 @@ class Point:
     """One rank's part of one result, fp32 on the CPU."""
 
     data: Tensor
-    share: Share
+    share: RankShare
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """How a rank's result relates to the result of all."""
 
     kind: Literal["whole", "part", "summand"] = "whole"
@@ -226,7 +226,7 @@ def _results(name: str, module: Any, owner: Any, points: dict[str, Point]) -> Ca
     return record
 
 
-def _queries(parent: str, shares: Sequence[Share], points: dict[str, Point]) -> Callable[..., None]:
+def _queries(parent: str, shares: Sequence[RankShare], points: dict[str, Point]) -> Callable[..., None]:
     def record(_: Any, args: Any) -> None:
         for part, tensor, share in (("query", args[0], shares[0]), ("key", args[1], shares[1])):
             points[f"{parent}.{part}"] = _point(tensor.flatten(1), share)
@@ -234,7 +234,7 @@ def _queries(parent: str, shares: Sequence[Share], points: dict[str, Point]) -> 
     return record
 
 
-def _attended(parent: str, share: Share, points: dict[str, Point]) -> Callable[..., None]:
+def _attended(parent: str, share: RankShare, points: dict[str, Point]) -> Callable[..., None]:
     """Records the input of attention's output projection, however attention was computed."""
 
     def record(_: Any, args: Any) -> None:
@@ -249,16 +249,16 @@ def _mixed(name: str, points: dict[str, Point]) -> Callable[..., None]:
     def record(_: Any, __: Any, result: Any) -> None:
         tensor = result[0] if isinstance(result, tuple) else result
         # SGLang sums over ranks here, or in the next norm.
-        points[name] = _point(tensor, Share("summand", ranks.own_rank()))
+        points[name] = _point(tensor, RankShare("summand", ranks.own_rank()))
 
     return record
 
 
-def _point(tensor: Tensor, share: Share) -> Point:
+def _point(tensor: Tensor, share: RankShare) -> Point:
     return Point(tensor.detach().float().cpu().clone(), share)
 
 
-def _shares(module: Any, count: int) -> list[Share]:
+def _shares(module: Any, count: int) -> list[RankShare]:
     """How the results of each part of a layer relate over ranks."""
     from sglang.srt.distributed.utils import get_group_rank_size
     from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -267,23 +267,23 @@ def _shares(module: Any, count: int) -> list[Share]:
     place, size = get_group_rank_size(getattr(base, "tp_group", None))
     if size > 1 and isinstance(base, RowParallelLinear):
         # SGLang sums after only some of these layers, together with the next norm.
-        return [Share("summand", place)] * count
+        return [RankShare("summand", place)] * count
     if size == 1 or not isinstance(base, ColumnParallelLinear) or base.gather_output:
-        return [Share(is_copy=ranks.own_rank() > 0)] * count
+        return [RankShare(is_copy=ranks.own_rank() > 0)] * count
     copies = base.num_kv_head_replicas if count == 3 else 1
     places = places_of(module, count)
-    return [Share("part", place), *(Share("part", each, place % copies > 0) for each in places[1:])]
+    return [RankShare("part", place), *(RankShare("part", each, place % copies > 0) for each in places[1:])]
 
 
-def _input_share(module: Any) -> Share:
+def _input_share(module: Any) -> RankShare:
     """How the input of an output projection relates over ranks."""
     from sglang.srt.distributed.utils import get_group_rank_size
 
     place, size = get_group_rank_size(getattr(getattr(module, "base_layer", module), "tp_group", None))
-    return Share("part", place) if size > 1 else Share(is_copy=ranks.own_rank() > 0)
+    return RankShare("part", place) if size > 1 else RankShare(is_copy=ranks.own_rank() > 0)
 
 
-def _held(runner: Any, adapter: str | None) -> list[Held]:
+def _held(runner: Any, adapter: str | None) -> list[HeldTensor]:
     held = list(base_weights(language_model(runner.model)))
     if adapter is not None:
         held += readback.slot_tensors(runner.lora_manager, adapter)
@@ -291,7 +291,13 @@ def _held(runner: Any, adapter: str | None) -> list[Held]:
 
 
 def _answer(
-    file: Path, model: Any, request: dict[str, Any], points: dict[str, Point], held: Sequence[Held], *, is_first: bool
+    file: Path,
+    model: Any,
+    request: dict[str, Any],
+    points: dict[str, Point],
+    held: Sequence[HeldTensor],
+    *,
+    is_first: bool,
 ) -> None:
     """Writes this rank's answer."""
     try:
@@ -307,7 +313,7 @@ def _write_failure(file: Path, error: Exception) -> None:
 
 
 def _tell_pass(
-    model: Any, request: dict[str, Any], points: dict[str, Point], held: Sequence[Held], *, is_first: bool
+    model: Any, request: dict[str, Any], points: dict[str, Point], held: Sequence[HeldTensor], *, is_first: bool
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Packed weights are dequantised one tensor at a time."""
     tensors = {f"point:{name}": each.data for name, each in points.items() if not each.share.is_copy}

@@ -31,7 +31,7 @@ LATENT = "kv_b_proj"
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldTensor:
     """All of a tensor, or a range along one axis."""
 
     name: str
@@ -43,7 +43,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """Rows `[first, first + count)` of a layer: those of one of the checkpoint's layers, or a range of them."""
 
     name: str
@@ -56,7 +56,7 @@ class Rows:
         return tensor[self.first : self.first + self.count]
 
 
-def base_weights(model: Any) -> Iterator[Held]:
+def base_weights(model: Any) -> Iterator[HeldTensor]:
     """Weights of this rank. Those that cannot be read are left out, and the client names them."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -92,7 +92,7 @@ def is_packed(module: Any) -> bool:
     return hasattr(module, "input_size") and method != "NoneType" and not method.startswith("Unquantized")
 
 
-def rows_of(name: str, module: Any, total: int, parent: Any) -> list[Rows]:
+def rows_of(name: str, module: Any, total: int, parent: Any) -> list[RowRange]:
     """Rows of each of the checkpoint's layers that this one combines.
 
     Args:
@@ -105,12 +105,12 @@ def rows_of(name: str, module: Any, total: int, parent: Any) -> list[Rows]:
     heights, places = heights_of(module, total, parts, parent), places_of(module, len(parts))
     first, found = 0, []
     for part, height, place in zip(parts, heights, places, strict=True):
-        found.append(Rows(f"{owner}.{part}" if owner else part, first, height, place * height))
+        found.append(RowRange(f"{owner}.{part}" if owner else part, first, height, place * height))
         first += height
     indices = getattr(module, "shard_indices", None)
     if indices is None:
         return found
-    return [Rows(found[0].name, 0, indices.num_org_elements, indices.org_vocab_start_index)]
+    return [RowRange(found[0].name, 0, indices.num_org_elements, indices.org_vocab_start_index)]
 
 
 def heights_of(module: Any, total: int, parts: tuple[str, ...], parent: Any) -> list[int]:
@@ -154,7 +154,7 @@ def _is_cut_by_columns(module: Any) -> bool:
     return isinstance(module, RowParallelLinear)
 
 
-def _plain(name: str, module: Any, parent: Any) -> Iterator[Held]:
+def _plain(name: str, module: Any, parent: Any) -> Iterator[HeldTensor]:
     own: Mapping[str, Tensor] = {
         **dict(module.named_parameters(recurse=False)),
         **dict(module.named_buffers(recurse=False)),
@@ -166,23 +166,23 @@ def _plain(name: str, module: Any, parent: Any) -> Iterator[Held]:
         for rows in rows_of(name, module, tensor.shape[0], parent):
             read = partial(rows.of, tensor.detach())
             start = _columns_start(module) if by_columns else rows.start
-            yield Held(f"{rows.name}.{kind}", read, int(by_columns), start)
+            yield HeldTensor(f"{rows.name}.{kind}", read, int(by_columns), start)
 
 
-def _packed(name: str, module: Any, parent: Any) -> Iterator[Held]:
+def _packed(name: str, module: Any, parent: Any) -> Iterator[HeldTensor]:
     scheme = getattr(module, "scheme", None) or module.quant_method
     if any(part in type(each).__name__ for each in (module.quant_method, scheme) for part in WEIGHT_ONLY):
         total = getattr(module, "output_size_per_partition", module.output_size)
         by_columns = _is_cut_by_columns(module)
         for rows in rows_of(name, module, total, parent):
             start = _columns_start(module) if by_columns else rows.start
-            yield Held(f"{rows.name}.weight", partial(_probe, module, rows), int(by_columns), start)
+            yield HeldTensor(f"{rows.name}.weight", partial(_probe, module, rows), int(by_columns), start)
     if getattr(module, "bias", None) is not None:
         for rows in rows_of(name, module, module.bias.shape[0], parent):
-            yield Held(f"{rows.name}.bias", partial(rows.of, module.bias.detach()), 0, rows.start)
+            yield HeldTensor(f"{rows.name}.bias", partial(rows.of, module.bias.detach()), 0, rows.start)
 
 
-def _probe(module: Any, rows: Rows) -> Tensor:
+def _probe(module: Any, rows: RowRange) -> Tensor:
     features = getattr(module, "input_size_per_partition", module.input_size)
     device = next(iter(module.parameters())).device
 
@@ -193,7 +193,7 @@ def _probe(module: Any, rows: Rows) -> Tensor:
         return dense(apply, features, dtype=module.params_dtype, device=device)
 
 
-def _latent(name: str, attention: Any) -> Iterator[Held]:
+def _latent(name: str, attention: Any) -> Iterator[HeldTensor]:
     """`[H·(nope + v), R]` of this rank's heads, assembled from the matrices that the passes use."""
     from sglang.srt.distributed.utils import get_group_rank_size
 
@@ -206,10 +206,10 @@ def _latent(name: str, attention: Any) -> Iterator[Held]:
 
     place, _ = get_group_rank_size(getattr(attention.kv_b_proj, "tp_group", None))
     rows = keys_HNR.shape[0] * (keys_HNR.shape[1] + values_HRV.shape[2])
-    yield Held(f"{name}.{LATENT}.weight", read, 0, place * rows)
+    yield HeldTensor(f"{name}.{LATENT}.weight", read, 0, place * rows)
 
 
-def _experts(name: str, module: Any) -> Iterator[Held]:
+def _experts(name: str, module: Any) -> Iterator[HeldTensor]:
     """Unpacked, gate above up as loaded; kernels with another order are left out."""
     is_plain = type(module.quant_method).__name__ == "UnquantizedFusedMoEMethod"
     w13_EIK, w2_EKI = module.w13_weight.detach(), module.w2_weight.detach()
@@ -224,7 +224,7 @@ def _experts(name: str, module: Any) -> Iterator[Held]:
         expert = f"{name}.{module.moe_ep_rank * routed + index}"
         gate, up = w13_EIK[index].split(inner)
         for part, tensor, axis in (("gate_proj", gate, 0), ("up_proj", up, 0), ("down_proj", w2_EKI[index], 1)):
-            yield Held(f"{expert}.{part}.weight", partial(_same, tensor), axis, cut)
+            yield HeldTensor(f"{expert}.{part}.weight", partial(_same, tensor), axis, cut)
 
 
 def _same(tensor: Tensor) -> Tensor:

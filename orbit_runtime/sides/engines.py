@@ -21,7 +21,7 @@ from orbit_runtime.errors import CredentialsError, EngineDiedError
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.planner.support.served import LORA_LAYOUTS, Place, check_served, served_experts
 from orbit_runtime.sides.interface import EngineOrder
-from orbit_runtime.sides.trainers import Division
+from orbit_runtime.sides.trainers import TrainerLayout
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Rollout, Server
@@ -217,7 +217,7 @@ def routed_layers(facts: PolicyFacts) -> RoutedLayers | None:
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServerPlacement:
     """Where servers run and what they may take."""
 
     first_gpu: int
@@ -242,7 +242,7 @@ def _plan_kernels(resolved: Resolved, facts: PolicyFacts, model: ModelFacts) -> 
     )
 
 
-def _plan_serving(resolved: Resolved, model: ModelFacts | None, folder: Path) -> Serving:
+def _plan_serving(resolved: Resolved, model: ModelFacts | None, folder: Path) -> ServerPlacement:
     """As the plan of this run has it. Raises UnsupportedError (78) for a model that cannot be cut so.
 
     Args:
@@ -258,15 +258,15 @@ def _plan_serving(resolved: Resolved, model: ModelFacts | None, folder: Path) ->
     placement = resolved.run.spec.placement
     if model is None:
         if resolved.run.spec.rollout.tensor_parallel is None:
-            return Serving(0, 1, None)
+            return ServerPlacement(0, 1, None)
         job = build_job(resolved.run, Machine(None))
-        return Serving(0, check_servers(folder_facts(folder), job, 0), None)
+        return ServerPlacement(0, check_servers(folder_facts(folder), job, 0), None)
     machine = gpu_machine(placement)
     devices = split_devices(placement, machine.num_gpus, machine.nodes)
     size = check_servers(model, build_job(resolved.run, machine), len(devices.engine))
     # An agent's container has the engine's GPUs alone.
     first = 0 if os.environ.get(AGENT_VARIABLE) else devices.engine.start
-    return Serving(first, size, plan_as_run(resolved.asked, model, machine).server_memory)
+    return ServerPlacement(first, size, plan_as_run(resolved.asked, model, machine).server_memory)
 
 
 def _log(scratch: Path, index: int) -> Path:
@@ -339,7 +339,7 @@ def change_limit(facts: PolicyFacts) -> float:
 # --- servers that start while the ranks of the trainer do ---
 
 
-def may_start_ahead(resolved: Resolved, division: Division) -> bool:
+def may_start_ahead(resolved: Resolved, division: TrainerLayout) -> bool:
     """Whether servers may start beside ranks; a run on demonstrations has none.
 
     On GPUs that both share they may not: a server counts what memory is free before and after it has loaded, and would

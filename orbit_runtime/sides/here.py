@@ -16,7 +16,7 @@ from orbit_runtime.sides.engines import EngineAhead, build_engine, may_start_ahe
 from orbit_runtime.sides.interface import EngineOrder, TrainerOrder, TrainerSide, TrainerStart
 from orbit_runtime.sides.machine import find_machine
 from orbit_runtime.sides.trainers import (
-    Division,
+    TrainerLayout,
     adapter_config,
     build_side,
     check_rank_packages,
@@ -42,7 +42,7 @@ class Here:
         self._stop = StopFlag()
         self._note: Callable[[str], None] = lambda _: None
         self._loss: Callable[..., Any] | None = None
-        self._division: Division | None = None
+        self._division: TrainerLayout | None = None
         self.starts_engine = False
         self._ahead: EngineAhead | None = None
         self._policy: Policy | None = None

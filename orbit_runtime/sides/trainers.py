@@ -21,7 +21,7 @@ from orbit_runtime.adapters.files import MODEL_FILE, plain_key
 from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, hold_given, load_own, own_targets
 from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
 from orbit_runtime.errors import InternalError, ModelError, OrbitError, UnsupportedError
-from orbit_runtime.planner.support.manifests import Manifest, check_adapted, check_manifest
+from orbit_runtime.planner.support.manifests import ManifestFacts, check_adapted, check_manifest
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.sides.interface import TrainerSide, TrainerStart
 from orbit_runtime.sides.machine import rounding_facts
@@ -46,7 +46,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class TrainerLayout:
     """Who holds the model, decided."""
 
     trainer: str
@@ -60,7 +60,7 @@ class Division:
     """With more than one, ranks are on others than this one, in the Ray cluster that `RAY_ADDRESS` names."""
 
 
-def decide_division(resolved: Resolved, folder: Path) -> Division:
+def decide_division(resolved: Resolved, folder: Path) -> TrainerLayout:
     """What the manifest leaves open is as the plan of this machine has it; a torch trainer takes what it is told.
 
     Raises:
@@ -74,7 +74,7 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
     from orbit_runtime.sides.machine import planned_machine
 
     training = resolved.run.spec.training
-    alone = Division(
+    alone = TrainerLayout(
         "Torch",
         Layout(),
         training.micro_batch_tokens,
@@ -99,12 +99,12 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
     check_rank_packages()
     gpus = tuple(made.devices.trainer) if resolved.device == "cuda" else None
     nodes = joined_nodes(resolved.run.spec.placement.nodes)
-    return Division("Megatron", made.layout, made.micro_batch_tokens, made.recompute, gpus, nodes)
+    return TrainerLayout("Megatron", made.layout, made.micro_batch_tokens, made.recompute, gpus, nodes)
 
 
 def build_side(
     resolved: Resolved,
-    division: Division,
+    division: TrainerLayout,
     folder: Path,
     loss: Callable[..., Any],
     base_model: str,
@@ -132,17 +132,17 @@ def _build_ranks(
     folder: Path,
     loss: Callable[..., Any],
     base_model: str,
-    division: Division,
+    division: TrainerLayout,
     start: TrainerStart,
 ) -> TrainerSide:
-    from orbit_runtime.training.megatron.groups import Sizes
+    from orbit_runtime.training.megatron.groups import GroupSizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
-    from orbit_runtime.workers.ranks.group import Group, start_ranks
+    from orbit_runtime.workers.ranks.group import GroupSettings, start_ranks
 
     spec, layout, note, closing = resolved.run.spec, division.layout, start.note, start.closing
-    check_manifest(Manifest(spec, trainer="Megatron"))
-    sizes = Sizes(
+    check_manifest(ManifestFacts(spec, trainer="Megatron"))
+    sizes = GroupSizes(
         layout.num_gpus,
         tensor=layout.tensor,
         expert=layout.expert,
@@ -169,7 +169,7 @@ def _build_ranks(
     note(f"{sizes.world} ranks {where}: {layout.text()}, {threads} threads each")
     logs = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
     ranks = start_ranks(
-        Group(
+        GroupSettings(
             target="orbit_runtime.training.megatron.rank:MegatronRank",
             arguments={"settings": settings},
             count=sizes.world,
@@ -204,7 +204,7 @@ def _build_alone(
     loss: Callable[..., Any],
     base_model: str,
     teacher: AdapterFolder | None,
-    division: Division,
+    division: TrainerLayout,
     note: Callable[[str], None],
 ) -> TrainerSide:
     from orbit_runtime.policy.facts import describe
@@ -235,7 +235,7 @@ def _build_whole(
     folder: Path,
     loss: Callable[..., Any],
     base_model: str,
-    division: Division,
+    division: TrainerLayout,
     note: Callable[[str], None],
 ) -> TrainerSide:
     from orbit_runtime.adapters.buffer import publishable
@@ -448,7 +448,7 @@ def _teacher_settings(spec: RunSpec) -> TeacherSettings | None:
 
 def check_replay(spec: RunSpec, facts: PolicyFacts) -> None:
     """Raises UnsupportedError (78) for a model whose tokens cannot be sent to given experts."""
-    check_manifest(Manifest(spec, replays=facts.routed is not None))
+    check_manifest(ManifestFacts(spec, replays=facts.routed is not None))
 
 
 def rank_devices(gpus: Sequence[int] | None, nodes: int) -> tuple[str, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orbit_runtime.spec.load import load_manifest, parse_manifest
 from orbit_runtime.spec.resolve import (
-    Difference,
+    FieldDifference,
     MachineFacts,
     Resolved,
     differences,
@@ -16,7 +16,7 @@ from orbit_runtime.spec.resolve import (
 from orbit_runtime.spec.run import OrbitRun
 
 __all__ = [
-    "Difference",
+    "FieldDifference",
     "MachineFacts",
     "OrbitRun",
     "Resolved",

@@ -84,7 +84,7 @@ class Resolved:
         }
 
 
-class Difference(NamedTuple):
+class FieldDifference(NamedTuple):
     """A field that differs between two manifests; `None` where it is not set."""
 
     path: str
@@ -213,7 +213,7 @@ def identity_digest(run: OrbitRun, content: Mapping[str, str] = EMPTY) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldDifference]:
     """Fields that differ between two manifests (`to_manifest()`), in their order, each with the set that it is in.
 
     A field that this version does not know counts as identity: whether it changes the maths cannot be told.
@@ -227,7 +227,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
         if old_value is None and path in later and new_value == later[path]:
             continue
         if type(old_value) is not type(new_value) or old_value != new_value:
-            found.append(Difference(path, new_owner or "identity", old_value, new_value))
+            found.append(FieldDifference(path, new_owner or "identity", old_value, new_value))
     return found
 
 

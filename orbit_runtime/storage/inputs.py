@@ -31,8 +31,8 @@ RANGE_BYTES = 8 * 2**20
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
-class Bucket:
-    """One folder of an object store. Example: `Bucket("s3://bucket/models/tiny", missing, patience)`"""
+class BucketFolder:
+    """One folder of an object store. Example: `BucketFolder("s3://bucket/models/tiny", missing, patience)`"""
 
     def __init__(
         self, uri: str, missing: MissingError, patience: Patience, environ: Mapping[str, str] | None = None
@@ -222,7 +222,7 @@ class _Wanted:
 
     def from_bucket(self, environ: Mapping[str, str]) -> Fetched:
         if self.kind == "prompts" and self.uri.endswith("/"):
-            bucket = Bucket(self.uri.rstrip("/"), self.missing, self.patience, environ)
+            bucket = BucketFolder(self.uri.rstrip("/"), self.missing, self.patience, environ)
             names = [name for name in bucket.list() if is_key(name) and _is_data(name)]
             if not names:
                 raise self.missing("no file of rows is there")
@@ -231,9 +231,9 @@ class _Wanted:
             folder, _, name = self.uri.rpartition("/")
             if not name or folder in ("s3:/", "s3:"):
                 raise self.missing("this names no object", fix="write s3://bucket/folder/file")
-            bucket = Bucket(folder, self.missing, self.patience, environ)
+            bucket = BucketFolder(folder, self.missing, self.patience, environ)
             return self._keep(bucket, [bucket.describe(name)])
-        bucket = Bucket(self.uri, self.missing, self.patience, environ)
+        bucket = BucketFolder(self.uri, self.missing, self.patience, environ)
         if self.kind == "code":
             names = [name for name in bucket.list() if not _is_passed_over(name)]
             if not names or len(names) > MAX_CODE_FILES:

@@ -17,9 +17,9 @@ import torch
 
 from orbit_runtime.data.routing import unpack_experts
 from orbit_runtime.data.samples import count_trained
-from orbit_runtime.policy.distance import Told
+from orbit_runtime.policy.distance import TeacherReport
 from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
-from orbit_runtime.policy.seen import Seen, build_seen
+from orbit_runtime.policy.seen import SeenTokens, build_seen
 from orbit_runtime.types import ColumnName, Sample, Sampling
 
 Pack = Callable[[Sequence[Branch]], PackedBatch]
@@ -39,7 +39,7 @@ class MicroBatch:
     """Trained tokens of each sample, int64."""
     trained_R: torch.Tensor
     """Targets that the loss mask keeps, as indices into the packed targets."""
-    seen: Seen | None
+    seen: SeenTokens | None
     """Tokens before each target, if sampling penalises their repetition."""
     number: int
     """Index among all micro-batches of its mini-batch, over all replicas; dropout is keyed by it."""
@@ -51,7 +51,7 @@ class MicroBatch:
         routed = [unpack_experts(each.routed_experts) if each.routed_experts else None for each in self.samples]
         return lay_out_experts(self.branches, routed, self.packed)
 
-    def told(self) -> Told:
+    def told(self) -> TeacherReport:
         """What the teacher said of the trained tokens as their rollouts ended, on the device for one pass."""
         found = []
         for column, dtype in ((0, np.int32), (1, np.float32)):
@@ -61,7 +61,7 @@ class MicroBatch:
                 rows = count_trained(sample.loss_mask_T)
                 parts.append(np.frombuffer(sample.teacher_top[column], dtype).reshape(rows, -1))
             found.append(torch.from_numpy(np.concatenate(parts)).to(self.weights_R.device))
-        return Told(*found)
+        return TeacherReport(*found)
 
 
 def deal(count: int, replica: tuple[int, int]) -> list[tuple[int, bool]]:

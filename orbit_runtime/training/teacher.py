@@ -17,7 +17,7 @@ from torch import Tensor
 from orbit_runtime.adapters.inject import add_masters
 from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.adapters.tensorfile import TensorFile
-from orbit_runtime.policy.distance import Told
+from orbit_runtime.policy.distance import TeacherReport
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.settings import TeacherSettings
@@ -43,14 +43,14 @@ class Teacher:
         """Whether training passes compare whole distributions."""
         return self._settings.measure is not None
 
-    def told(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | Told:
+    def told(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | TeacherReport:
         """Of the trained tokens: hidden states `[R, N]`, without gradient; or what servers said."""
         if self._settings.type == "Served":
             return micro.told()
         with torch.no_grad(), self._policy.injected.selection.use(self._slot):
             return self._policy.target_hidden(micro.packed, routed_TLC)[micro.trained_R]
 
-    def distances(self, hidden_RN: Tensor, micro: MicroBatch, told: Tensor | Told) -> Tensor:
+    def distances(self, hidden_RN: Tensor, micro: MicroBatch, told: Tensor | TeacherReport) -> Tensor:
         """fp32 `[R]`: distances of the policy from what `told` returned, with their gradient.
 
         Args: hidden_RN: the policy's, of all targets of the micro-batch that this process computes.

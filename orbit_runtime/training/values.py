@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from orbit_runtime.adapters.inject import add_masters
 from orbit_runtime.adapters.layer import CRITIC_SLOT
-from orbit_runtime.adapters.masters import Place
+from orbit_runtime.adapters.masters import MasterPlace
 from orbit_runtime.adapters.part import Part
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.seeds import stream_key
@@ -55,9 +55,9 @@ class ValueModel:
         self.parameters: Mapping[str, nn.Parameter] = {**self.adapter.parameters, **head}
         """fp32: the adapter's, and `value_head.weight` `[N]` and `value_head.bias` `[1]`."""
         outside = Part(group="tokens")
-        self.places: Mapping[str, Place] = {
+        self.places: Mapping[str, MasterPlace] = {
             **self.adapter.places,
-            **{name: Place(name.rpartition(".")[2], outside, tuple(each.shape)) for name, each in head.items()},
+            **{name: MasterPlace(name.rpartition(".")[2], outside, tuple(each.shape)) for name, each in head.items()},
         }
 
     def trained(self, micro: MicroBatch) -> Tensor:

@@ -21,9 +21,9 @@ from orbit_runtime.loop import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.serve.open import Asked, Opened, open_models
-from orbit_runtime.serve.requests import Limits
-from orbit_runtime.serve.server import Serving, start_serving
+from orbit_runtime.serve.open import ServedModels, ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
+from orbit_runtime.serve.server import RunningServer, start_serving
 from orbit_runtime.spec import OrbitRun
 from tests.engines.servers import server_of
 from tests.integration.killing import small_manifest
@@ -43,21 +43,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(trained: Path) -> Iterator[Opened]:
-    opened = open_models(Asked(str(trained), engine="SGLang"), Limits(), lambda _: None)
+def opened(trained: Path) -> Iterator[ServedModels]:
+    opened = open_models(ServeRequest(str(trained), engine="SGLang"), ServeLimits(), lambda _: None)
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module")
-def serving(opened: Opened) -> Iterator[Serving]:
+def serving(opened: ServedModels) -> Iterator[RunningServer]:
     serving = start_serving(opened, "127.0.0.1", 0, None)
     yield serving
     serving.close()
 
 
 @pytest.fixture(scope="module")
-def client(serving: Serving) -> Iterator[openai.OpenAI]:
+def client(serving: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
 
@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
-def under_way(serving: Serving) -> float:
+def under_way(serving: RunningServer) -> float:
     lines = httpx.get(f"{serving.url}/metrics").text.splitlines()
     (line,) = [each for each in lines if each.startswith("orbit_serve_completions_under_way ")]
     return float(line.split()[-1])
@@ -77,7 +77,7 @@ def under_way(serving: Serving) -> float:
 
 def scored(trained: Path, answer: ChatCompletion) -> list[list[float]]:
     """Log-probs of the answers' tokens by this process's own model, which no server has anything to do with."""
-    torch_side = open_models(Asked(str(trained), engine="Torch"), Limits(), lambda _: None)
+    torch_side = open_models(ServeRequest(str(trained), engine="Torch"), ServeLimits(), lambda _: None)
     base = torch_side.policies.base
     assert base.policy is not None
     prompt = tuple(base.tokenizer.encode_chat(MESSAGES))
@@ -96,7 +96,7 @@ def scored(trained: Path, answer: ChatCompletion) -> list[list[float]]:
 
 
 def test_a_run_is_served_over_sglang(
-    trained: Path, opened: Opened, serving: Serving, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+    trained: Path, opened: ServedModels, serving: RunningServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One server for all of it: it takes longer to start than everything here together."""
     assert [model.id for model in client.models.list()] == ["tiny-adder", "policy"]
@@ -140,7 +140,7 @@ def check_refusals(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model="policy", messages=MESSAGES, seed=1, temperature=0).choices
 
 
-def check_changes(trained: Path, serving: Serving, client: openai.OpenAI) -> None:
+def check_changes(trained: Path, serving: RunningServer, client: openai.OpenAI) -> None:
     base, newest = greedy(client, "tiny-adder"), greedy(client)
     assert newest != base
     damaged = trained / "damaged"
@@ -173,7 +173,7 @@ def check_changes(trained: Path, serving: Serving, client: openai.OpenAI) -> Non
     assert greedy(client) == newest
 
 
-def check_leaving(serving: Serving) -> None:
+def check_leaving(serving: RunningServer) -> None:
     body = json.dumps(
         {"model": "policy", "prompt": "1+1=", "max_tokens": 200, "n": 4, "ignore_eos": True, "stream": True}
     ).encode()
@@ -186,7 +186,7 @@ def check_leaving(serving: Serving) -> None:
     until(lambda: under_way(serving) == 0)
 
 
-def check_attached(trained: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, expected: Any) -> None:
+def check_attached(trained: Path, opened: ServedModels, monkeypatch: pytest.MonkeyPatch, expected: Any) -> None:
     """The same server once more, as one that somebody else started: a manifest's endpoint."""
     assert isinstance(opened.engine, ServedEngine)
     server = server_of(opened.engine)
@@ -196,7 +196,7 @@ def check_attached(trained: Path, opened: Opened, monkeypatch: pytest.MonkeyPatc
     manifest["spec"]["rollout"] |= {"engine": "OpenAI", "endpoints": [{"url": server.url, "apiKeyEnv": KEY}]}
     file = trained / "attached.json"
     file.write_text(json.dumps(manifest))
-    attached = open_models(Asked(str(file), adapters={"policy": str(trained)}), Limits(), lambda _: None)
+    attached = open_models(ServeRequest(str(file), adapters={"policy": str(trained)}), ServeLimits(), lambda _: None)
     other = start_serving(attached, "127.0.0.1", 0, None)
     with openai.OpenAI(base_url=f"{other.url}/v1", api_key="unused", max_retries=0) as client:
         assert greedy(client) == expected
@@ -205,7 +205,7 @@ def check_attached(trained: Path, opened: Opened, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_server_that_is_killed_comes_back_and_the_stream_goes_on(
-    trained: Path, opened: Opened, serving: Serving, client: openai.OpenAI
+    trained: Path, opened: ServedModels, serving: RunningServer, client: openai.OpenAI
 ) -> None:
     assert isinstance(opened.engine, ServedEngine)
     options: Mapping[str, Any] = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 150}

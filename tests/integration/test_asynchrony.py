@@ -18,7 +18,7 @@ import pytest
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.loop import run
 from orbit_runtime.loop.advantages import build_batch
-from orbit_runtime.loop.buffer import Kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot
 from orbit_runtime.loop.build import build_parts
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.loop.keep import load_rollouts
@@ -28,7 +28,7 @@ from orbit_runtime.loop.resume import find_checkpoint
 from orbit_runtime.loop.show import Show
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.sides.content import resolve_names
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.machine import machine_facts
@@ -109,7 +109,7 @@ def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: st
         resolved, store = resolve(spec, machine_facts()), open_store(str(tmp_path / "plain"))
         execution = claim_execution(store, run_name=spec.name)
         closing.callback(lambda: execution.release("done"))
-        show = Show(SilentProgress(), RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
+        show = Show(SilentProgress(), LiveStatus(spec.name, total=0), RunMetrics(run=spec.name))
         inputs, names = Inputs(resolved.run.spec, {}, Patience(), []), resolve_names(resolved.run, None)
         given = Given()
         materials = open_episode_materials(resolved.run, names, inputs, given, show, closing)
@@ -158,7 +158,7 @@ def names(store: Store) -> list[tuple[int, str, int]]:
     return [(step, each.prompt_id, each.sample_index) for step, all_ in trained(store).items() for each in all_]
 
 
-def check_kept(store: Store, kept: list[tuple[int, tuple[Kept, ...]]]) -> None:
+def check_kept(store: Store, kept: list[tuple[int, tuple[EpisodeSnapshot, ...]]]) -> None:
     """What stood in a checkpoint that the run went on from was trained on, as it was and once."""
     found = trained(store)
     assert sorted(found) == list(range(1, STEPS + 1))
@@ -180,7 +180,7 @@ def check_kept(store: Store, kept: list[tuple[int, tuple[Kept, ...]]]) -> None:
                 assert rollout.versions_T[start : start + count] == paid.completion.versions_T
 
 
-def newest(store: Store) -> tuple[int, tuple[Kept, ...]]:
+def newest(store: Store) -> tuple[int, tuple[EpisodeSnapshot, ...]]:
     """The checkpoint that the next execution goes on from."""
     bundle, _ = find_checkpoint(store)
     return (int(bundle.facts["step"]), load_rollouts(bundle)) if bundle else (0, ())

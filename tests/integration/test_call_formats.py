@@ -22,7 +22,7 @@ from orbit_runtime.environments.tool_calls import parameter_schemas
 from orbit_runtime.environments.turns import MultiTurn, ToolUse
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.rollout.requests import answer_text
-from orbit_runtime.serve.answers import Form, Part
+from orbit_runtime.serve.answers import ChoicePart, ResponseForm
 from orbit_runtime.serve.requests import ChatBody, parse_body
 from orbit_runtime.types import FLOATS, TOKENS, Completion, Prompt, Sampling
 from orbit_runtime.workers.user_code.environment_protocol import ToolResult
@@ -217,8 +217,8 @@ def test_calls_that_a_client_sends_back_are_what_the_policy_wrote(tmp_path: Path
     tokenizer = model(tmp_path / "model", template, special, ends)
     text = answer_text(tokenizer, tokenizer.encode_text(says[0]), Sampling())
     ids = array(TOKENS, tokenizer.encode_text(says[0]))
-    form = Form(True, "policy", tokenizer, "policy@0", False, parameter_schemas([ADD]))
-    part = Part(0, ids, array(FLOATS, [-1.0] * len(ids)), "stop", text.replace("functions.sub", "functions.add"))
+    form = ResponseForm(True, "policy", tokenizer, "policy@0", False, parameter_schemas([ADD]))
+    part = ChoicePart(0, ids, array(FLOATS, [-1.0] * len(ids)), "stop", text.replace("functions.sub", "functions.add"))
     (choice,) = form.whole([part], prompt_tokens=3)["choices"]
     answer = choice["message"]
     assert choice["finish_reason"] == "tool_calls"

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from orbit_runtime.cli.chat import ChatOptions, run_chat
 from orbit_runtime.cli.main import app
 from orbit_runtime.errors import CredentialsError, EngineDiedError, UsageError
-from orbit_runtime.serve.open import Asked, open_models
-from orbit_runtime.serve.requests import Limits
+from orbit_runtime.serve.open import ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.serve.server import start_serving
 
 TOKEN = "a-token-of-tests"
@@ -24,7 +24,9 @@ SETTINGS = {"max_tokens": 4, "temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def url(trained: Path) -> Iterator[str]:
-    serving = start_serving(open_models(Asked(str(trained)), Limits(), lambda _: None), "127.0.0.1", 0, TOKEN)
+    serving = start_serving(
+        open_models(ServeRequest(str(trained)), ServeLimits(), lambda _: None), "127.0.0.1", 0, TOKEN
+    )
     yield f"{serving.url}/v1"
     serving.close()
 

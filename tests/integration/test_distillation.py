@@ -24,7 +24,7 @@ from orbit_runtime.algorithms.table import build_algorithm
 from orbit_runtime.data.samples import with_column
 from orbit_runtime.errors import ModelError
 from orbit_runtime.policy import distance, load_policy
-from orbit_runtime.policy.distance import Measure, Told, token_distances
+from orbit_runtime.policy.distance import Measure, TeacherReport, token_distances
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.settings import TeacherSettings
@@ -162,7 +162,7 @@ def test_what_a_server_told_is_compared_as_the_teacher_itself_is() -> None:
 
     logprobs, ids = head(taught).log_softmax(-1).topk(4)
     results = []
-    for teacher in (taught, Told(ids, logprobs)):
+    for teacher in (taught, TeacherReport(ids, logprobs)):
         given = hidden.clone().requires_grad_(True)
         values = token_distances(given, teacher, head, Measure(1.0, 4), vocabulary=40, chunk_elements=200)
         results.append((values.detach(), *torch.autograd.grad(values.sum(), given)))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from orbit_runtime.loop import run
-from orbit_runtime.loop.buffer import Kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot
 from orbit_runtime.loop.replay import replay
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.spec import OrbitRun
@@ -154,7 +154,7 @@ def test_turns_go_on_under_new_versions_and_no_token_is_older_than_it_may_be(
     assert replay(store, steps=None, show=lambda _done, _total: None).is_equal
 
 
-def check_kept(store: Store, name: str, kept: Sequence[tuple[int, tuple[Kept, ...]]]) -> int:
+def check_kept(store: Store, name: str, kept: Sequence[tuple[int, tuple[EpisodeSnapshot, ...]]]) -> int:
     """What stood in a checkpoint that the run went on from trained, as it was and once; returns the answers found."""
     found = trained(store)
     assert sorted(found) == list(range(1, STEPS + 1))

@@ -23,9 +23,9 @@ import pytest
 from orbit_runtime.errors import EngineDiedError
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.serve.open import Asked, Opened, open_models
-from orbit_runtime.serve.requests import Limits, choice_key
-from orbit_runtime.serve.server import Serving, start_serving
+from orbit_runtime.serve.open import ServedModels, ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits, choice_key
+from orbit_runtime.serve.server import RunningServer, start_serving
 from orbit_runtime.types import Request, Sampling
 
 TOKEN = "a-token-of-tests"
@@ -34,30 +34,30 @@ MODELS = ("tiny-adder", "policy")
 
 
 @pytest.fixture(scope="module")
-def opened(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    return open_models(Asked(str(trained)), Limits(max_tokens=400, concurrent=64), lambda _: None)
+def opened(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedModels:
+    return open_models(ServeRequest(str(trained)), ServeLimits(max_tokens=400, concurrent=64), lambda _: None)
 
 
 @pytest.fixture(scope="module")
-def serving(opened: Opened) -> Iterator[Serving]:
+def serving(opened: ServedModels) -> Iterator[RunningServer]:
     serving = start_serving(opened, "127.0.0.1", 0, TOKEN)
     yield serving
     serving.close()
 
 
 @pytest.fixture(scope="module")
-def client(serving: Serving) -> Iterator[openai.OpenAI]:
+def client(serving: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{serving.url}/v1", api_key=TOKEN, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def raw(serving: Serving) -> Iterator[httpx.Client]:
+def raw(serving: RunningServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=serving.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=30) as client:
         yield client
 
 
-def directly(opened: Opened, model: str, *, n: int, sampling: Sampling, seed: int) -> list[str]:
+def directly(opened: ServedModels, model: str, *, n: int, sampling: Sampling, seed: int) -> list[str]:
     """The engine itself: another one over the same weights, with no server."""
     served = opened.policies.find(model)
     assert served is not None
@@ -88,7 +88,9 @@ def test_the_client_lists_base_and_adapter(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_chat_is_the_engines_own_answer_with_the_same_seed(client: openai.OpenAI, opened: Opened, model: str) -> None:
+def test_a_chat_is_the_engines_own_answer_with_the_same_seed(
+    client: openai.OpenAI, opened: ServedModels, model: str
+) -> None:
     sampling = Sampling(max_new_tokens=12, temperature=0.9, top_p=0.95)
     expected = directly(opened, model, n=2, sampling=sampling, seed=7)
     options = {"model": model, "messages": MESSAGES, "seed": 7, "n": 2, "max_tokens": 12, "temperature": 0.9}
@@ -192,7 +194,7 @@ def test_several_stops_choices_and_the_usage_of_a_stream(client: openai.OpenAI) 
 
 
 @pytest.mark.parametrize("key", ["wrong", "a-token-of-test", "ü"])
-def test_a_wrong_token_is_refused(serving: Serving, key: str) -> None:
+def test_a_wrong_token_is_refused(serving: RunningServer, key: str) -> None:
     headers = {b"authorization": b"Bearer " + key.encode()}
     answer = httpx.get(f"{serving.url}/v1/models", headers=headers)
     assert answer.status_code == 401
@@ -201,7 +203,7 @@ def test_a_wrong_token_is_refused(serving: Serving, key: str) -> None:
     assert httpx.get(f"{serving.url}/health").status_code == 200
 
 
-def test_the_client_raises_its_own_errors(serving: Serving, client: openai.OpenAI) -> None:
+def test_the_client_raises_its_own_errors(serving: RunningServer, client: openai.OpenAI) -> None:
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
@@ -288,7 +290,7 @@ def test_more_than_may_be_under_way_is_429(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_request(serving: Serving, opened: Opened, stream: bool) -> None:
+def test_a_client_that_leaves_ends_its_request(serving: RunningServer, opened: ServedModels, stream: bool) -> None:
     body = json.dumps(
         {"model": "policy", "prompt": "1+1=", "max_tokens": 240, "n": 32, "ignore_eos": True, "stream": stream}
     ).encode()
@@ -304,7 +306,7 @@ def test_a_client_that_leaves_ends_its_request(serving: Serving, opened: Opened,
     until(lambda: aborted(serving) > before)
 
 
-def test_idle_connections_keep_nobody_from_being_answered(serving: Serving, client: openai.OpenAI) -> None:
+def test_idle_connections_keep_nobody_from_being_answered(serving: RunningServer, client: openai.OpenAI) -> None:
     host, port = serving.url.removeprefix("http://").split(":")
     # As many as a process may have; the other ends are in the front's.
     allowed = min(1000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200)
@@ -314,16 +316,16 @@ def test_idle_connections_keep_nobody_from_being_answered(serving: Serving, clie
         assert client.completions.create(model="policy", prompt="1+1=", max_tokens=2).choices
 
 
-def metrics(serving: Serving) -> list[str]:
+def metrics(serving: RunningServer) -> list[str]:
     return httpx.get(f"{serving.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text.splitlines()
 
 
-def aborted(serving: Serving) -> float:
+def aborted(serving: RunningServer) -> float:
     lines = [line for line in metrics(serving) if 'reason="abort"' in line and "_total{" in line]
     return sum(float(line.split()[-1]) for line in lines)
 
 
-def under_way(serving: Serving) -> float:
+def under_way(serving: RunningServer) -> float:
     (line,) = [each for each in metrics(serving) if each.startswith("orbit_serve_completions_under_way ")]
     return float(line.split()[-1])
 
@@ -361,7 +363,7 @@ def test_a_corrupted_adapter_is_refused_and_the_old_one_still_serves(
 
 
 def test_weights_change_with_proof_and_go_back(
-    raw: httpx.Client, client: openai.OpenAI, opened: Opened, trained: Path
+    raw: httpx.Client, client: openai.OpenAI, opened: ServedModels, trained: Path
 ) -> None:
     options = {"messages": MESSAGES, "seed": 2, "max_tokens": 6, "temperature": 0.8, "logprobs": True}
 
@@ -425,7 +427,7 @@ def test_the_command_serves_drains_and_ends_with_0(trained: Path) -> None:
     assert TOKEN not in errors
 
 
-def test_the_process_that_speaks_http_maps_nothing_of_torch(serving: Serving, client: openai.OpenAI) -> None:
+def test_the_process_that_speaks_http_maps_nothing_of_torch(serving: RunningServer, client: openai.OpenAI) -> None:
     """The real process, after it answered a chat, whose template its tokenizer's library rendered."""
     client.chat.completions.create(model="policy", messages=MESSAGES, max_tokens=4)
     mapped = Path(f"/proc/{serving.front_pid}/maps").read_text()
@@ -436,7 +438,9 @@ def test_the_process_that_speaks_http_maps_nothing_of_torch(serving: Serving, cl
 
 
 def test_a_front_that_dies_ends_the_server_with_an_error(trained: Path) -> None:
-    serving = start_serving(open_models(Asked(str(trained)), Limits(), lambda _: None), "127.0.0.1", 0, None)
+    serving = start_serving(
+        open_models(ServeRequest(str(trained)), ServeLimits(), lambda _: None), "127.0.0.1", 0, None
+    )
     serving.check()
     os.kill(serving.front_pid, signal.SIGKILL)
 

@@ -23,9 +23,9 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.serve.checkpoints import prove_checkpoint
-from orbit_runtime.serve.open import Asked, Opened, open_models
-from orbit_runtime.serve.requests import Limits
-from orbit_runtime.serve.server import Serving, start_serving
+from orbit_runtime.serve.open import ServedModels, ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
+from orbit_runtime.serve.server import RunningServer, start_serving
 from tests.integration.test_sft import trained as train
 from tests.integration.test_whole_model import whole_manifest
 from tests.integration.tiny_models import load_reference, make_checkpoint
@@ -52,28 +52,28 @@ def whole(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(folder: Path) -> Iterator[Opened]:
-    asked = Asked(model=str(folder / "base"), updates_from=(str(folder),))
-    opened = open_models(asked, Limits(max_tokens=400), lambda _: None)
+def opened(folder: Path) -> Iterator[ServedModels]:
+    asked = ServeRequest(model=str(folder / "base"), updates_from=(str(folder),))
+    opened = open_models(asked, ServeLimits(max_tokens=400), lambda _: None)
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module")
-def serving(opened: Opened) -> Iterator[Serving]:
+def serving(opened: ServedModels) -> Iterator[RunningServer]:
     serving = start_serving(opened, "127.0.0.1", 0, None)
     yield serving
     serving.close()
 
 
 @pytest.fixture(scope="module")
-def client(serving: Serving) -> Iterator[openai.OpenAI]:
+def client(serving: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
         yield client
 
 
 @pytest.fixture
-def raw(serving: Serving) -> Iterator[httpx.Client]:
+def raw(serving: RunningServer) -> Iterator[httpx.Client]:
     """After it, the base answers again."""
     with httpx.Client(base_url=serving.url, timeout=120) as client:
         yield client
@@ -87,7 +87,7 @@ def answered(client: openai.OpenAI, **options: object) -> list[tuple[str, float]
     return [(token.token, token.logprob) for token in logprobs.content or ()]
 
 
-def by_transformers(folder: Path, opened: Opened, count: int) -> list[float]:
+def by_transformers(folder: Path, opened: ServedModels, count: int) -> list[float]:
     """Log-probs of the likeliest tokens, one after the other."""
     model, ids = load_reference(folder), opened.policies.base.tokenizer.encode_chat(MESSAGES)
     found = []
@@ -107,7 +107,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_trained_model_takes_the_bases_place_with_proof_and_the_base_comes_back_bit_for_bit(
-    raw: httpx.Client, client: openai.OpenAI, opened: Opened, whole: Path
+    raw: httpx.Client, client: openai.OpenAI, opened: ServedModels, whole: Path
 ) -> None:
     before, digest = answered(client), opened.policies.base.policy.base_digest()
     listed = raw.get("/v1/models/base").json()
@@ -131,7 +131,7 @@ def test_a_trained_model_takes_the_bases_place_with_proof_and_the_base_comes_bac
 
 
 def test_answers_in_progress_end_under_the_weights_that_they_began_with(
-    raw: httpx.Client, client: openai.OpenAI, opened: Opened, whole: Path
+    raw: httpx.Client, client: openai.OpenAI, opened: ServedModels, whole: Path
 ) -> None:
     options = {"model": "base", "prompt": "1+1=", "seed": 9, "n": 8, "max_tokens": MOST, "stream": True}
     options["extra_body"] = {"ignore_eos": True}
@@ -163,7 +163,7 @@ def test_answers_in_progress_end_under_the_weights_that_they_began_with(
 
 
 def test_a_third_copy_is_refused_until_the_first_has_ended(
-    raw: httpx.Client, client: openai.OpenAI, opened: Opened, whole: Path
+    raw: httpx.Client, client: openai.OpenAI, opened: ServedModels, whole: Path
 ) -> None:
     options = {"model": "base", "prompt": "1+1=", "seed": 9, "n": 32, "max_tokens": MOST, "stream": True}
     pieces = iter(client.completions.create(**options, extra_body={"ignore_eos": True}))
@@ -297,8 +297,8 @@ def test_adapters_over_the_base_are_put_back_first(tmp_path: Path, folder: Path,
     manifest = whole_manifest(model=str(folder / "base"), steps=1)
     manifest["spec"]["adapter"] = {"type": "LoRA"}
     train(manifest, adapter)
-    asked = Asked(model=str(folder / "base"), adapters={"policy": str(adapter)}, updates_from=(str(folder),))
-    opened = open_models(asked, Limits(), lambda _: None)
+    asked = ServeRequest(model=str(folder / "base"), adapters={"policy": str(adapter)}, updates_from=(str(folder),))
+    opened = open_models(asked, ServeLimits(), lambda _: None)
     serving = start_serving(opened, "127.0.0.1", 0, None)
     with httpx.Client(base_url=serving.url, timeout=60) as raw:
         said = raw.post("/update_weights", json={"checkpoint": str(whole)})
@@ -323,7 +323,9 @@ def test_weights_of_a_packed_format_are_replaced_as_well(tmp_path: Path) -> None
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"] *= 2
     save_file(tensors, other / "model.safetensors")
-    opened = open_models(Asked(model="builtin://tiny-adder", updates_from=(str(tmp_path),)), Limits(), lambda _: None)
+    opened = open_models(
+        ServeRequest(model="builtin://tiny-adder", updates_from=(str(tmp_path),)), ServeLimits(), lambda _: None
+    )
     said = opened.policies.load_checkpoint(str(other))
     assert said["proof"]["packed_weights"] > 0
     assert said["proof"]["tensors_compared"] > 0

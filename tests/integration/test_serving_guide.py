@@ -19,9 +19,9 @@ import pytest
 from fakes.guide import ROOT, commands, run_in_process
 
 from orbit_runtime.evaluation.journal import read_samples
-from orbit_runtime.serve.open import Asked, open_models
-from orbit_runtime.serve.requests import Limits
-from orbit_runtime.serve.server import Serving, start_serving
+from orbit_runtime.serve.open import ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
+from orbit_runtime.serve.server import RunningServer, start_serving
 from orbit_runtime.storage import open_store
 
 GUIDE = (ROOT / "docs/guides/serving.md").read_text(encoding="utf-8")
@@ -30,14 +30,14 @@ MOST = 240
 """Tokens: a completion that takes a while."""
 
 
-def served(asked: Asked, limits: Limits) -> Serving:
+def served(asked: ServeRequest, limits: ServeLimits) -> RunningServer:
     return start_serving(open_models(asked, limits, lambda _: None), "127.0.0.1", 0, None)
 
 
 @pytest.fixture(scope="module")
-def serving(trained: Path) -> Iterator[Serving]:
+def serving(trained: Path) -> Iterator[RunningServer]:
     """What the guide's first command serves. One completion at a time: many take as long as there are of them."""
-    serving = served(Asked(str(trained)), Limits(running=1, drain_seconds=0.05))
+    serving = served(ServeRequest(str(trained)), ServeLimits(running=1, drain_seconds=0.05))
     yield serving
     serving.close()
 
@@ -47,8 +47,10 @@ FILES = 256
 
 
 @pytest.fixture(scope="module")
-def hurried() -> Iterator[Serving]:
-    opened = open_models(Asked(model="builtin://tiny-adder"), Limits(seconds=1e-3, read_seconds=0.2), lambda _: None)
+def hurried() -> Iterator[RunningServer]:
+    opened = open_models(
+        ServeRequest(model="builtin://tiny-adder"), ServeLimits(seconds=1e-3, read_seconds=0.2), lambda _: None
+    )
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, before[1]))
     try:
@@ -59,7 +61,7 @@ def hurried() -> Iterator[Serving]:
     serving.close()
 
 
-def test_the_guides_client_and_its_change_of_weights(serving: Serving, trained: Path) -> None:
+def test_the_guides_client_and_its_change_of_weights(serving: RunningServer, trained: Path) -> None:
     assert re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)[0] == "orbit serve runs/quickstart\n"
     (client,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     said: list[str] = []
@@ -77,7 +79,7 @@ def test_the_guides_client_and_its_change_of_weights(serving: Serving, trained: 
 
 
 def test_an_evaluation_of_what_is_served_has_the_answers_of_the_adapter_itself(
-    serving: Serving, trained: Path, tmp_path: Path
+    serving: RunningServer, trained: Path, tmp_path: Path
 ) -> None:
     size = "--set evaluation.limit=6 --set evaluation.temperature=0 --set evaluation.samples=1"
     over = f"--base-url {serving.url}/v1 --model policy"
@@ -91,7 +93,7 @@ def test_an_evaluation_of_what_is_served_has_the_answers_of_the_adapter_itself(
     assert found[0] == found[1]
 
 
-def test_a_whole_model_is_no_adapter_and_says_where_it_belongs(serving: Serving, trained: Path) -> None:
+def test_a_whole_model_is_no_adapter_and_says_where_it_belongs(serving: RunningServer, trained: Path) -> None:
     whole = trained / "models" / "policy-v1"
     whole.mkdir(parents=True)
     (whole / "config.json").write_text("{}")
@@ -101,7 +103,7 @@ def test_a_whole_model_is_no_adapter_and_says_where_it_belongs(serving: Serving,
 
 
 def test_the_guides_whole_model_takes_the_bases_place_once_the_adapter_is_put_back(
-    serving: Serving, trained: Path, tmp_path: Path
+    serving: RunningServer, trained: Path, tmp_path: Path
 ) -> None:
     _, merged = commands(GUIDE, "Other weights while it serves")
     merge, *sent = merged.replace(ADDRESS, serving.url).replace("runs/quickstart", str(trained)).splitlines()
@@ -123,14 +125,14 @@ def test_the_guides_whole_model_takes_the_bases_place_once_the_adapter_is_put_ba
     assert httpx.post(f"{serving.url}/update_weights", json=adapter, timeout=60).status_code == 200
 
 
-def test_what_takes_too_long_ends_as_it_is(hurried: Serving) -> None:
+def test_what_takes_too_long_ends_as_it_is(hurried: RunningServer) -> None:
     body = {"model": "tiny-adder", "prompt": "1+1=", "n": 16, "max_tokens": MOST, "ignore_eos": True}
     found = httpx.post(f"{hurried.url}/v1/completions", json=body, timeout=60).json()
     assert {each["finish_reason"] for each in found["choices"]} == {"length"}
     assert found["usage"]["completion_tokens"] < 16 * MOST
 
 
-def test_a_body_that_does_not_arrive_is_408(hurried: Serving) -> None:
+def test_a_body_that_does_not_arrive_is_408(hurried: RunningServer) -> None:
     host, port = hurried.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
@@ -138,7 +140,7 @@ def test_a_body_that_does_not_arrive_is_408(hurried: Serving) -> None:
     assert httpx.get(f"{hurried.url}/health").status_code == 200
 
 
-def test_connections_are_not_limited_by_the_files_that_a_shell_allows(hurried: Serving) -> None:
+def test_connections_are_not_limited_by_the_files_that_a_shell_allows(hurried: RunningServer) -> None:
     host, port = hurried.url.removeprefix("http://").split(":")
     with ExitStack() as idle:
         for _ in range(FILES + 40):
@@ -146,7 +148,7 @@ def test_connections_are_not_limited_by_the_files_that_a_shell_allows(hurried: S
         assert httpx.get(f"{hurried.url}/health", timeout=30).status_code == 200
 
 
-def test_a_stream_that_outlasts_the_drain_is_aborted_and_says_so(serving: Serving) -> None:
+def test_a_stream_that_outlasts_the_drain_is_aborted_and_says_so(serving: RunningServer) -> None:
     """The last test of this server: 64 completions, one after the other, of which a fraction is done in 0.05 s."""
     options: dict[str, Any] = {"model": "policy", "prompt": "1+1=", "n": 64, "max_tokens": MOST, "stream": True}
     with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:

@@ -29,10 +29,10 @@ from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.rollout.wire import Wire, build_client
-from orbit_runtime.serve.open import Opened
+from orbit_runtime.serve.open import ServedModels
 from orbit_runtime.serve.policies import Base, Policies
-from orbit_runtime.serve.requests import Limits
-from orbit_runtime.serve.server import Serving, start_serving
+from orbit_runtime.serve.requests import ServeLimits
+from orbit_runtime.serve.server import RunningServer, start_serving
 
 MESSAGES: Any = [{"role": "user", "content": "12+34="}]
 VOCABULARY = 104
@@ -41,7 +41,7 @@ FOLDER = builtin_folder("tiny-adder", "INT4")
 
 @dataclass(frozen=True)
 class Front:
-    serving: Serving
+    serving: RunningServer
     server: FakeServer
     client: openai.OpenAI
     engine: ServedEngine
@@ -80,7 +80,7 @@ def front_of(server: FakeServer, folder: Path) -> Iterator[Front]:
     base = Base("base", "builtin://tiny-adder", tokenizer, config, "tree:0", VOCABULARY, "float32", None, 3)
     policies = Policies(base, engine, [str(folder)])
     policies.load("policy", str(write_adapter(folder / "first", 1.0)))
-    opened = Opened(policies, engine, Limits(drain_seconds=0.5), FOLDER, "SGLang", watch=engine.revive)
+    opened = ServedModels(policies, engine, ServeLimits(drain_seconds=0.5), FOLDER, "SGLang", watch=engine.revive)
     serving = start_serving(opened, "127.0.0.1", 0, None)
     try:
         with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="x", max_retries=0, timeout=30) as api:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from orbit_runtime.serve.open import Asked, open_models
-from orbit_runtime.serve.requests import Limits
+from orbit_runtime.serve.open import ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.serve.server import start_serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,9 @@ def test_each_stage_of_the_guide_is_better_than_the_one_before(tmp_path: Path) -
     (asked,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     said: list[str] = []
     (folder,) = re.fullmatch(r"orbit serve (\S+)\n", serve).groups()  # type: ignore[union-attr]
-    serving = start_serving(open_models(Asked(str(tmp_path / folder)), Limits(), lambda _: None), "127.0.0.1", 0, None)
+    serving = start_serving(
+        open_models(ServeRequest(str(tmp_path / folder)), ServeLimits(), lambda _: None), "127.0.0.1", 0, None
+    )
     try:
         exec(asked.replace("http://127.0.0.1:8000", serving.url), {"print": said.append})
     finally:

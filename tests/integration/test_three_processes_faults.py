@@ -87,9 +87,9 @@ def test_nobody_there_is_said_with_the_address_after_the_patience(tmp_path: Path
 
 def test_addresses_that_are_none_or_of_something_else(sides: dict[str, Side]) -> None:
     from orbit_runtime.observability.metrics import RunMetrics
-    from orbit_runtime.observability.status import RunStatus
+    from orbit_runtime.observability.status import LiveStatus
 
-    other = start_server(RunStatus("other", total=1), RunMetrics(run="other"))
+    other = start_server(LiveStatus("other", total=1), RunMetrics(run="other"))
     cases = {
         sides["inference"].url: "is the inference",
         other.url: "is no process of a run",

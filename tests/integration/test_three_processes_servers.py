@@ -20,7 +20,7 @@ from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.rollout.transport import FolderDesk
-from orbit_runtime.services.building import Asked, common_facts
+from orbit_runtime.services.building import SideManifest, common_facts
 from orbit_runtime.services.host import Host
 from orbit_runtime.services.server_host import ServerCalls
 from orbit_runtime.spec import OrbitRun
@@ -45,7 +45,7 @@ class Inference(Side):
     def server(self) -> PolicyServer:
         return self.made[-1]
 
-    def build(self, asked: Asked) -> Host:
+    def build(self, asked: SideManifest) -> Host:
         self.made.append(PolicyServer())
         self.server.start()
         desk = FolderDesk(self.folder / f"process-{len(self.made)}")

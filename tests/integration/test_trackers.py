@@ -23,7 +23,7 @@ from orbit_runtime.loop import run
 from orbit_runtime.observability.metrics import build_row, evaluation_field
 from orbit_runtime.observability.notify import build_body, build_webhooks, notify
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.observability.trackers import QUEUE_ROWS, Asked, Tracking, check_trackers
+from orbit_runtime.observability.trackers import QUEUE_ROWS, RequestedTracker, Tracking, check_trackers
 from orbit_runtime.spec import load_manifest
 from orbit_runtime.spec.observability import Webhook as Given
 
@@ -211,8 +211,8 @@ def test_a_tracker_that_hangs_holds_a_run_no_longer_than_it_is_given() -> None:
     free.set()
 
 
-def asked(kind: str, uri: str | None = None) -> Asked:
-    return Asked(kind, "orbit", uri, "a", "a-1", {})
+def asked(kind: str, uri: str | None = None) -> RequestedTracker:
+    return RequestedTracker(kind, "orbit", uri, "a", "a-1", {})
 
 
 def test_a_tracker_that_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

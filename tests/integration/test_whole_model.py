@@ -24,8 +24,8 @@ from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.planner import Machine, judge
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.whole import WholeMasters, load_whole, write_model
-from orbit_runtime.serve.open import Asked, open_models
-from orbit_runtime.serve.requests import Limits
+from orbit_runtime.serve.open import ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import open_store
 from tests.integration.killing import kill_until_done, small_manifest, timeless_rows
@@ -171,7 +171,7 @@ def test_rewards_evaluation_and_serving_begin_with_the_model_that_it_ended_with(
         (score,) = json.loads((tmp_path / name / "summary.json").read_text())["scores"]
         scores[name] = score["average"]["mean"]
     assert scores["after"] > scores["before"]
-    opened = open_models(Asked(model=model), Limits(), lambda _: None)
+    opened = open_models(ServeRequest(model=model), ServeLimits(), lambda _: None)
     assert opened.folder == newest(learned)
     opened.close()
     # What the run itself holds is no adapter, and nobody takes what it began with for what it ended with.

@@ -16,7 +16,7 @@ from orbit_runtime.errors import OrbitError
 from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.server import HTTPServer
-from orbit_runtime.services.building import Asked, kinds_of, open_manifest
+from orbit_runtime.services.building import SideManifest, kinds_of, open_manifest
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.engine_host import build_inference_host
 from orbit_runtime.services.host import Host, start_host
@@ -52,7 +52,7 @@ class Side:
         with suppress(OrbitError):
             self.host.work(self._stopped.is_set)
 
-    def build(self, asked: Asked) -> Host:
+    def build(self, asked: SideManifest) -> Host:
         if self.kind == "trainer":
             return build_trainer_host(asked, [].append, self._closing)
         return build_inference_host(asked, "127.0.0.1", [].append, self._closing)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.adapters.masters import Place
+from orbit_runtime.adapters.masters import MasterPlace
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
 from orbit_runtime.training.megatron.groups import Groups
@@ -48,7 +48,7 @@ class Found:
     numbers: range
     """Of the branches."""
     gradients: dict[str, torch.Tensor]
-    places: dict[str, Place]
+    places: dict[str, MasterPlace]
     norm: float
 
 

@@ -22,24 +22,24 @@ from pathlib import Path
 import torch
 
 from orbit_runtime.policy import load_policy
-from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.training.megatron.groups import GroupSizes
 from tests.megatron.cases import differences, experts_of, folder_of, in_one_process, on_a_rank
 from tests.megatron.ranks import World, end_spares, world
 from tests.models.family_matrix import DENSE, EXPERT_LAYOUTS, Case, adapter_of, cover_pairs
 
 DIVISIONS = {
-    "1": Sizes(),
-    "TP2": Sizes(2, tensor=2, expert=2),
-    "TP2+SP": Sizes(2, tensor=2, expert=2, sequence_parallel=True),
-    "EP2": Sizes(2, expert=2),
-    "DP2": Sizes(2),
-    "TP2+EP4+SP": Sizes(4, tensor=2, expert=4, sequence_parallel=True),
-    "PP2": Sizes(2, pipeline=2),
-    "CP2": Sizes(2, context=2),
-    "CP2+EP2": Sizes(2, context=2, expert=2),
-    "TP2+SP+PP2": Sizes(4, tensor=2, expert=2, pipeline=2, sequence_parallel=True),
-    "TP2+SP+CP2": Sizes(4, tensor=2, expert=4, context=2, sequence_parallel=True),
-    "CP2+PP2": Sizes(4, context=2, pipeline=2),
+    "1": GroupSizes(),
+    "TP2": GroupSizes(2, tensor=2, expert=2),
+    "TP2+SP": GroupSizes(2, tensor=2, expert=2, sequence_parallel=True),
+    "EP2": GroupSizes(2, expert=2),
+    "DP2": GroupSizes(2),
+    "TP2+EP4+SP": GroupSizes(4, tensor=2, expert=4, sequence_parallel=True),
+    "PP2": GroupSizes(2, pipeline=2),
+    "CP2": GroupSizes(2, context=2),
+    "CP2+EP2": GroupSizes(2, context=2, expert=2),
+    "TP2+SP+PP2": GroupSizes(4, tensor=2, expert=2, pipeline=2, sequence_parallel=True),
+    "TP2+SP+CP2": GroupSizes(4, tensor=2, expert=4, context=2, sequence_parallel=True),
+    "CP2+PP2": GroupSizes(4, context=2, pipeline=2),
 }
 FORMATS = ("BF16", "INT4", "FP8", "NVFP4")
 FAMILIES = ("qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "gpt_oss")

@@ -37,7 +37,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.snapshot import Snapshot, take_snapshot
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.storage import claim_execution, open_store
-from orbit_runtime.training.megatron.groups import Groups, Sizes
+from orbit_runtime.training.megatron.groups import Groups, GroupSizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from tests.fakes.faulty_engine import FaultyEngine, drop_one, swap_two, wrong_prefix, zero_one
@@ -47,7 +47,7 @@ from tests.megatron.ranks import World, world
 from tests.megatron.trainers import WorldRanks, rank_here
 from tests.models.family_matrix import Case, adapter_of
 
-DIVISION = Sizes(2, tensor=2, expert=2, sequence_parallel=True)
+DIVISION = GroupSizes(2, tensor=2, expert=2, sequence_parallel=True)
 TOKENS = (5, 9, 3, 77, 20, 31, 64, 2, 11, 40)
 CASES: Mapping[str, Case] = {
     "LoRA": Case("qwen3_moe", "INT4", "LoRA", "PerExpert"),

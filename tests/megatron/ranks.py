@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
+from orbit_runtime.training.megatron.groups import Groups, GroupSizes, join, leave
 
 Work = Callable[..., Any]
 """(groups, *arguments) → anything that pickles."""
@@ -57,7 +57,7 @@ def end_spares() -> None:
 class World:
     """Ranks that wait for work."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: GroupSizes) -> None:
         self.sizes = sizes
         self._ranks = [_SPARE.pop() if _SPARE else _Rank() for _ in range(sizes.world)]
         address = f"127.0.0.1:{_free_port()}"
@@ -93,7 +93,7 @@ class World:
 
 
 @contextmanager
-def world(sizes: Sizes) -> Iterator[World]:
+def world(sizes: GroupSizes) -> Iterator[World]:
     made = World(sizes)
     try:
         yield made

@@ -14,7 +14,7 @@ from orbit_runtime.data.samples import spread, with_column
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
-from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.training.megatron.groups import GroupSizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from orbit_runtime.training.settings import CriticSettings, TrainerSettings
@@ -30,13 +30,13 @@ from tests.models.family_matrix import Case, adapter_of
 
 LORA, OFT = Case("qwen3_moe", "INT4", "LoRA", "PerExpert"), Case("qwen3_moe", "BF16", "OFT", "SharedOuter")
 DIVISIONS = {
-    "TP2": (Sizes(2, tensor=2, expert=2), LORA),
-    "TP2+SP": (Sizes(2, tensor=2, expert=2, sequence_parallel=True), OFT),
-    "EP2": (Sizes(2, expert=2), LORA),
-    "DP2": (Sizes(2), OFT),
-    "PP2": (Sizes(2, pipeline=2), LORA),
-    "CP2": (Sizes(2, context=2), OFT),
-    "TP2+SP+PP2": (Sizes(4, tensor=2, expert=2, pipeline=2, sequence_parallel=True), LORA),
+    "TP2": (GroupSizes(2, tensor=2, expert=2), LORA),
+    "TP2+SP": (GroupSizes(2, tensor=2, expert=2, sequence_parallel=True), OFT),
+    "EP2": (GroupSizes(2, expert=2), LORA),
+    "DP2": (GroupSizes(2), OFT),
+    "PP2": (GroupSizes(2, pipeline=2), LORA),
+    "CP2": (GroupSizes(2, context=2), OFT),
+    "TP2+SP+PP2": (GroupSizes(4, tensor=2, expert=2, pipeline=2, sequence_parallel=True), LORA),
 }
 """Each with one of two adapters, so that both meet what is divided by tokens, by layers and by experts."""
 CRITIC = CriticSettings(peak_learning_rate=1e-2, value_clip=0.2, warmup_steps=0)
@@ -116,7 +116,7 @@ def test_a_run_goes_on_with_the_critic_of_one_process_also_in_a_warm_up_and_with
         mini_batch_prompts=2,
         router_replay="Replay",
     )
-    with world(Sizes(4, pipeline=2, expert=2)) as made:
+    with world(GroupSizes(4, pipeline=2, expert=2)) as made:
         one, many = both(made, root, LORA, settings)
         one.update(with_experts(valued(one, 0)))
         state = hold_state(one)
@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_the_critic_of_one_process_also_in_a_warm_up_and_with
 
 @pytest.mark.timeout(900)
 def test_a_value_that_is_not_finite_ends_the_step_on_every_rank_alike(root: Path) -> None:
-    with world(Sizes(2)) as made:
+    with world(GroupSizes(2)) as made:
         one, many = both(made, root, OFT, replace(TRAINING, critic=CRITIC))
         samples, before = valued(one, 0), hold_state(many)[CRITIC_PART]
         # Only one replica's micro-batches have it.

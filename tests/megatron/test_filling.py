@@ -12,16 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from orbit_runtime.adapters.buffer import AdapterBuffer, Opening, opened, opening_of, publishable
+from orbit_runtime.adapters.buffer import AdapterBuffer, MemoryOpening, opened, opening_of, publishable
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.masters import Place
+from orbit_runtime.adapters.masters import MasterPlace
 from orbit_runtime.adapters.part import Part
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.megatron import outline, trainer
-from orbit_runtime.training.megatron.groups import Sizes
-from orbit_runtime.training.megatron.outline import DividedFile, Entry, Held, Window, build_divided, held_runs
+from orbit_runtime.training.megatron.groups import GroupSizes
+from orbit_runtime.training.megatron.outline import (
+    DividedFile,
+    FileWindow,
+    HeldParameter,
+    TensorEntry,
+    build_divided,
+    held_runs,
+)
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from tests.fakes.held_state import hold_state
@@ -44,7 +51,7 @@ PARTS = (
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
-    with world(Sizes(2, tensor=2, expert=2, sequence_parallel=True)) as made:
+    with world(GroupSizes(2, tensor=2, expert=2, sequence_parallel=True)) as made:
         yield made
 
 
@@ -52,7 +59,9 @@ def ranks() -> Iterator[World]:
 def test_windows_are_all_of_a_file_in_order(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outline, "PIECE_BYTES", 16)
     shapes = {"a": (3,), "b": (5, 4), "c": (1,), "d": (40,), "e": (2, 2)}
-    file = build_divided([Entry(name, "master", name, None, shape) for name, shape in shapes.items()], torch.float32)
+    file = build_divided(
+        [TensorEntry(name, "master", name, None, shape) for name, shape in shapes.items()], torch.float32
+    )
     starts = dict(zip(shapes, np.cumsum(file.sizes)[:-1].tolist(), strict=True))
     windows = list(file.windows(limit))
     assert windows[0].start == len(file.header)
@@ -92,7 +101,7 @@ def test_runs_are_where_cutting_finds_the_values(part: Part, kind: str, by_row: 
 
 def held(part: Part, kind: str, shape: tuple[int, ...], *, by_row: bool) -> outline.Runs:
     names = tuple(f"e{index}" for index in range(part.num_experts or 1))
-    given = Held(Place(kind, part, shape), "layer", names)
+    given = HeldParameter(MasterPlace(kind, part, shape), "layer", names)
     return held_runs("master", given, AdapterConfig("OFT", (), block_size=4), by_row=by_row)
 
 
@@ -117,7 +126,7 @@ def test_windows_that_begin_within_a_tensor_and_ranks_elsewhere_give_the_same_fi
 
         # No rank finds the memory: it is on another machine.
         honest = trainer.opening_of
-        elsewhere = lambda memory: Opening(honest(memory).path, "/memfd:of another machine (deleted)")  # noqa: E731
+        elsewhere = lambda memory: MemoryOpening(honest(memory).path, "/memfd:of another machine (deleted)")  # noqa: E731
         monkeypatch.setattr(trainer, "opening_of", elsewhere)
         assert publishable(many, 1).digest == published.digest
         assert many.score(tokens)[0].applied_digest == score
@@ -142,7 +151,7 @@ def test_a_state_is_taken_from_windows_that_end_within_tensors(
     monkeypatch.setattr(outline, "PIECE_BYTES", 600)
     monkeypatch.setattr(DividedFile, "windows", windows_of(1000))
     if is_elsewhere:
-        monkeypatch.setattr(trainer, "opening_of", lambda memory: Opening("/proc/self/mem", "/memfd:elsewhere"))
+        monkeypatch.setattr(trainer, "opening_of", lambda memory: MemoryOpening("/proc/self/mem", "/memfd:elsewhere"))
     many.score((5, 9, 3, 77))
     step(many, 1)
     after = hold_state(many)
@@ -178,7 +187,7 @@ def test_memory_that_was_given_back_is_not_written_to() -> None:
         pass
 
 
-def windows_of(limit: int) -> Callable[..., Iterator[Window]]:
+def windows_of(limit: int) -> Callable[..., Iterator[FileWindow]]:
     honest = DividedFile.windows
     return lambda file, _asked=0: honest(file, limit)
 

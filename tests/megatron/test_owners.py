@@ -10,7 +10,7 @@ import pytest
 
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
-from orbit_runtime.training.megatron.groups import Groups, Sizes
+from orbit_runtime.training.megatron.groups import Groups, GroupSizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from orbit_runtime.training.state import MOMENTS, PART
@@ -42,9 +42,11 @@ def holds(groups: Groups) -> tuple[dict[Values, int], dict[Values, int]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "sizes", [Sizes(4, tensor=2, expert=2, sequence_parallel=True), Sizes(4, expert=4), Sizes(4, pipeline=2)], ids=str
+    "sizes",
+    [GroupSizes(4, tensor=2, expert=2, sequence_parallel=True), GroupSizes(4, expert=4), GroupSizes(4, pipeline=2)],
+    ids=str,
 )
-def test_moments_exist_once_and_every_rank_has_its_share_of_them(sizes: Sizes, root: Path) -> None:
+def test_moments_exist_once_and_every_rank_has_its_share_of_them(sizes: GroupSizes, root: Path) -> None:
     case = Case("qwen3_moe", "INT4", "LoRA", "SharedOuter")
     with world(sizes) as made:
         trainer = MegatronTrainer(
@@ -70,7 +72,7 @@ def test_moments_exist_once_and_every_rank_has_its_share_of_them(sizes: Sizes, r
 @pytest.mark.timeout(900)
 def test_ranks_that_own_nothing_train_all_the_same(root: Path) -> None:
     """Two layers with one parameter each, on four ranks."""
-    case, sizes = Case("qwen3", "BF16", "OFT", "None"), Sizes(4)
+    case, sizes = Case("qwen3", "BF16", "OFT", "None"), GroupSizes(4)
     folder, adapter = folder_of(root, case), replace(adapter_of(case), targets=("o_proj",))
     one = TorchTrainer(load_policy(folder, adapter), TRAINING)
     with world(sizes) as made:

@@ -24,7 +24,7 @@ from orbit_runtime.planner import Machine, Plan, plan
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.training.megatron.groups import Groups, Sizes
+from orbit_runtime.training.megatron.groups import Groups, GroupSizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.types import Sample
 from tests.integration.test_torch_trainer import SETTINGS
@@ -33,11 +33,11 @@ from tests.megatron.trainers import WorldRanks, rank_here
 from tests.models.test_planned_memory import angles, living_tensors, storage_bytes
 
 DIVISIONS = {
-    "TP2": Sizes(2, tensor=2, expert=2, sequence_parallel=True),
-    "EP2": Sizes(2, expert=2),
-    "PP2": Sizes(2, pipeline=2),
-    "CP2": Sizes(2, context=2),
-    "DP2": Sizes(2),
+    "TP2": GroupSizes(2, tensor=2, expert=2, sequence_parallel=True),
+    "EP2": GroupSizes(2, expert=2),
+    "PP2": GroupSizes(2, pipeline=2),
+    "CP2": GroupSizes(2, context=2),
+    "DP2": GroupSizes(2),
 }
 
 
@@ -58,7 +58,7 @@ FIGURES: dict[str, dict[str, tuple[int, int]]] = {}
 """Case → part → (measured, planned) of the tests that ran; `benchmarks/planned_memory.py` makes a table of them."""
 
 
-def lengths_of(sizes: Sizes) -> Lengths:
+def lengths_of(sizes: GroupSizes) -> Lengths:
     return MANY if sizes.context == 1 else ONE
 
 
@@ -88,7 +88,7 @@ CASES = (
 )
 
 
-def planned(case: Case, sizes: Sizes, recompute: Recompute = "None") -> Plan:
+def planned(case: Case, sizes: GroupSizes, recompute: Recompute = "None") -> Plan:
     settings = {"lora": {"rank": 8, "alpha": 16.0}} if case.adapter == "LoRA" else {"oft": {"blockSize": 16}}
     given = {"tensor": sizes.tensor, "expert": sizes.expert, "pipeline": sizes.pipeline, "context": sizes.context}
     lengths = lengths_of(sizes)

@@ -19,7 +19,7 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT, Slot
 from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
-from orbit_runtime.training.megatron.groups import Groups, Sizes
+from orbit_runtime.training.megatron.groups import Groups, GroupSizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from tests.megatron.cases import folder_of
@@ -41,7 +41,7 @@ FEW = 1 << 12
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
-    with world(Sizes(2, tensor=2, expert=2, sequence_parallel=True)) as made:
+    with world(GroupSizes(2, tensor=2, expert=2, sequence_parallel=True)) as made:
         yield made
 
 

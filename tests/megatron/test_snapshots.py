@@ -16,7 +16,7 @@ from orbit_runtime.parity.locate import Location, locate
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.snapshot import Snapshot, take_snapshot
 from orbit_runtime.training import TorchTrainer
-from orbit_runtime.training.megatron.groups import Groups, Sizes
+from orbit_runtime.training.megatron.groups import Groups, GroupSizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from tests.integration.test_torch_trainer import SETTINGS
@@ -26,10 +26,10 @@ from tests.megatron.trainers import WorldRanks, rank_here
 from tests.models.family_matrix import Case, adapter_of
 
 DIVISIONS = {
-    "TP2+SP": Sizes(2, tensor=2, expert=2, sequence_parallel=True),
-    "EP2": Sizes(2, expert=2),
-    "PP2": Sizes(2, pipeline=2),
-    "CP2": Sizes(2, context=2),
+    "TP2+SP": GroupSizes(2, tensor=2, expert=2, sequence_parallel=True),
+    "EP2": GroupSizes(2, expert=2),
+    "PP2": GroupSizes(2, pipeline=2),
+    "CP2": GroupSizes(2, context=2),
 }
 CASES = (
     Case("qwen3_moe", "INT4", "LoRA", "PerExpert"),

@@ -26,7 +26,7 @@ from orbit_runtime.policy.distance import Measure
 from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.training import TorchTrainer
-from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.training.megatron.groups import GroupSizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from orbit_runtime.training.settings import TeacherSettings
@@ -40,12 +40,12 @@ from tests.megatron.trainers import WorldRanks, spoil
 from tests.models.family_matrix import Case, adapter_of
 
 DIVISIONS = {
-    "1": Sizes(),
-    "TP2+SP": Sizes(2, tensor=2, expert=2, sequence_parallel=True),
-    "EP2": Sizes(2, expert=2),
-    "DP2": Sizes(2),
-    "PP2": Sizes(2, pipeline=2),
-    "CP2": Sizes(2, context=2),
+    "1": GroupSizes(),
+    "TP2+SP": GroupSizes(2, tensor=2, expert=2, sequence_parallel=True),
+    "EP2": GroupSizes(2, expert=2),
+    "DP2": GroupSizes(2),
+    "PP2": GroupSizes(2, pipeline=2),
+    "CP2": GroupSizes(2, context=2),
 }
 CASES = (Case("qwen3_moe", "INT4", "LoRA", "PerExpert"), Case("qwen3_moe", "BF16", "OFT", "SharedOuter"))
 TRAINING = replace(
@@ -189,7 +189,7 @@ def test_ranks_learn_demonstrations_as_one_process_does_and_go_on_bit_for_bit(ra
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sizes", [DIVISIONS["DP2"], DIVISIONS["PP2"]], ids=["DP2", "PP2"])
-def test_ranks_import_the_loss_that_a_manifest_names(sizes: Sizes, root: Path, tmp_path: Path) -> None:
+def test_ranks_import_the_loss_that_a_manifest_names(sizes: GroupSizes, root: Path, tmp_path: Path) -> None:
     (tmp_path / "my_rank_loss.py").write_text(
         "def loss(inputs, settings):\n    return -inputs.logprobs_T * inputs.advantages_T * 3\n"
     )
@@ -232,7 +232,7 @@ def test_ranks_leave_out_what_one_process_leaves_out(ranks: World, root: Path) -
 @pytest.mark.parametrize("recompute", ["PerLayer", "Selective"])
 def test_a_layer_runs_again_in_the_pass_it_belongs_to(recompute: Recompute, root: Path) -> None:
     """Stages have several passes under way, of different lengths, and replicas whose tokens meet in the experts."""
-    case, sizes = CASES[0], Sizes(4, pipeline=2, expert=2)
+    case, sizes = CASES[0], GroupSizes(4, pipeline=2, expert=2)
     settings = replace(TRAINING, micro_batch_tokens=12)
     one = TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), settings)
     with world(sizes) as made:

@@ -18,7 +18,7 @@ from orbit_runtime.adapters.state import load_slot
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.locate import Location, locate
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.policy.snapshot import ROTARY, Part, Snapshot, take_snapshot
+from orbit_runtime.policy.snapshot import ROTARY, Snapshot, SnapshotPart, take_snapshot
 from orbit_runtime.types import AdapterFiles
 from tests.integration.engine_inputs import random_adapter
 from tests.integration.tiny_families import make_family
@@ -112,12 +112,12 @@ def test_what_an_engine_computes_inside_of_another_module_is_not_missed(trainer:
     assert locate(ours, again, theirs, dtype=torch.float32, group=32).is_clear
 
 
-def cut(tensor: torch.Tensor, axis: int, count: int) -> tuple[tuple[Part, ...], tuple[torch.Tensor, ...]]:
+def cut(tensor: torch.Tensor, axis: int, count: int) -> tuple[tuple[SnapshotPart, ...], tuple[torch.Tensor, ...]]:
     """As processes of a server hold it."""
     pieces = tensor.chunk(count, axis)
     size = pieces[0].shape[axis]
     parts = tuple(
-        Part(tensorfile.tensor_digest(each), tuple(each.shape), axis, size * rank, rank)
+        SnapshotPart(tensorfile.tensor_digest(each), tuple(each.shape), axis, size * rank, rank)
         for rank, each in enumerate(pieces)
     )
     return parts, pieces

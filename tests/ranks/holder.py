@@ -10,11 +10,11 @@ from pathlib import Path
 
 from orbit_runtime.errors import EXIT_STOPPED
 from orbit_runtime.workers.child.signals import stop_on_signals
-from orbit_runtime.workers.ranks.group import Group, start_ranks
+from orbit_runtime.workers.ranks.group import GroupSettings, start_ranks
 
 
 def main(logs: Path) -> int:
-    with stop_on_signals() as stop, start_ranks(Group("ranks.targets:Meeting", {}, 2), logs) as group:
+    with stop_on_signals() as stop, start_ranks(GroupSettings("ranks.targets:Meeting", {}, 2), logs) as group:
         number = 0
         while not stop:
             number += 1

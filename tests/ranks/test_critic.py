@@ -15,11 +15,11 @@ if find_spec("megatron") is None:
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
-from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.training.megatron.groups import GroupSizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from orbit_runtime.training.state import CRITIC_PART, PART
-from orbit_runtime.workers.ranks.group import Group, start_ranks
+from orbit_runtime.workers.ranks.group import GroupSettings, start_ranks
 from tests.fakes.held_state import hold_state
 from tests.megatron.cases import folder_of
 from tests.megatron.test_critic import CRITIC, LORA, check_values, valued
@@ -35,9 +35,9 @@ def test_two_steps_of_ppo_publish_what_one_process_does(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     folder, adapter = folder_of(tmp_path / "models", LORA), adapter_of(LORA)
     settings = replace(TRAINING, critic=CRITIC)
-    asked = RankSettings(folder, adapter, Sizes(2, tensor=2, expert=2), settings)
+    asked = RankSettings(folder, adapter, GroupSizes(2, tensor=2, expert=2), settings)
     where = "orbit_runtime.training.megatron.rank:MegatronRank"
-    group = Group(where, {"settings": asked}, 2, environment={"OMP_NUM_THREADS": "1"})
+    group = GroupSettings(where, {"settings": asked}, 2, environment={"OMP_NUM_THREADS": "1"})
     one = TorchTrainer(load_policy(folder, adapter), settings)
     with start_ranks(group, tmp_path / "logs") as ranks:
         many = MegatronTrainer(ranks, "base")

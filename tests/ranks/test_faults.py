@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import OrbitError
-from orbit_runtime.workers.ranks.group import Group, RankGroup, start_ranks
+from orbit_runtime.workers.ranks.group import GroupSettings, RankGroup, start_ranks
 from orbit_runtime.workers.ranks.guard import MARK, descendants
 from orbit_runtime.workers.ranks.rank import read_note
 
@@ -25,7 +25,7 @@ ENDLESS = ("stop", "sleep", "return_early")
 
 
 def start(logs: Path) -> RankGroup:
-    return start_ranks(Group(TARGET, {}, 2, stopped_seconds=2.0), logs)
+    return start_ranks(GroupSettings(TARGET, {}, 2, stopped_seconds=2.0), logs)
 
 
 def patience_for(ranks: RankGroup, fault: str) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import InternalError, OutputError
-from orbit_runtime.workers.ranks.group import Group, start_ranks
+from orbit_runtime.workers.ranks.group import GroupSettings, start_ranks
 from orbit_runtime.workers.ranks.node import check_ports, port_block
 
 pytestmark = [pytest.mark.usefixtures("marked"), pytest.mark.timeout(240)]
@@ -24,7 +24,7 @@ def some_ports() -> tuple[int, int]:
 
 def test_ranks_meet_answer_in_order_and_leave_nothing(tmp_path: Path) -> None:
     ports = some_ports()
-    group = Group(TARGET, {"factor": 2}, 3, environment={"ORBIT_TEST_COLOUR": "green"}, ports=ports)
+    group = GroupSettings(TARGET, {"factor": 2}, 3, environment={"ORBIT_TEST_COLOUR": "green"}, ports=ports)
     with start_ranks(group, tmp_path) as ranks:
         assert ranks.call("add", 5.0) == [30.0, 30.0, 30.0]
         assert ranks.call("weigh", b"x" * (1 << 24)) == [(rank, 1 << 24) for rank in range(3)]
@@ -47,7 +47,7 @@ def test_only_ranks_import_what_they_are_made_with_and_only_with_their_environme
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     from ranks.targets import Unpacked
 
-    group = Group(
+    group = GroupSettings(
         "ranks.targets:Keeping", {"given": Unpacked()}, 2, environment={"ORBIT_TEST_COLOUR": "green"}, rendezvous=False
     )
     with start_ranks(group, tmp_path) as ranks:
@@ -57,7 +57,7 @@ def test_only_ranks_import_what_they_are_made_with_and_only_with_their_environme
 
 
 def test_each_rank_sees_its_own_gpu_alone_and_no_process_listens_to_the_network(tmp_path: Path, marked) -> None:
-    with start_ranks(Group(TARGET, {}, 2, devices=("5", "3")), tmp_path) as ranks:
+    with start_ranks(GroupSettings(TARGET, {}, 2, devices=("5", "3")), tmp_path) as ranks:
         assert ranks.call("see", "CUDA_VISIBLE_DEVICES") == [["5"], ["3"]]
         assert foreign_listeners(set(marked())) == []
 
@@ -87,13 +87,13 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OutputError, match=f"port {port} of the ranks' range") as caught:
-            start_ranks(Group(TARGET, {}, 1, ports=(port - 10, port + 30)), tmp_path)
+            start_ranks(GroupSettings(TARGET, {}, 1, ports=(port - 10, port + 30)), tmp_path)
     assert caught.value.exit_code == 73
     assert caught.value.fix
 
 
 def test_a_target_that_fails_to_be_made_ends_the_group_with_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(InternalError, match=r"rank 0 \(CPU\) in stage start: TypeError: .*no_such_argument") as caught:
-        start_ranks(Group(TARGET, {"no_such_argument": 1}, 1), tmp_path)
+        start_ranks(GroupSettings(TARGET, {"no_such_argument": 1}, 1), tmp_path)
     assert caught.value.exit_code == 70
     assert "Traceback" in str(caught.value.__cause__)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import CollectiveError
-from orbit_runtime.workers.ranks.group import Group, RankGroup, start_ranks
+from orbit_runtime.workers.ranks.group import GroupSettings, RankGroup, start_ranks
 
 pytestmark = [pytest.mark.usefixtures("marked"), pytest.mark.timeout(240)]
 
@@ -21,8 +21,8 @@ def step_for_ever(ranks: RankGroup) -> None:
 def test_a_group_works_over_two_nodes_loses_one_and_starts_again_on_the_other(tmp_path: Path) -> None:
     from ray.cluster_utils import Cluster
 
-    def group(count: int) -> Group:
-        return Group("ranks.targets:Meeting", {}, count, address=cluster.address, nodes=count)
+    def group(count: int) -> GroupSettings:
+        return GroupSettings("ranks.targets:Meeting", {}, count, address=cluster.address, nodes=count)
 
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 1 << 27, "include_dashboard": False}

@@ -6,12 +6,12 @@ import os
 import signal
 from pathlib import Path
 
-from orbit_runtime.workers.ranks.group import Group, start_ranks
+from orbit_runtime.workers.ranks.group import GroupSettings, start_ranks
 from orbit_runtime.workers.ranks.guard import MARK, descendants
 
 
 def test_a_rank_is_free_and_its_guard_hears_no_signal_but_the_last(tmp_path: Path) -> None:
-    group = Group("ranks.targets:Probed", {}, 1, environment={"OWN": "1"}, rendezvous=False)
+    group = GroupSettings("ranks.targets:Probed", {}, 1, environment={"OWN": "1"}, rendezvous=False)
     with start_ranks(group, tmp_path) as ranks:
         (first,), (second,) = ranks.call("look", os.getpid()), ranks.call("look", os.getpid())
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{ranks.guard_pid}/status").read_text().splitlines())

@@ -13,7 +13,7 @@ from orbit_runtime.errors import CredentialsError, DataError, ModelError, OrbitE
 from orbit_runtime.storage import Store, open_store
 from orbit_runtime.storage.cache import Cache
 from orbit_runtime.storage.download import Patience, fetch_files
-from orbit_runtime.storage.inputs import Bucket, Fetched, code_digest, fetch_input
+from orbit_runtime.storage.inputs import BucketFolder, Fetched, code_digest, fetch_input
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "orbit_runtime/model_info/builtin/tiny-adder/int4"
@@ -100,7 +100,7 @@ def test_an_object_that_is_replaced_meanwhile_is_not_kept(s3_bucket: str, cache:
     def missing(message: str, *, fix: str | None = None) -> OrbitError:
         return DataError(message, fix=fix)
 
-    bucket = Bucket(s3_bucket, missing, Patience(2.0))
+    bucket = BucketFolder(s3_bucket, missing, Patience(2.0))
     file = bucket.describe("train.jsonl")
     store.put("train.jsonl", b"b" * 100)
     with pytest.raises(StorageError, match="was replaced while it was downloaded"):

@@ -7,8 +7,8 @@ import pytest
 
 from orbit_runtime.loop import run
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.serve.open import Asked, open_models
-from orbit_runtime.serve.requests import Limits
+from orbit_runtime.serve.open import ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.serve.server import start_serving
 from orbit_runtime.spec import OrbitRun
 from tests.integration.killing import small_manifest
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_policy_is_loaded_from_the_store_and_proven(s3_bucket: str) -> None:
     place = f"{s3_bucket}/run"
     run(OrbitRun.model_validate(small_manifest(steps=2)), out=place, progress=SilentProgress())
-    serving = start_serving(open_models(Asked(place), Limits(), lambda _: None), "127.0.0.1", 0, None)
+    serving = start_serving(open_models(ServeRequest(place), ServeLimits(), lambda _: None), "127.0.0.1", 0, None)
     try:
         with httpx.Client(base_url=serving.url, timeout=60) as client:
             newest = client.get("/v1/models/policy").json()

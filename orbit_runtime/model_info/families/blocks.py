@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orbit_runtime.model_info.weights import EXPERT, KVCache, Role, Weight
+from orbit_runtime.model_info.weights import EXPERT, KVCacheSize, Role, Weight
 
 Config = Mapping[str, Any]
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
@@ -18,7 +18,7 @@ GQA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightPlace:
     """The position of weights: a layer's prefix, its number, and the role of all of them if it is fixed (MTP)."""
 
     prefix: str
@@ -61,7 +61,7 @@ def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def gqa(place: Place, config: Config, *, bias: bool, out_bias: bool, qk_norm: bool) -> Iterator[Weight]:
+def gqa(place: WeightPlace, config: Config, *, bias: bool, out_bias: bool, qk_norm: bool) -> Iterator[Weight]:
     """Grouped-query attention."""
     hidden, size = config["hidden_size"], head_dim(config)
     wide, narrow = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
@@ -77,13 +77,13 @@ def gqa(place: Place, config: Config, *, bias: bool, out_bias: bool, qk_norm: bo
         yield place.plain("self_attn.k_norm.weight", (size,))
 
 
-def layer_norms(place: Place, hidden: int) -> Iterator[Weight]:
+def layer_norms(place: WeightPlace, hidden: int) -> Iterator[Weight]:
     yield place.plain("input_layernorm.weight", (hidden,))
     yield place.plain("post_attention_layernorm.weight", (hidden,))
 
 
 def gated_mlp(
-    place: Place, hidden: int, inner: int, role: Role, *, name: str = "mlp", bias: bool = False
+    place: WeightPlace, hidden: int, inner: int, role: Role, *, name: str = "mlp", bias: bool = False
 ) -> Iterator[Weight]:
     """gate, up and down."""
     for leaf, out, into, source in (
@@ -96,7 +96,7 @@ def gated_mlp(
             yield place.plain(f"{name}.{leaf}.bias", (out,), role, split=leaf != "down_proj")
 
 
-def routed_experts(place: Place, hidden: int, inner: int, count: int) -> Iterator[Weight]:
+def routed_experts(place: WeightPlace, hidden: int, inner: int, count: int) -> Iterator[Weight]:
     """gate, up and down of every expert. Experts of one layer share the input; each has its own activations."""
     at = f"mlp.experts.{EXPERT}"
     yield place.expert(f"{at}.gate_proj", inner, hidden, count, "mlp.experts.in")
@@ -104,13 +104,13 @@ def routed_experts(place: Place, hidden: int, inner: int, count: int) -> Iterato
     yield place.expert(f"{at}.down_proj", hidden, inner, count, "mlp.experts.inner")
 
 
-def router(place: Place, hidden: int, count: int, *, correction: bool) -> Iterator[Weight]:
+def router(place: WeightPlace, hidden: int, count: int, *, correction: bool) -> Iterator[Weight]:
     yield place.plain("mlp.gate.weight", (count, hidden), "router")
     if correction:
         yield place.plain("mlp.gate.e_score_correction_bias", (count,), "router", dtype="F32")
 
 
-def mtp_extras(place: Place, config: Config) -> Iterator[Weight]:
+def mtp_extras(place: WeightPlace, config: Config) -> Iterator[Weight]:
     """What a DeepSeek-style multi-token-prediction layer has in addition to an ordinary layer."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield place.plain("embed_tokens.weight", (vocabulary, hidden), split=True)
@@ -120,6 +120,6 @@ def mtp_extras(place: Place, config: Config) -> Iterator[Weight]:
     yield place.plain("shared_head.head.weight", (vocabulary, hidden), split=True)
 
 
-def gqa_cache(config: Config) -> KVCache:
+def gqa_cache(config: Config) -> KVCacheSize:
     heads = config["num_key_value_heads"]
-    return KVCache(2 * config["num_hidden_layers"] * heads * head_dim(config) * 2, heads=heads)
+    return KVCacheSize(2 * config["num_hidden_layers"] * heads * head_dim(config) * 2, heads=heads)

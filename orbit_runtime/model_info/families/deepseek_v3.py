@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from orbit_runtime.model_info.families.blocks import (
     MLP_TARGETS,
     Config,
-    Place,
+    WeightPlace,
     ends,
     gated_mlp,
     layer_norms,
@@ -18,7 +18,7 @@ from orbit_runtime.model_info.families.blocks import (
     routed_experts,
     router,
 )  # fmt: skip
-from orbit_runtime.model_info.weights import Architecture, KVCache, Weight
+from orbit_runtime.model_info.weights import Architecture, KVCacheSize, Weight
 
 
 def describe(config: Config, prefix: str = "") -> Architecture:
@@ -26,21 +26,21 @@ def describe(config: Config, prefix: str = "") -> Architecture:
     weights: list[Weight] = [*ends(config, at, f"{prefix}lm_head.")]
     for layer in range(layers):
         dense = layer < config["first_k_dense_replace"]
-        weights += _layer(Place(f"{at}layers.{layer}.", layer), config, dense=dense)
+        weights += _layer(WeightPlace(f"{at}layers.{layer}.", layer), config, dense=dense)
     for extra in range(layers, layers + config.get("num_nextn_predict_layers", 0)):
-        place = Place(f"{at}layers.{extra}.", None, "mtp")
+        place = WeightPlace(f"{at}layers.{extra}.", None, "mtp")
         weights += [*_layer(place, config, dense=False), *mtp_extras(place, config)]
     query = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj") if config.get("q_lora_rank") else ("q_proj",)
     targets = (*query, "o_proj", *MLP_TARGETS)
     latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     return Architecture(
         "deepseek_v3", config["hidden_size"], layers, config["vocab_size"], config["num_attention_heads"],
-        tuple(weights), KVCache(layers * latent * 2), targets,
+        tuple(weights), KVCacheSize(layers * latent * 2), targets,
         num_experts=config["n_routed_experts"], experts_per_token=config["num_experts_per_tok"],
     )  # fmt: skip
 
 
-def _mla(place: Place, config: Config) -> Iterator[Weight]:
+def _mla(place: WeightPlace, config: Config) -> Iterator[Weight]:
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     rank, wide = config.get("q_lora_rank"), heads * (nope + rope)
@@ -56,7 +56,7 @@ def _mla(place: Place, config: Config) -> Iterator[Weight]:
     yield place.linear("self_attn.o_proj", hidden, heads * value, "attention", "self_attn.out")
 
 
-def _layer(place: Place, config: Config, *, dense: bool) -> Iterator[Weight]:
+def _layer(place: WeightPlace, config: Config, *, dense: bool) -> Iterator[Weight]:
     hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
     yield from _mla(place, config)
     yield from layer_norms(place, hidden)

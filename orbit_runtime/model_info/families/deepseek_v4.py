@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orbit_runtime.model_info.families.blocks import MLP_TARGETS, Config, Place
-from orbit_runtime.model_info.weights import EXPERT, Architecture, KVCache, Weight
+from orbit_runtime.model_info.families.blocks import MLP_TARGETS, Config, WeightPlace
+from orbit_runtime.model_info.weights import EXPERT, Architecture, KVCacheSize, Weight
 
 CSA, HCA = 4, 128
 """Tokens per compressed entry; 0 means a sliding window only."""
@@ -27,13 +27,13 @@ def describe(config: Config) -> Architecture:
         Weight("embed.weight", (vocabulary, hidden), "embedding"),
         Weight("norm.weight", (hidden,), "norm", is_split=False),
         Weight("head.weight", (vocabulary, hidden), "head", input="out", target="lm_head"),
-        *_hyper_head(Place("", None), hidden, streams),
+        *_hyper_head(WeightPlace("", None), hidden, streams),
     ]
     for layer in range(layers):
-        place = Place(f"layers.{layer}.", layer)
+        place = WeightPlace(f"layers.{layer}.", layer)
         weights += _layer(place, config, ratios[layer], hashed=layer < config["num_hash_layers"])
     for extra in range(config.get("num_nextn_predict_layers", 0)):
-        place = Place(f"mtp.{extra}.", None, "mtp")
+        place = WeightPlace(f"mtp.{extra}.", None, "mtp")
         weights += [*_layer(place, config, 0, hashed=False), *_mtp(place, hidden), *_hyper_head(place, hidden, streams)]
     return Architecture(
         "deepseek_v4", hidden, layers, vocabulary, config["num_attention_heads"], tuple(weights),
@@ -42,14 +42,14 @@ def describe(config: Config) -> Architecture:
     )  # fmt: skip
 
 
-def _cache(config: Config) -> KVCache:
+def _cache(config: Config) -> KVCacheSize:
     layers = config["num_hidden_layers"]
     ratios = list(config["compress_ratios"][:layers])
     per_token = ratios.count(CSA) * (ENTRY_BYTES + INDEX_ENTRY_BYTES) / CSA + ratios.count(HCA) * ENTRY_BYTES / HCA
-    return KVCache(per_token, config["sliding_window"] * layers * ENTRY_BYTES)
+    return KVCacheSize(per_token, config["sliding_window"] * layers * ENTRY_BYTES)
 
 
-def _layer(place: Place, config: Config, ratio: int, *, hashed: bool) -> Iterator[Weight]:
+def _layer(place: WeightPlace, config: Config, ratio: int, *, hashed: bool) -> Iterator[Weight]:
     hidden, streams = config["hidden_size"], config["hc_mult"]
     yield from _attention(place, config)
     if ratio:
@@ -66,7 +66,7 @@ def _layer(place: Place, config: Config, ratio: int, *, hashed: bool) -> Iterato
         yield place.plain(f"{name}_scale", (3,), "other", dtype="F32")
 
 
-def _attention(place: Place, config: Config) -> Iterator[Weight]:
+def _attention(place: WeightPlace, config: Config) -> Iterator[Weight]:
     hidden, size, rank = config["hidden_size"], config["head_dim"], config["q_lora_rank"]
     heads, groups, out_rank = config["num_attention_heads"], config["o_groups"], config["o_lora_rank"]
 
@@ -83,7 +83,7 @@ def _attention(place: Place, config: Config) -> Iterator[Weight]:
     yield place.plain("attn.attn_sink", (heads,), "attention", dtype="F32", split=True)
 
 
-def _compressor(place: Place, at: str, hidden: int, size: int, ratio: int) -> Iterator[Weight]:
+def _compressor(place: WeightPlace, at: str, hidden: int, size: int, ratio: int) -> Iterator[Weight]:
     """CSA compresses overlapping windows, hence twice the width."""
     wide = 2 * size if ratio == CSA else size
     for name in ("wkv", "wgate"):
@@ -92,7 +92,7 @@ def _compressor(place: Place, at: str, hidden: int, size: int, ratio: int) -> It
     yield place.plain(f"{at}norm.weight", (size,))
 
 
-def _indexer(place: Place, config: Config) -> Iterator[Weight]:
+def _indexer(place: WeightPlace, config: Config) -> Iterator[Weight]:
     heads, size = config["index_n_heads"], config["index_head_dim"]
     source = "attn.q_latent"
     yield place.linear(
@@ -103,7 +103,7 @@ def _indexer(place: Place, config: Config) -> Iterator[Weight]:
     yield from _compressor(place, "attn.indexer.compressor.", config["hidden_size"], size, CSA)
 
 
-def _experts(place: Place, config: Config, *, hashed: bool) -> Iterator[Weight]:
+def _experts(place: WeightPlace, config: Config, *, hashed: bool) -> Iterator[Weight]:
     hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
     yield place.plain("ffn.gate.weight", (count, hidden), "router")
     if hashed:
@@ -120,14 +120,14 @@ def _experts(place: Place, config: Config, *, hashed: bool) -> Iterator[Weight]:
         )
 
 
-def _mtp(place: Place, hidden: int) -> Iterator[Weight]:
+def _mtp(place: WeightPlace, hidden: int) -> Iterator[Weight]:
     for name in ("e_proj", "h_proj"):
         yield place.linear(name, hidden, hidden, "mtp", name)
     for name in ("enorm.weight", "hnorm.weight", "norm.weight"):
         yield place.plain(name, (hidden,))
 
 
-def _hyper_head(place: Place, hidden: int, streams: int) -> Iterator[Weight]:
+def _hyper_head(place: WeightPlace, hidden: int, streams: int) -> Iterator[Weight]:
     yield place.plain("hc_head_fn", (streams, streams * hidden), "other", dtype="F32")
     yield place.plain("hc_head_base", (streams,), "other", dtype="F32")
     yield place.plain("hc_head_scale", (1,), "other", dtype="F32")

@@ -8,20 +8,20 @@ from __future__ import annotations
 from orbit_runtime.model_info.families.blocks import (
     GQA_TARGETS,
     Config,
-    Place,
+    WeightPlace,
     ends,
     gqa,
     head_dim,
     layer_norms,
 )  # fmt: skip
-from orbit_runtime.model_info.weights import Architecture, KVCache, Weight
+from orbit_runtime.model_info.weights import Architecture, KVCacheSize, Weight
 
 
 def describe(config: Config) -> Architecture:
     hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
     weights: list[Weight] = [*ends(config)]
     for layer in range(config["num_hidden_layers"]):
-        place = Place(f"model.layers.{layer}.", layer)
+        place = WeightPlace(f"model.layers.{layer}.", layer)
         weights += gqa(place, config, bias=True, out_bias=True, qk_norm=False)
         weights += layer_norms(place, hidden)
         weights += [
@@ -45,8 +45,8 @@ def describe(config: Config) -> Architecture:
     )  # fmt: skip
 
 
-def _cache(config: Config) -> KVCache:
+def _cache(config: Config) -> KVCacheSize:
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (layers // 2)
     one, sliding = 2 * heads * head_dim(config) * 2, kinds[:layers].count("sliding_attention")
-    return KVCache(one * (layers - sliding), one * sliding * config["sliding_window"], heads)
+    return KVCacheSize(one * (layers - sliding), one * sliding * config["sliding_window"], heads)

@@ -15,7 +15,7 @@ from orbit_runtime.model_info.families.blocks import (
     GQA_TARGETS,
     MLP_TARGETS,
     Config,
-    Place,
+    WeightPlace,
     ends,
     gated_mlp,
     gqa,
@@ -42,7 +42,7 @@ def _dense(family: str, hidden: int, config: Config, *, qk_norm: bool, mlp_bias:
     bias = bool(config.get("attention_bias", False))
     weights: list[Weight] = [*ends(config)]
     for layer in range(config["num_hidden_layers"]):
-        place = Place(f"model.layers.{layer}.", layer)
+        place = WeightPlace(f"model.layers.{layer}.", layer)
         weights += gqa(place, config, bias=bias, out_bias=bias, qk_norm=qk_norm)
         weights += gated_mlp(place, hidden, config["intermediate_size"], "dense_mlp", bias=mlp_bias)
         weights += layer_norms(place, hidden)
@@ -55,7 +55,7 @@ def qwen3_moe(config: Config) -> Architecture:
     bias = bool(config.get("attention_bias", False))
     weights: list[Weight] = [*ends(config)]
     for layer in range(config["num_hidden_layers"]):
-        place = Place(f"model.layers.{layer}.", layer)
+        place = WeightPlace(f"model.layers.{layer}.", layer)
         weights += gqa(place, config, bias=bias, out_bias=bias, qk_norm=True)
         weights += layer_norms(place, hidden)
         sparse = layer not in config.get("mlp_only_layers", ()) and (layer + 1) % config["decoder_sparse_step"] == 0
@@ -72,17 +72,17 @@ def glm4_moe(config: Config) -> Architecture:
     layers = config["num_hidden_layers"]
     weights: list[Weight] = [*ends(config)]
     for layer in range(layers):
-        place = Place(f"model.layers.{layer}.", layer)
+        place = WeightPlace(f"model.layers.{layer}.", layer)
         weights += _glm4_layer(place, config, dense=layer < config["first_k_dense_replace"])
     for extra in range(layers, layers + config.get("num_nextn_predict_layers", 0)):
-        place = Place(f"model.layers.{extra}.", None, "mtp")
+        place = WeightPlace(f"model.layers.{extra}.", None, "mtp")
         weights += [*_glm4_layer(place, config, dense=False), *mtp_extras(place, config)]
     described = _architecture("glm4_moe", config, weights)
     experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"]
     return replace(described, num_experts=experts, experts_per_token=chosen)
 
 
-def _glm4_layer(place: Place, config: Config, *, dense: bool) -> Iterator[Weight]:
+def _glm4_layer(place: WeightPlace, config: Config, *, dense: bool) -> Iterator[Weight]:
     hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
     bias, normed = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
     yield from gqa(place, config, bias=bias, out_bias=False, qk_norm=normed)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from orbit_runtime.model_info.families import deepseek_v3
-from orbit_runtime.model_info.families.blocks import Config, Place
+from orbit_runtime.model_info.families.blocks import Config, WeightPlace
 from orbit_runtime.model_info.weights import Architecture, Weight
 
 
@@ -23,7 +23,7 @@ def describe(config: Config) -> Architecture:
 
 def _vision(config: Config, text_hidden: int) -> Iterator[Weight]:
     """MoonViT and the projector, by the checkpoint's names."""
-    place = Place("", None, "vision")
+    place = WeightPlace("", None, "vision")
     hidden, inner = (
         _first(config, "vt_hidden_size", "hidden_size"),
         _first(config, "vt_intermediate_size", "intermediate_size"),

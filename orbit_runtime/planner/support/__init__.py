@@ -41,9 +41,9 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Row[S]:
-    """One limit. Example: `Row("adapter.lora.rslora", "SGLang", lambda asked: asked.rslora, "SGLang scales a LoRA by
-    alpha / rank", "leave it out")`"""
+class SupportRow[S]:
+    """One limit. Example: `SupportRow("adapter.lora.rslora", "SGLang", lambda asked: asked.rslora, "SGLang scales LoRA
+    by alpha / rank", "leave it out")`"""
 
     what: str
     """The field under `spec` that the fix names first; empty if there is none."""
@@ -65,11 +65,11 @@ class Row[S]:
         return Problem(why, f"spec.{what}", fix, fix_suffices=True, is_limit=True)
 
 
-def find_problems[S](rows: Iterable[Row[S]], subject: S) -> Iterator[Problem]:
+def find_problems[S](rows: Iterable[SupportRow[S]], subject: S) -> Iterator[Problem]:
     return (found for row in rows if (found := row.ask(subject)) is not None)
 
 
-def check_rows[S](rows: Iterable[Row[S]], subject: S) -> None:
+def check_rows[S](rows: Iterable[SupportRow[S]], subject: S) -> None:
     """Raises UnsupportedError (78) with the first problem."""
     for problem in find_problems(rows, subject):
         raise problem.error()

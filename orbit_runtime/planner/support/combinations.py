@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orbit_runtime.planner.support import Row, State, check_rows
+from orbit_runtime.planner.support import State, SupportRow, check_rows
 from orbit_runtime.workers.servers.process import PINNED_SGLANG
 
 PINNED = {"sglang": PINNED_SGLANG, "megatron-core": "0.19.2", "torch": "2.14.1", "transformers": "5.19.0"}
@@ -83,14 +83,14 @@ COMPARED = Only(
 """What the tests compare with transformers, family by family and format by format."""
 FAMILY_NAMES = COMPARED.family
 UNNAMED_FIX = "name the checkpoint of another family or format in model.uri"
-LIMITS: tuple[Row[Combination], ...] = (
-    Row(
+LIMITS: tuple[SupportRow[Combination], ...] = (
+    SupportRow(
         "rollout.engine", "SGLang on a CPU",
         Only(family=("gpt_oss", "deepseek_v4"), engine=("SGLang",), on_cpu=True),
         "SGLang 0.5.23 computes the attention of gpt-oss and of DeepSeek-V4 on GPUs only",
         "write rollout.engine: Torch",
     ),
-    Row(
+    SupportRow(
         "adapter.experts", "SGLang on a GPU",
         Only(
             format=("MXFP4",), family=tuple(name for name in MOE_FAMILIES if name != "deepseek_v4"),
@@ -99,7 +99,7 @@ LIMITS: tuple[Row[Combination], ...] = (
         "SGLang 0.5.23 serves no LoRA on MXFP4 experts",
         "write adapter.experts: None, or adapter.type: OFT",
     ),
-    Row(
+    SupportRow(
         "adapter.experts", "SGLang",
         Only(
             format=("MXFP4",), family=("deepseek_v4",), adapter=("LoRA",), experts=("SharedOuter", "PerExpert"),
@@ -108,7 +108,7 @@ LIMITS: tuple[Row[Combination], ...] = (
         "LoRA on DeepSeek-V4's FP4 experts needs SGLang's Marlin kernels, which run on Hopper and on SM120 only",
         "write adapter.experts: None, or adapter.type: OFT",
     ),
-    Row(
+    SupportRow(
         "adapter.experts", "SGLang",
         Only(
             family=("gpt_oss",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"),
@@ -117,68 +117,68 @@ LIMITS: tuple[Row[Combination], ...] = (
         "SGLang 0.5.23 supports no LoRA on the experts of gpt-oss, whose gate and up are one tensor",
         "write adapter.experts: None, or adapter.type: OFT",
     ),
-    Row(
+    SupportRow(
         "adapter.experts", "SGLang",
         Only(adapter=("LoRA",), experts=("Shared",), engine=("SGLang",)),
         "SGLang 0.5.23 supports LoRA of routed experts shared on the outer side, or one for each",
         "write adapter.experts: SharedOuter",
     ),
-    Row(
+    SupportRow(
         "adapter.experts", "SGLang",
         Only(adapter=("OFT",), experts=("SharedOuter", "PerExpert"), engine=("SGLang",)),
         "in SGLang tokens are rotated before they are sent to their experts, so all experts share one R",
         "write adapter.experts: Shared",
     ),
-    Row(
+    SupportRow(
         "adapter.targets", "SGLang on a GPU",
         Only(adapter=("OFT",), experts=("Shared",), engine=("SGLang",), on_gpu=True, adapts_down=True),
         "SGLang computes routed experts in one kernel on a GPU: no R can be applied before their down_proj",
         "leave down_proj out of adapter.targets, or write adapter.experts: None",
     ),
-    Row(
+    SupportRow(
         "rollout.deterministic", "SGLang on a CPU",
         Only(engine=("SGLang",), on_cpu=True, deterministic=True),
         "SGLang 0.5.23 samples deterministically on GPUs only",
         "remove rollout.deterministic, or write rollout.engine: Torch",
     ),
-    Row(
+    SupportRow(
         "rollout.deterministic", "SGLang",
         Only(family=("deepseek_v4",), engine=("SGLang",), deterministic=True),
         "SGLang 0.5.23 has no deterministic attention for DeepSeek-V4",
         "remove rollout.deterministic, or write rollout.engine: Torch",
     ),
-    Row(
+    SupportRow(
         "rollout.engine", "ranks",
         Only(engine=("Torch",), trainer=("Megatron",)),
         "the torch engine runs in the torch trainer's process",
         "write rollout.engine: Auto",
     ),
-    Row(
+    SupportRow(
         "model.uri", "any engine",
         Only(format=("INT4", "FP8", "NVFP4"), family=("gpt_oss",)),
         "Orbit reads the experts of gpt-oss in MXFP4, as released, and in BF16",
         "point model.uri at the released checkpoint",
     ),
-    Row(
+    SupportRow(
         "model.uri", "any engine",
         Only(format=("INT4", "NVFP4"), family=("deepseek_v4",)),
         "Orbit reads DeepSeek-V4 in FP4 and FP8, as released, and in BF16",
         "point model.uri at the released checkpoint",
     ),
-    Row(
+    SupportRow(
         "adapter.experts", "attached servers",
         Only(experts=("SharedOuter", "Shared", "PerExpert"), engine=("OpenAI",)),
         "adapters of routed experts are not sent to attached servers in this version",
         "write adapter.experts: None",
     ),
-    Row(
+    SupportRow(
         "training.trainer", "ranks",
         Only(family=("deepseek_v4",), trainer=("Megatron",)),
         "this version does not divide the attention of DeepSeek-V4 among GPUs: it keeps a state of its own",
         "write training.trainer: Torch where one GPU is enough",
         state="missing",
     ),
-    Row(
+    SupportRow(
         "training.trainer", "ranks",
         Only(trainer=("Megatron",), teacher=True),
         "ranks hold neither a second adapter nor another distribution: their teacher is the base by sampled "
@@ -186,19 +186,19 @@ LIMITS: tuple[Row[Combination], ...] = (
         "write training.trainer: Torch where one GPU is enough, or algorithm.teacher: {type: Base, over: Sampled}",
         state="missing",
     ),
-    Row(
+    SupportRow(
         "", "ranks on a GPU",
         Only(trainer=("Megatron",), on_gpu=True),
         "ranks that hold a model in parts have run on CPUs, not on hardware",
         state="planned",
     ),
-    Row(
+    SupportRow(
         "", "SGLang",
         Only(family=("deepseek_v4",), engine=("SGLang",)),
         "DeepSeek-V4's attention is adapted by Orbit's plug-in: tested module by module on a CPU, not run on hardware",
         state="planned",
     ),
-    Row(
+    SupportRow(
         "", "SGLang",
         Only(
             format=("MXFP4",), family=("deepseek_v4",), adapter=("LoRA",), experts=("SharedOuter", "PerExpert"),
@@ -208,13 +208,13 @@ LIMITS: tuple[Row[Combination], ...] = (
         "hardware",
         state="planned",
     ),
-    Row(
+    SupportRow(
         "", "attached servers",
         Only(family=MOE_FAMILIES, engine=("OpenAI",)),
         "Orbit has attached dense models only",
         state="planned",
     ),
-    Row(
+    SupportRow(
         "", "SGLang on a GPU",
         Only(engine=("SGLang",), on_gpu=True),
         "SGLang on a GPU is written and not run on hardware",
@@ -241,7 +241,9 @@ def find_support(asked: Combination) -> Support:
     found = [row for row in LIMITS if row.when(asked)]
     if asked.family and asked.format and not COMPARED(asked):
         message = f"no test compares {asked.family} in {asked.format} with another implementation"
-        unnamed: Row[Combination] = Row("model.uri", "Orbit", COMPARED, message, UNNAMED_FIX, state="missing")
+        unnamed: SupportRow[Combination] = SupportRow(
+            "model.uri", "Orbit", COMPARED, message, UNNAMED_FIX, state="missing"
+        )
         found.append(unnamed)
     for state in ("refused", "missing", "planned"):
         if of_state := [row for row in found if row.state == state]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.weights import ModelFacts
-from orbit_runtime.planner.support import Row, Words, check_rows
+from orbit_runtime.planner.support import SupportRow, Words, check_rows
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON
 
@@ -18,7 +18,7 @@ ADAPT = "train an adapter (adapter.type: LoRA)"
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class ManifestFacts:
     """A manifest, and what is known of its model by then."""
 
     spec: RunSpec
@@ -31,28 +31,28 @@ class Manifest:
     """`Auto` decided; empty if it is not yet."""
 
 
-def read_manifest(spec: RunSpec, model: ModelFacts, trainer: str) -> Manifest:
+def read_manifest(spec: RunSpec, model: ModelFacts, trainer: str) -> ManifestFacts:
     """With what the headers of a checkpoint tell."""
     shape = model.architecture
     replays = bool(shape.num_experts) and shape.family != "deepseek_v4"
-    return Manifest(spec, model.precision, shape.num_experts, replays, trainer)
+    return ManifestFacts(spec, model.precision, shape.num_experts, replays, trainer)
 
 
-def _whole(when: Callable[[Manifest], bool | Words | None], why: str, fix: str) -> Row[Manifest]:
-    return Row("adapter.type", "Full", lambda asked: asked.spec.adapter.type == "Full" and when(asked), why, fix)
+def _whole(when: Callable[[ManifestFacts], bool | Words | None], why: str, fix: str) -> SupportRow[ManifestFacts]:
+    return SupportRow("adapter.type", "Full", lambda asked: asked.spec.adapter.type == "Full" and when(asked), why, fix)
 
 
-def _packed(asked: Manifest) -> Words | None:
+def _packed(asked: ManifestFacts) -> Words | None:
     precision = asked.spec.model.precision if asked.precision == "Auto" else asked.precision
     return None if precision in ("Auto", "BF16") else {"precision": precision}
 
 
-def _sampled(asked: Manifest) -> Words | None:
+def _sampled(asked: ManifestFacts) -> Words | None:
     kind = asked.spec.algorithm.type
     return None if kind == "SFT" else {"kind": kind}
 
 
-MANIFESTS: tuple[Row[Manifest], ...] = (
+MANIFESTS: tuple[SupportRow[ManifestFacts], ...] = (
     _whole(_sampled, "a whole model is trained only on demonstrations: with algorithm.type {kind} an engine would need "
            "every weight at each publish",
            f"{ADAPT}; or write algorithm.type: SFT, and start the run with rewards from the resulting model"),
@@ -69,33 +69,34 @@ MANIFESTS: tuple[Row[Manifest], ...] = (
     _whole(lambda asked: asked.spec.adapter.init_from is not None,
            "adapter.initFrom applies to an adapter, but with `Full` there is none",
            "name the model to start from in spec.model.uri"),
-    Row("rollout.routerReplay", "models without routed experts",
+    SupportRow("rollout.routerReplay", "models without routed experts",
         lambda asked: asked.spec.rollout.router_replay != "None" and not asked.replays and _sampled(asked) is not None,
         "this model has no routed experts, or routers that no other choice can be given to", "remove it"),
-    Row("algorithm.entrypoint", "ranks",
+    SupportRow("algorithm.entrypoint", "ranks",
         lambda asked: asked.spec.algorithm.entrypoint == FROM_PYTHON and asked.trainer == "Megatron",
         "ranks import a loss by its name, and this one was passed from Python",
         "name it `module:function`, or write `trainer: Torch` in spec.training"),
 )  # fmt: skip
 
-APART: tuple[Row[RunSpec], ...] = (
-    Row("rollout.adapterTransport", "three processes", lambda spec: spec.rollout.adapter_transport == "Broadcast",
+APART: tuple[SupportRow[RunSpec], ...] = (
+    SupportRow("rollout.adapterTransport", "three processes",
+        lambda spec: spec.rollout.adapter_transport == "Broadcast",
         "adapters come to the servers' machine by the run's store; from there a broadcast brings nothing",
         "write SharedMemory or File, or use `orbit run`"),
-    Row("rollout.sleep", "three processes", lambda spec: spec.rollout.sleep != "None",
+    SupportRow("rollout.sleep", "three processes", lambda spec: spec.rollout.sleep != "None",
         "a server sleeps to make room for the trainer on its GPU, and a trainer in another process does not give back "
         "what it took before the server wakes", "write None, or use `orbit run`"),
-    Row("training.trainer", "three processes",
+    SupportRow("training.trainer", "three processes",
         lambda spec: spec.training.trainer == "Auto" and spec.placement.nodes > 1,
         "three processes read `Auto` as Torch, which does not use several nodes",
         "write Megatron, or placement.nodes: 1"),
-    Row("adapter.type", "three processes", lambda spec: spec.adapter.type == "Full",
+    SupportRow("adapter.type", "three processes", lambda spec: spec.adapter.type == "Full",
         "the whole of a model is trained in one process: each of its states would pass through the orchestrator",
         "use `orbit sft`, or train an adapter (adapter.type: LoRA)"),
 )  # fmt: skip
 
 
-def check_manifest(asked: Manifest) -> None:
+def check_manifest(asked: ManifestFacts) -> None:
     """Raises UnsupportedError (78) for what no machine would mend."""
     check_rows(MANIFESTS, asked)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orbit_runtime.errors import ManifestError
-from orbit_runtime.planner.support import Problem, Row, Words, check_rows
+from orbit_runtime.planner.support import Problem, SupportRow, Words, check_rows
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling
 
@@ -132,8 +132,8 @@ def _shaped_beside_teacher(spec: RunSpec) -> Words | None:
     return {"first": shaping[0], "shaping": " and ".join(shaping)} if shaping else None
 
 
-TAUGHT: tuple[Row[RunSpec], ...] = (
-    Row(
+TAUGHT: tuple[SupportRow[RunSpec], ...] = (
+    SupportRow(
         "rollout.sampling.{first}", "teachers on servers", _shaped_beside_teacher,
         "servers report log-probs of the model's own distribution, but with {shaping} the policy samples from another",
         "remove {shaping}, or take a teacher on the run's own base",

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from orbit_runtime.model_info.weights import EXPERT, SGLANG_TARGETS, SHARED_INPUTS, ModelFacts, Weight
 from orbit_runtime.planner.adapter_size import LEFT_OUT, adapted_weights
 from orbit_runtime.planner.job import Job, Machine
-from orbit_runtime.planner.support import Problem, Row, Words, check_rows, find_problems
+from orbit_runtime.planner.support import Problem, SupportRow, Words, check_rows, find_problems
 from orbit_runtime.planner.support.combinations import Combination, check_combination
 from orbit_runtime.planner.support.kernels import LORA_RUNNERS, expert_layouts
 
@@ -149,30 +149,30 @@ UNADAPTABLE = {
     "NVFP4": "NVFP4 of compressed-tensors",
 }
 """Layouts in words, where their name alone does not say what is wrong with them."""
-LAYERS: tuple[Row[ServedAdapter], ...] = (
-    Row("adapter.lora.rslora", "SGLang", lambda asked: asked.type == "LoRA" and asked.rslora,
+LAYERS: tuple[SupportRow[ServedAdapter], ...] = (
+    SupportRow("adapter.lora.rslora", "SGLang", lambda asked: asked.type == "LoRA" and asked.rslora,
         "SGLang scales a LoRA by alpha / rank", "leave it out"),
-    Row("adapter.targets", "SGLang", _split_siblings,
+    SupportRow("adapter.targets", "SGLang", _split_siblings,
         "SGLang runs {siblings} as one layer, and {missing} of {parent} has no adapter",
         "add {listed}, or use engine: Torch"),
-    Row("adapter.targets", "SGLang", _left_out,
+    SupportRow("adapter.targets", "SGLang", _left_out,
         "SGLang adapts every {last} of a model, and {module} has no adapter", "write {last}, or use engine: Torch"),
-    Row("adapter.targets", "attached servers", _plugins_own,
+    SupportRow("adapter.targets", "attached servers", _plugins_own,
         "{own} of DeepSeek-V4 are adapted by Orbit's plug-in, in servers that Orbit starts",
         "write rollout.engine: SGLang, or targets: [gate_proj, up_proj]"),
-    Row("adapter.targets", "LoRA on routed experts in SGLang", _lacks_projections,
+    SupportRow("adapter.targets", "LoRA on routed experts in SGLang", _lacks_projections,
         "SGLang adapts gate_proj, up_proj and down_proj of routed experts together, and {missing} has no adapter",
         "add {missing}, or write adapter.experts: None"),
-    Row("adapter.lora.alpha", "LoRA on routed experts in SGLang", _is_rounded,
+    SupportRow("adapter.lora.alpha", "LoRA on routed experts in SGLang", _is_rounded,
         "SGLang multiplies B of routed experts by alpha / rank, here {scaling}, and rounds it to BF16: only a power of "
         "two keeps the published values", "write {rank} or {double}"),
-    Row("adapter.targets", "adapters of routed experts in SGLang", _dense_alone,
+    SupportRow("adapter.targets", "adapters of routed experts in SGLang", _dense_alone,
         "SGLang matches targets by their last name alone: with {left_out} in other layers, experts need it too",
         "write {left_out} for all, or adapter.experts: None"),
-    Row("adapter.experts", "LoRA on routed experts in SGLang on a GPU", _without_kernel,
+    SupportRow("adapter.experts", "LoRA on routed experts in SGLang on a GPU", _without_kernel,
         "SGLang 0.5.23 has no LoRA on routed experts in {unknown}",
         "write None, or adapter.type: OFT, or use another checkpoint"),
-    Row("adapter.experts", "LoRA on routed experts in SGLang on a GPU", _two_runners,
+    SupportRow("adapter.experts", "LoRA on routed experts in SGLang on a GPU", _two_runners,
         "the experts are packed as {layouts}, and a server of SGLang has one runner for all",
         "write None, or another checkpoint's address in model.uri"),
 )  # fmt: skip

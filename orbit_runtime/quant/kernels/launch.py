@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from orbit_runtime.quant.kernels.matmul import dequantize_kernel, forward_kernel, input_gradient_kernel
-from orbit_runtime.quant.kernels.operands import Form, Operands
+from orbit_runtime.quant.kernels.operands import Operands, WeightForm
 from orbit_runtime.quant.kernels.tiles import INTERPRETED, Packed
 
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -99,7 +99,7 @@ TALL = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class WeightTile:
     """A tile of the weight, and the number of warps that process it."""
 
     rows: int
@@ -127,8 +127,8 @@ GRADIENT_TILES = (
     Tiles(256, 64, 128, 8, 3),
 )
 """With a fourth stage, the tiles of 128 x 64 x 64 take 8 bytes of local memory for FP8 blocks on capability 10.0."""
-DEQUANTIZE_BLOCK = Block(16, 512)
-DEQUANTIZE_FP8_BLOCK = Block(64, 128)
+DEQUANTIZE_BLOCK = WeightTile(16, 512)
+DEQUANTIZE_FP8_BLOCK = WeightTile(64, 128)
 """Inside one block of 128 x 128, so that a program reads only one scale."""
 
 
@@ -150,7 +150,7 @@ def packed_argument(operands: Operands) -> Packed:
 
 
 def dequantize(
-    operands: Operands, *, first_row: int = 0, num_rows: int | None = None, block: Block | None = None
+    operands: Operands, *, first_row: int = 0, num_rows: int | None = None, block: WeightTile | None = None
 ) -> Tensor:
     """BF16 `[E, num_rows, K]`: these rows of every expert, by default all. `first_row` is a multiple of 128."""
     form = operands.form
@@ -215,7 +215,7 @@ def schedule(offsets_E: Tensor, num_tokens: int, block: int, width: int) -> Tens
 def _launch(
     kernel: Any,
     choices: Sequence[Tiles],
-    form: Form,
+    form: WeightForm,
     arguments: tuple[Any, ...],
     flags: dict[str, Any],
     tokens: tuple[int, Tensor | None],

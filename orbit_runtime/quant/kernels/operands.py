@@ -30,7 +30,7 @@ _AS_BITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class WeightForm:
     """Everything about a weight except its tensors; hashable, so that launch decisions are cached by it."""
 
     kind: str
@@ -44,7 +44,7 @@ class Form:
 class Operands:
     """A weight for kernels: the tensors are views of the checkpoint's."""
 
-    form: Form
+    form: WeightForm
     codes: Tensor
     scale: Tensor
     extra: Tensor
@@ -74,4 +74,4 @@ def build_operands(layout: str, buffers: Sequence[Tensor], *, stacked: bool = Fa
     group = GROUPS.get(kind, columns if kind in BYTE_KINDS else columns // scale.shape[-1])
     codes, scale = (tensor.view(_AS_BITS.get(tensor.dtype, tensor.dtype)) for tensor in (codes, scale))
     extra = buffers[2] if len(buffers) > 2 else scale
-    return Operands(Form(kind, group, count, rows, columns), codes, scale, extra)
+    return Operands(WeightForm(kind, group, count, rows, columns), codes, scale, extra)

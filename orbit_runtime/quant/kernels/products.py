@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orbit_runtime.quant.kernels import launch
 from orbit_runtime.quant.kernels.dense import grouped_dense
-from orbit_runtime.quant.kernels.operands import Form, Operands
+from orbit_runtime.quant.kernels.operands import Operands, WeightForm
 
 ROWS_MULTIPLE = 128
 
@@ -22,7 +22,7 @@ ROWS_MULTIPLE = 128
 class FusedProduct:
     """Dequantises in registers."""
 
-    form: Form
+    form: WeightForm
 
     def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor:
         y = launch.forward(x.reshape(-1, self.form.columns), Operands(self.form, *packed), bias=bias)
@@ -37,7 +37,7 @@ class FusedProduct:
 class DequantizedProduct:
     """Dense in runs of rows of at most `dense_bytes`, then torch's matmul."""
 
-    form: Form
+    form: WeightForm
     dense_bytes: int
 
     def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor:
@@ -77,7 +77,7 @@ class DequantizedProduct:
 class DequantizedGroupedProduct:
     """Dense in runs of rows of all experts at once, of at most `dense_bytes`, then torch's grouped product."""
 
-    form: Form
+    form: WeightForm
     dense_bytes: int
 
     def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
@@ -110,7 +110,7 @@ class DequantizedGroupedProduct:
 class FusedGroupedProduct:
     """Every expert's tokens times its weight, in one launch."""
 
-    form: Form
+    form: WeightForm
 
     def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
         return launch.forward(x_TK, Operands(self.form, *packed), offsets_E=offsets_E)

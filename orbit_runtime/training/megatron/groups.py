@@ -23,10 +23,10 @@ from orbit_runtime.policy.shares import Share
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class GroupSizes:
     """How many ranks divide each dimension; the remaining factor of `world` is the number of data-parallel replicas.
 
-    Example: matrices and experts in two, on two ranks: `Sizes(world=2, tensor=2, expert=2)`.
+    Example: matrices and experts in two, on two ranks: `GroupSizes(world=2, tensor=2, expert=2)`.
     """
 
     world: int = 1
@@ -72,7 +72,7 @@ class Sizes:
 class Groups:
     """A rank's groups. In each, ranks are ordered by the parts they hold."""
 
-    sizes: Sizes
+    sizes: GroupSizes
     tensor: ProcessGroup
     expert: ProcessGroup
     """Ranks that divide the experts: those of `tensor`, together with neighbouring replicas or context parts."""
@@ -105,7 +105,7 @@ class Groups:
         return Share(tensor, expert, pipeline)
 
 
-def join(sizes: Sizes, rank: int, address: str, *, seconds: float, listener: int | None = None) -> Groups:
+def join(sizes: GroupSizes, rank: int, address: str, *, seconds: float, listener: int | None = None) -> Groups:
     """Meets the other ranks and makes the groups.
 
     Args:
@@ -169,14 +169,14 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
-def _backward_group(sizes: Sizes, rank: int) -> ProcessGroup:
+def _backward_group(sizes: GroupSizes, rank: int) -> ProcessGroup:
     """The neighbouring ranks of a pipeline are one stage's number of ranks apart. Every rank creates every group."""
     width = sizes.world // sizes.pipeline
     made = [distributed.new_group(list(range(place, sizes.world, width))) for place in range(width)]
     return made[rank % width]
 
 
-def _token_group(sizes: Sizes, rank: int) -> ProcessGroup:
+def _token_group(sizes: GroupSizes, rank: int) -> ProcessGroup:
     """Megatron-Core has no name for this group. Every rank creates every group."""
     span, found = max(sizes.expert, sizes.tensor), None
     for first in range(0, sizes.world, span):

@@ -16,9 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from orbit_runtime.adapters.buffer import MappedPlace, Opening, opened, read_place
+from orbit_runtime.adapters.buffer import MappedPlace, MemoryOpening, opened, read_place
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.training.megatron.outline import Held, Outline, Runs, Spot, What, Window, held_runs, spans
+from orbit_runtime.training.megatron.outline import (
+    FileWindow,
+    HeldParameter,
+    Outline,
+    Runs,
+    Spot,
+    What,
+    held_runs,
+    spans,
+)
 from orbit_runtime.training.state import MOMENTS
 
 BUILT: tuple[What, ...] = ("rotations", "applied")
@@ -63,7 +72,7 @@ class Holding:
         of the experts that this rank holds. None if it had other values."""
         self._runs: dict[tuple[str, bool, bool], Runs] = {}
 
-    def fill(self, window: Window, dtype: torch.dtype, opening: Opening, start: int) -> Filled:
+    def fill(self, window: FileWindow, dtype: torch.dtype, opening: MemoryOpening, start: int) -> Filled:
         """Writes this rank's parts of a file into memory that all ranks of a machine share.
 
         A part that several ranks hold is written by one of them.
@@ -93,7 +102,7 @@ class Holding:
                     torch.frombuffer(place.view(position, position + size), dtype=dtype).copy_(own)
         return filled
 
-    def take(self, window: Window, opening: Opening, start: int, data: bytes | None) -> bool:
+    def take(self, window: FileWindow, opening: MemoryOpening, start: int, data: bytes | None) -> bool:
         """Copies this rank's parts of a state's file into masters and moments.
 
         Args:
@@ -145,7 +154,9 @@ class Holding:
         held = self.outline.get(key)
         return held is not None and f"{held.owner}.{held.place.kind}" in self._owned
 
-    def _spans(self, window: Window, size: int, filled: Filled, *, told: bool) -> Iterator[tuple[Spot, int, Tensor]]:
+    def _spans(
+        self, window: FileWindow, size: int, filled: Filled, *, told: bool
+    ) -> Iterator[tuple[Spot, int, Tensor]]:
         """Views of this rank's values that lie in the window, each with its entry and its first byte there.
 
         Args:
@@ -169,7 +180,7 @@ class Holding:
             else:
                 filled.is_exact = False
 
-    def _find_runs(self, spot: Spot, held: Held) -> Runs:
+    def _find_runs(self, spot: Spot, held: HeldParameter) -> Runs:
         # Rotations have another shape than their parameters.
         kind = (spot.key, spot.what in BUILT, spot.index is not None)
         if kind not in self._runs:

@@ -19,7 +19,7 @@ from torch import Tensor
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import Injected
-from orbit_runtime.adapters.masters import Masters, Place
+from orbit_runtime.adapters.masters import MasterPlace, Masters
 from orbit_runtime.digests import PIECE_BYTES
 
 WINDOW_BYTES = 1 << 26
@@ -33,25 +33,25 @@ Holder = Literal["policy", "critic"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldParameter:
     """One parameter of a layer on one rank."""
 
-    place: Place
+    place: MasterPlace
     owner: str
     """The layer that owns the master."""
     file_names: tuple[str, ...]
     """Names of the whole parameter in files, without PEFT's prefix."""
 
 
-Outline = Mapping[str, Held]
+Outline = Mapping[str, HeldParameter]
 """`<module>.<kind>` → what a rank holds of it; every layer that shares a parameter has an entry."""
 
 
-def outline_of(injected: Injected, masters: Masters) -> dict[str, Held]:
+def outline_of(injected: Injected, masters: Masters) -> dict[str, HeldParameter]:
     """Args: masters: those of the adapter that is outlined: the model's own, or a further one (`add_masters`)."""
     owner, config = masters.owner, masters.config
     return {
-        f"{name}.{kind}": Held(Place(kind, layer.part, shape), owner[name], layer.file_names(kind))
+        f"{name}.{kind}": HeldParameter(MasterPlace(kind, layer.part, shape), owner[name], layer.file_names(kind))
         for name, layer in injected.layers.items()
         for kind, shape in layer.shapes(config).items()
     }
@@ -62,13 +62,13 @@ def master_keys(outline: Outline) -> list[str]:
     return sorted(key for key, held in outline.items() if key.rpartition(".")[0] == held.owner)
 
 
-def whole_shape(what: What, held: Held, config: AdapterConfig) -> tuple[int, ...]:
+def whole_shape(what: What, held: HeldParameter, config: AdapterConfig) -> tuple[int, ...]:
     shape = held.place.shape
     turned = what in ("rotations", "applied") and config.type == "OFT"
     return (*shape[:-1], config.block_size, config.block_size) if turned else shape
 
 
-def cut_published(place: Place, whole: Tensor, config: AdapterConfig) -> Tensor:
+def cut_published(place: MasterPlace, whole: Tensor, config: AdapterConfig) -> Tensor:
     """The part of a published parameter that a rank must apply.
 
     Args:
@@ -81,7 +81,7 @@ def cut_published(place: Place, whole: Tensor, config: AdapterConfig) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file, and the source of its values."""
 
     name: str
@@ -103,7 +103,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FileWindow:
     """Consecutive pieces of a file that ranks write at a time."""
 
     start: int
@@ -124,7 +124,7 @@ class DividedFile:
     """Like `tensorfile.TensorFile`, for tensors that ranks hold in parts."""
 
     header: bytes
-    entries: Sequence[Entry]
+    entries: Sequence[TensorEntry]
     """Sorted by name."""
     dtype: torch.dtype
     holder: Holder = "policy"
@@ -134,10 +134,10 @@ class DividedFile:
         """Bytes of the header and of each tensor."""
         return [len(self.header), *(math.prod(entry.shape) * self.dtype.itemsize for entry in self.entries)]
 
-    def windows(self, limit: int = WINDOW_BYTES) -> Iterator[Window]:
+    def windows(self, limit: int = WINDOW_BYTES) -> Iterator[FileWindow]:
         """All bytes after the header, in windows of at most `limit` bytes, which is at least a piece."""
         position = len(self.header)
-        start, pieces, spots = position, list[int](), list[tuple[Entry, int]]()
+        start, pieces, spots = position, list[int](), list[tuple[TensorEntry, int]]()
         for entry, size in zip(self.entries, self.sizes[1:], strict=True):
             first = position
             for length in (min(PIECE_BYTES, size - done) for done in range(0, size, PIECE_BYTES)):
@@ -151,13 +151,13 @@ class DividedFile:
         if pieces:
             yield self._window(start, pieces, spots)
 
-    def _window(self, start: int, pieces: Sequence[int], spots: Sequence[tuple[Entry, int]]) -> Window:
+    def _window(self, start: int, pieces: Sequence[int], spots: Sequence[tuple[TensorEntry, int]]) -> FileWindow:
         placed = (Spot(entry.what, entry.key, entry.index, first - start) for entry, first in spots)
-        return Window(start, tuple(pieces), tuple(placed), self.holder)
+        return FileWindow(start, tuple(pieces), tuple(placed), self.holder)
 
 
 def build_divided(
-    entries: Iterable[Entry],
+    entries: Iterable[TensorEntry],
     dtype: torch.dtype,
     metadata: Mapping[str, str] = tensorfile.FORMAT,
     holder: Holder = "policy",
@@ -183,7 +183,7 @@ class Runs:
         return len(self.starts) * self.length
 
 
-def held_runs(what: What, held: Held, config: AdapterConfig, *, by_row: bool) -> Runs:
+def held_runs(what: What, held: HeldParameter, config: AdapterConfig, *, by_row: bool) -> Runs:
     """
     Args:
         by_row: whether each row of the parameter, an expert's, is an entry of its own.
@@ -227,15 +227,15 @@ def spans(runs: Runs, own: Tensor, position: int, end: int, size: int) -> Iterat
             yield begin, values[origin + begin // size : origin + stop // size]
 
 
-def split_entries(what: What, key: str, source: str, held: Held, shape: tuple[int, ...]) -> list[Entry]:
+def split_entries(what: What, key: str, source: str, held: HeldParameter, shape: tuple[int, ...]) -> list[TensorEntry]:
     """The file entries of one parameter.
 
     Args:
         source: the parameter that has the values: the owner's, if layers share one.
     """
     if len(held.file_names) == 1:
-        return [Entry(held.file_names[0], what, source, None, shape)]
-    return [Entry(name, what, source, index, shape[1:]) for index, name in enumerate(held.file_names)]
+        return [TensorEntry(held.file_names[0], what, source, None, shape)]
+    return [TensorEntry(name, what, source, index, shape[1:]) for index, name in enumerate(held.file_names)]
 
 
 def layer_of(key: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
-from orbit_runtime.adapters.masters import Place
+from orbit_runtime.adapters.masters import MasterPlace
 from orbit_runtime.training.megatron.groups import Groups
 
 
@@ -34,7 +34,7 @@ class _Level:
 class Owners:
     """One rank's view. Every rank calls every method, in the same order."""
 
-    def __init__(self, groups: Groups, masters: Mapping[str, nn.Parameter], places: Mapping[str, Place]) -> None:
+    def __init__(self, groups: Groups, masters: Mapping[str, nn.Parameter], places: Mapping[str, MasterPlace]) -> None:
         """Args: masters: the parameters that this rank holds, whole or in part; ranks that hold the same ones agree on
         their names and sizes."""
         self._masters = masters
@@ -106,7 +106,7 @@ class Owners:
                     distributed.broadcast(master.detach(), group=level.group, group_src=owner)
 
 
-def _levels(groups: Groups, place: Place) -> Sequence[_Level]:
+def _levels(groups: Groups, place: MasterPlace) -> Sequence[_Level]:
     """Innermost first. Together their ranks are all that hold the same values of the parameter."""
     group = place.part.group
     division, copies = (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.buffer import Opening
+from orbit_runtime.adapters.buffer import MemoryOpening
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.layer import TRAINER_SLOT
@@ -35,10 +35,18 @@ from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.policy.snapshot import base_tensors, constants, record
 from orbit_runtime.training.critic import Critic
-from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
+from orbit_runtime.training.megatron.groups import Groups, GroupSizes, join, leave
 from orbit_runtime.training.megatron.holding import Filled, Holding
 from orbit_runtime.training.megatron.model import RankPolicy, load_rank_policy
-from orbit_runtime.training.megatron.outline import Held, Holder, Outline, What, Window, cut_published, outline_of
+from orbit_runtime.training.megatron.outline import (
+    FileWindow,
+    HeldParameter,
+    Holder,
+    Outline,
+    What,
+    cut_published,
+    outline_of,
+)
 from orbit_runtime.training.megatron.passes import RankPasses, RankValues
 from orbit_runtime.training.megatron.sent import Sent, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
@@ -59,7 +67,7 @@ class RankSettings:
 
     folder: Path
     adapter: AdapterConfig
-    sizes: Sizes
+    sizes: GroupSizes
     trainer: TrainerSettings
     policy: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `load_policy`."""
@@ -70,12 +78,12 @@ class RankSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
+class TrainerRankFacts:
     """What a rank reports once it is ready."""
 
     outline: Outline
     policy: PolicyFacts
-    sizes: Sizes
+    sizes: GroupSizes
     critic: Outline
     """Of the critic's parameters; empty without a critic."""
 
@@ -146,9 +154,9 @@ class MegatronRank:
         self._newest = Newest()
         self._probing = ExitStack()
 
-    def facts(self) -> RankFacts:
+    def facts(self) -> TrainerRankFacts:
         critic = self._holdings["critic"].outline if "critic" in self._holdings else {}
-        return RankFacts(self._outline, describe(self.policy), self._groups.sizes, critic)
+        return TrainerRankFacts(self._outline, describe(self.policy), self._groups.sizes, critic)
 
     # --- training ---
 
@@ -266,11 +274,11 @@ class MegatronRank:
         """OFT: from now on rotations are built from the masters' current values."""
         self._newest = Newest()
 
-    def fill(self, window: Window, dtype: torch.dtype, opening: Opening, start: int) -> Filled:
+    def fill(self, window: FileWindow, dtype: torch.dtype, opening: MemoryOpening, start: int) -> Filled:
         """As `Holding.fill`."""
         return self._holdings[window.holder].fill(window, dtype, opening, start)
 
-    def take(self, window: Window, opening: Opening, start: int, data: bytes | None) -> bool:
+    def take(self, window: FileWindow, opening: MemoryOpening, start: int, data: bytes | None) -> bool:
         """As `Holding.take`."""
         return self._holdings[window.holder].take(window, opening, start, data)
 
@@ -309,7 +317,7 @@ def build_critic(
     made = Critic(passes, settings, critic)
     head = valued.places.keys() - adapter.places.keys()
     outline = outline_of(held.policy.injected, adapter) | {
-        name: Held(valued.places[name], HEAD, (name,)) for name in head
+        name: HeldParameter(valued.places[name], HEAD, (name,)) for name in head
     }
     holding = Holding(outline, adapter.config, valued.parameters, made.owned, made.optimizer)
     return made, holding, passes.copied

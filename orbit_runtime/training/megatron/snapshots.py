@@ -17,8 +17,8 @@ from torch import Tensor
 from orbit_runtime.adapters.state import published_tensors
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.shares import PER_HEAD, READ_HIDDEN, WRITE_HIDDEN, Share
-from orbit_runtime.policy.snapshot import Part, Snapshot, base_tensors, part_of
-from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.policy.snapshot import Snapshot, SnapshotPart, base_tensors, part_of
+from orbit_runtime.training.megatron.groups import GroupSizes
 from orbit_runtime.training.megatron.regions import in_order
 from orbit_runtime.training.megatron.sent import Sent, receive
 
@@ -34,7 +34,7 @@ class RankSnapshot:
 
     points: Mapping[str, Sent]
     preferred_TLC: np.ndarray | None
-    tensors: Mapping[str, Part]
+    tensors: Mapping[str, SnapshotPart]
     """Tensors of the base."""
     constants: Mapping[str, Sent]
 
@@ -43,7 +43,7 @@ Values = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Sequence[Tensor]]]
 """(tensor → ranks that are to provide it) → (tensor → their parts, in that order)."""
 
 
-def rank_tensors(policy: Policy, share: Share, rank: int) -> dict[str, Part]:
+def rank_tensors(policy: Policy, share: Share, rank: int) -> dict[str, SnapshotPart]:
     """Every tensor of the base of which this rank holds a part."""
     found = {}
     for name, read in base_tensors(policy.model):
@@ -54,7 +54,7 @@ def rank_tensors(policy: Policy, share: Share, rank: int) -> dict[str, Part]:
 
 
 def join_snapshots(
-    parts: Sequence[RankSnapshot], sizes: Sizes, rows: int, files: Mapping[str, Buffer], values: Values
+    parts: Sequence[RankSnapshot], sizes: GroupSizes, rows: int, files: Mapping[str, Buffer], values: Values
 ) -> Snapshot:
     """
     Args:
@@ -71,7 +71,7 @@ def join_snapshots(
     known: dict[str, Tensor] = {}
     for stage in told:
         known |= receive(stage[0].constants)
-    tensors: dict[str, tuple[Part, ...]] = {}
+    tensors: dict[str, tuple[SnapshotPart, ...]] = {}
     for each in parts:
         for name, part in each.tensors.items():
             tensors[name] = (*tensors.get(name, ()), part)
@@ -89,7 +89,7 @@ def join_snapshots(
     return Snapshot(points, tensors, known, read, preferred_TLC=preferred_TLC)
 
 
-def _join_stage(ranks: Sequence[Mapping[str, Tensor]], sizes: Sizes, rows: int) -> dict[str, Tensor]:
+def _join_stage(ranks: Sequence[Mapping[str, Tensor]], sizes: GroupSizes, rows: int) -> dict[str, Tensor]:
     """Args: ranks: grouped by token part; within a group, the ranks that divide the stage's matrices."""
     groups = list(batched(ranks, sizes.tensor))
     joined = [{name: _join(name, [each[name] for each in group], sizes) for name in group[0]} for group in groups]
@@ -98,7 +98,7 @@ def _join_stage(ranks: Sequence[Mapping[str, Tensor]], sizes: Sizes, rows: int) 
     return {name: in_order([each[name] for each in joined])[:rows] for name in joined[0]}
 
 
-def _join_preferred(stage: Sequence[RankSnapshot], sizes: Sizes, rows: int) -> np.ndarray | None:
+def _join_preferred(stage: Sequence[RankSnapshot], sizes: GroupSizes, rows: int) -> np.ndarray | None:
     parts = [each.preferred_TLC for each in stage[:: sizes.tensor]]
     known = [part for part in parts if part is not None]
     if not known or sizes.context == 1:
@@ -111,8 +111,8 @@ def held_points(points: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]
     return {name: value for name, value in points.items() if share.holds(name)}
 
 
-def _whole_of(parts: Sequence[Part]) -> list[Part]:
-    by_start: dict[int, Part] = {}
+def _whole_of(parts: Sequence[SnapshotPart]) -> list[SnapshotPart]:
+    by_start: dict[int, SnapshotPart] = {}
     for part in parts:
         by_start.setdefault(part.start, part)
     return [by_start[start] for start in sorted(by_start)]
@@ -133,7 +133,7 @@ def _place(name: str, shape: tuple[int, ...], share: Share) -> tuple[int, int]:
     return 0, 0
 
 
-def _join(name: str, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+def _join(name: str, parts: Sequence[Tensor], sizes: GroupSizes) -> Tensor:
     last = name.rpartition(".")[2]
     inside = ".self_attn." in name or ".mlp." in name
     if len(parts) == 1:

@@ -44,12 +44,12 @@ from orbit_runtime.training.megatron.holding import Filled
 from orbit_runtime.training.megatron.outline import (
     WINDOW_BYTES,
     DividedFile,
-    Entry,
-    Held,
+    FileWindow,
+    HeldParameter,
     Holder,
     Outline,
+    TensorEntry,
     What,
-    Window,
     build_divided,
     held_runs,
     layer_of,
@@ -57,7 +57,7 @@ from orbit_runtime.training.megatron.outline import (
     split_entries,
     whole_shape,
 )
-from orbit_runtime.training.megatron.rank import RankFacts, RankScore
+from orbit_runtime.training.megatron.rank import RankScore, TrainerRankFacts
 from orbit_runtime.training.megatron.sent import receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, join_snapshots
 from orbit_runtime.training.state import CRITIC_PART, MOMENTS, PART, parse_state
@@ -127,14 +127,14 @@ class MegatronTrainer:
         self._base_model = base_model
         self._turn = threading.Lock()
         """Held during a call to the ranks: another thread reads a checkpoint while the next step runs."""
-        facts: list[RankFacts] = self._call("facts")
+        facts: list[TrainerRankFacts] = self._call("facts")
         self._sizes = facts[0].sizes
         stage = len(facts) // self._sizes.pipeline
         self.facts: PolicyFacts = join_facts([each.policy for each in facts[::stage]])
         self._config = self.facts.adapter
         self._outlines = [each.outline for each in facts]
         self._critic_outlines = [each.critic for each in facts]
-        self._held: Mapping[str, Held] = ChainMap(*[dict(outline) for outline in self._outlines])
+        self._held: Mapping[str, HeldParameter] = ChainMap(*[dict(outline) for outline in self._outlines])
         self._is_shared = False
         """Whether every rank was able to write to this machine's memory when it last had to."""
         self._outline_of: dict[Holder, Outline] = {"policy": self._held}
@@ -198,7 +198,7 @@ class MegatronTrainer:
                 raise InternalError(f"a rank holds other sizes than it told, from {window.spots[0].key} on")
             yield window.start + window.size
 
-    def _fill(self, window: Window, dtype: torch.dtype, memory: AdapterMemory, start: int) -> bool:
+    def _fill(self, window: FileWindow, dtype: torch.dtype, memory: AdapterMemory, start: int) -> bool:
         """Whether the ranks' values are exact in `dtype` and have the expected shapes.
 
         Raises:
@@ -214,13 +214,13 @@ class MegatronTrainer:
             raise InternalError(f"the ranks wrote {written} bytes of {window.size}, from {window.spots[0].key} on")
         return is_exact
 
-    def _read(self, window: Window, dtype: torch.dtype) -> Buffer | None:
+    def _read(self, window: FileWindow, dtype: torch.dtype) -> Buffer | None:
         """A window's bytes, in memory of its own; None if they are not exact."""
         memory = AdapterBuffer()
         start = memory.allot(WINDOW, window.size)
         return read_place(memory.descriptor, start, window.size) if self._fill(window, dtype, memory, start) else None
 
-    def _entries(self, what: What) -> list[Entry]:
+    def _entries(self, what: What) -> list[TensorEntry]:
         """Entries of every layer. Applied values are read from each layer itself, everything else from its owner."""
         entries = []
         for key, held in self._held.items():
@@ -271,7 +271,7 @@ class MegatronTrainer:
         )
 
     @cached_property
-    def _applied_entries(self) -> list[Entry]:
+    def _applied_entries(self) -> list[TensorEntry]:
         return self._entries("applied")
 
     def _applied_digest(self, results: Sequence[RankScore], scalings: frozenset[float | None]) -> str | None:
@@ -351,7 +351,7 @@ class MegatronTrainer:
         kinds: tuple[What, ...] = ("master", *(MOMENTS if counters["updates"] else ()))
         outline = self._outline_of[holder]
         entries = [
-            Entry(f"{what}/{key}", what, key, None, outline[key].place.shape)
+            TensorEntry(f"{what}/{key}", what, key, None, outline[key].place.shape)
             for what in kinds
             for key in master_keys(outline)
         ]
@@ -388,7 +388,7 @@ class MegatronTrainer:
             self._give(window, values[first : first + window.size])
         self._call("set_counters", holder, counters)
 
-    def _give(self, window: Window, data: memoryview) -> None:
+    def _give(self, window: FileWindow, data: memoryview) -> None:
         memory = AdapterBuffer()
         start, opening = memory.reserve(WINDOW, window.size), opening_of(memory)
         write_place(memory.descriptor, data, start, window.size)
@@ -400,5 +400,5 @@ def _sha256(text: str) -> str:
     return sha256(text.encode()).hexdigest()
 
 
-def _in_peft(entry: Entry) -> Entry:
-    return Entry(f"{PEFT_PREFIX}{entry.name}.weight", entry.what, entry.key, entry.index, entry.shape)
+def _in_peft(entry: TensorEntry) -> TensorEntry:
+    return TensorEntry(f"{PEFT_PREFIX}{entry.name}.weight", entry.what, entry.key, entry.index, entry.shape)

@@ -25,10 +25,10 @@ from typing import Any
 
 from orbit_runtime.errors import CollectiveError, OrbitError, UnsupportedError
 from orbit_runtime.workers.child.process import end_with_parent
-from orbit_runtime.workers.ranks.evidence import Ending, Evidence, NodeWatch, RankEnd, Sign
+from orbit_runtime.workers.ranks.evidence import Ending, NodeWatch, RankEnd, RankEvidence, Sign
 from orbit_runtime.workers.ranks.guard import end_all
 from orbit_runtime.workers.ranks.node import HOST, RESOURCE, JoinedRay, PrivateRay, port_block, set_environment
-from orbit_runtime.workers.ranks.rank import Order, RankActor, RankFacts, RankFailure
+from orbit_runtime.workers.ranks.rank import RankActor, RankFacts, RankFailure, RankOrder
 
 TICK = 0.25
 ROOM_SECONDS, NODES_SECONDS = 60.0, 900.0
@@ -45,7 +45,7 @@ STARTS = 2
 class Start:
     """The arguments of a driver."""
 
-    order: Order
+    order: RankOrder
     logs: str
     scratch: str
     address: str | None
@@ -69,7 +69,7 @@ class Driver:
 
     # --- start ---
 
-    def start(self) -> Evidence | list[bytes]:
+    def start(self) -> RankEvidence | list[bytes]:
         """Evidence if a rank cannot be made, else each rank's pickled None."""
         import ray
 
@@ -97,7 +97,7 @@ class Driver:
             for rank, bundle in enumerate(bundles)
         ]  # fmt: skip
         introduced = self._collect("start", [each.introduce.remote() for each in self._actors], None)
-        if isinstance(introduced, Evidence):
+        if isinstance(introduced, RankEvidence):
             return introduced
         self._facts = {each.rank: each for each in introduced}
         self._watch_nodes()
@@ -175,7 +175,7 @@ class Driver:
 
     def call(
         self, method: str, arguments: bytes, patience: float | None, tell: Callable[[], None]
-    ) -> Evidence | list[bytes]:
+    ) -> RankEvidence | list[bytes]:
         """Results in the order of ranks, or evidence if a rank has none.
 
         Args: tell: called now and then while ranks make progress.
@@ -187,7 +187,7 @@ class Driver:
 
     def _collect(
         self, method: str, calls: list[Any], patience: float | None, tell: Callable[[], None] = lambda: None
-    ) -> Evidence | list[Any]:
+    ) -> RankEvidence | list[Any]:
         import ray
         from ray.exceptions import RayError
 
@@ -206,7 +206,7 @@ class Driver:
                 watch.progress()
             lost = self._private.death() if self._private else None
             if lost is not None:
-                return Evidence(method, self._ends(results, said, rank_of, pending), lost=lost)
+                return RankEvidence(method, self._ends(results, said, rank_of, pending), lost=lost)
             if said or any(isinstance(each, RankFailure) for each in results.values()):
                 failed_at = failed_at or time.monotonic()
                 gave_up = time.monotonic() > failed_at + SETTLE_SECONDS
@@ -218,7 +218,7 @@ class Driver:
             return [results[rank] for rank in range(len(calls))]
         given = patience if gave_up and failed_at is None else None
         ends = self._ends(results, said, rank_of, pending)
-        return Evidence(method, ends, patience=given, stopped=stopped)
+        return RankEvidence(method, ends, patience=given, stopped=stopped)
 
     def _ends(
         self, results: Mapping[int, Any], said: Mapping[int, str], rank_of: Any, pending: Any

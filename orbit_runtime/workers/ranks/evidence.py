@@ -137,7 +137,7 @@ class RankEnd:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RankEvidence:
     """The state of all ranks, and other known facts."""
 
     method: str

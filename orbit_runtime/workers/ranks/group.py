@@ -28,9 +28,9 @@ from orbit_runtime.errors import CollectiveError, InternalError, OrbitError, Sta
 from orbit_runtime.workers.child.heartbeat import sign
 from orbit_runtime.workers.child.process import import_path
 from orbit_runtime.workers.ranks.driver import Start
-from orbit_runtime.workers.ranks.evidence import Evidence, Sign
+from orbit_runtime.workers.ranks.evidence import RankEvidence, Sign
 from orbit_runtime.workers.ranks.guard import MARK, end_marked
-from orbit_runtime.workers.ranks.rank import Order, tail
+from orbit_runtime.workers.ranks.rank import RankOrder, tail
 from orbit_runtime.workers.ranks.verdict import judge
 
 INSTALL = "pip install 'orbit-rl[ray]'"
@@ -44,7 +44,7 @@ LONGEST_FOLDER = 50
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupSettings:
     """The ranks that a run needs."""
 
     target: str
@@ -72,7 +72,7 @@ class RankGroup:
     """Living ranks. For one thread at a time. After any error the group is closed, nothing of it is left, and further
     calls raise the same error."""
 
-    def __init__(self, group: Group, logs: Path, check: Callable[[], None]) -> None:
+    def __init__(self, group: GroupSettings, logs: Path, check: Callable[[], None]) -> None:
         """See `start_ranks`."""
         self.logs = logs
         self._ended: OrbitError | None = None
@@ -93,7 +93,7 @@ class RankGroup:
         theirs.close()
         os.close(life_read)
         self._connection: Connection | None = Connection(ours.detach())
-        order = Order(
+        order = RankOrder(
             group.target,
             pickle.dumps(group.arguments),
             group.count,
@@ -174,7 +174,7 @@ class RankGroup:
                 sign()
         except (EOFError, ConnectionResetError):
             raise self._driver_died(method) from None
-        if isinstance(answer, Evidence):
+        if isinstance(answer, RankEvidence):
             self._keep_stacks(answer)
             raise judge(answer)
         if isinstance(answer, tuple):
@@ -185,7 +185,7 @@ class RankGroup:
         assert isinstance(answer, list)
         return answer
 
-    def _keep_stacks(self, evidence: Evidence) -> None:
+    def _keep_stacks(self, evidence: RankEvidence) -> None:
         """Stores stacks beside the logs, also those of ranks on other nodes."""
         for each in evidence.ranks:
             if each.seen and each.seen.stacks:
@@ -234,7 +234,7 @@ class RankGroup:
         self.close()
 
 
-def start_ranks(group: Group, logs: Path, check: Callable[[], None] = lambda: None) -> RankGroup:
+def start_ranks(group: GroupSettings, logs: Path, check: Callable[[], None] = lambda: None) -> RankGroup:
     """Starts a process per rank and makes the target's object in each; ranks start in the order of their numbers.
 
     Args:

@@ -115,7 +115,7 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
-class Order:
+class RankOrder:
     """What a rank is built from; the same for every rank of a group."""
 
     target: str
@@ -193,7 +193,7 @@ class RankActor:
     def build(self, order: bytes, master: tuple[str, int]) -> bytes | RankFailure:
         """Makes the target's object. Returns the same as `run`."""
         try:
-            made: Order = pickle.loads(order)
+            made: RankOrder = pickle.loads(order)
             sys.path += [folder for folder in made.path if folder not in sys.path]
             os.environ.update(made.environment)
             self._set_places(made, master)
@@ -204,7 +204,7 @@ class RankActor:
             return describe(error)
         return pickle.dumps(None)
 
-    def _set_places(self, order: Order, master: tuple[str, int]) -> None:
+    def _set_places(self, order: RankOrder, master: tuple[str, int]) -> None:
         if order.devices is not None:
             os.environ.update(CUDA_VISIBLE_DEVICES=order.devices[self._rank])
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(order.count), LOCAL_RANK="0")

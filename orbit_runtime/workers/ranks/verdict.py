@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from orbit_runtime import errors
 from orbit_runtime.errors import CollectiveError, InternalError, OrbitError, OutOfMemoryError, StalledError
-from orbit_runtime.workers.ranks.evidence import Evidence, RankEnd
+from orbit_runtime.workers.ranks.evidence import RankEnd, RankEvidence
 from orbit_runtime.workers.ranks.rank import RankFailure
 
 SMALL_SHARED_MEMORY = 1 << 24
@@ -25,7 +25,7 @@ class RankTrace(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-def judge(evidence: Evidence) -> OrbitError:
+def judge(evidence: RankEvidence) -> OrbitError:
     """The error to end with; `about` gives rank, device, stage, collective and last step."""
     if evidence.lost is not None:
         first = evidence.ranks[0] if evidence.ranks else None
@@ -45,7 +45,7 @@ def judge(evidence: Evidence) -> OrbitError:
     return _stall(evidence)
 
 
-def _failure(evidence: Evidence, end: RankEnd, failure: RankFailure) -> OrbitError:
+def _failure(evidence: RankEvidence, end: RankEnd, failure: RankFailure) -> OrbitError:
     kind = getattr(errors, failure.error, InternalError)
     error: OrbitError = kind(
         f"{_who(end)}{_while(evidence, end)}: {failure.message}", where=failure.where, fix=failure.fix
@@ -54,7 +54,7 @@ def _failure(evidence: Evidence, end: RankEnd, failure: RankFailure) -> OrbitErr
     return error
 
 
-def _death(evidence: Evidence, lost: list[RankEnd]) -> OrbitError:
+def _death(evidence: RankEvidence, lost: list[RankEnd]) -> OrbitError:
     end = lost[0]
     others = f" (and {', '.join(f'rank {each.rank}' for each in lost[1:])})" if lost[1:] else ""
     who, when = f"{_who(end)}{others}", _while(evidence, end)
@@ -96,7 +96,7 @@ def _death(evidence: Evidence, lost: list[RankEnd]) -> OrbitError:
     )
 
 
-def _stall(evidence: Evidence) -> OrbitError:
+def _stall(evidence: RankEvidence) -> OrbitError:
     """The error if no rank failed and the call does not end."""
     pending = [each for each in evidence.ranks if each.ending == "pending"]
     stopped = [each for each in pending if each.rank in evidence.stopped or (each.seen and each.seen.state == "T")]
@@ -128,7 +128,7 @@ def _stall(evidence: Evidence) -> OrbitError:
     return _about(error, evidence, end)
 
 
-def _about(error: OrbitError, evidence: Evidence, end: RankEnd | None) -> OrbitError:
+def _about(error: OrbitError, evidence: RankEvidence, end: RankEnd | None) -> OrbitError:
     note = end.seen.note if end and end.seen else None
     facts = {
         "rank": end.rank if end else None,
@@ -145,11 +145,11 @@ def _who(end: RankEnd) -> str:
     return f"rank {end.rank} ({end.device})"
 
 
-def _stage(evidence: Evidence, end: RankEnd | None) -> str:
+def _stage(evidence: RankEvidence, end: RankEnd | None) -> str:
     return (end.seen.note.stage if end and end.seen else None) or evidence.method
 
 
-def _while(evidence: Evidence, end: RankEnd | None) -> str:
+def _while(evidence: RankEvidence, end: RankEnd | None) -> str:
     note = end.seen.note if end and end.seen else None
     collective = _collective(end) if end and end.ending != "pending" else None
     words = [f"stage {_stage(evidence, end)}"]

@@ -64,7 +64,7 @@ Name = Annotated[str, PathParameter(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Text = Annotated[str, Field(max_length=4096)]
 
 
-class Order(BaseModel):
+class ServerOrder(BaseModel):
     """A server to start."""
 
     model_config = ConfigDict(extra="forbid")
@@ -111,7 +111,7 @@ class Agent:
         self._lock = Lock()
         self._is_ending = False
 
-    def start(self, name: str, order: Order) -> None:
+    def start(self, name: str, order: ServerOrder) -> None:
         """Starts a server. If the name is taken, the old server is ended first.
 
         Raises:
@@ -191,7 +191,7 @@ def build_app(agent: Agent, token: str) -> FastAPI:
     )  # fmt: skip
 
     @app.put("/servers/{name}")
-    def _start(name: Name, order: Order) -> State:
+    def _start(name: Name, order: ServerOrder) -> State:
         try:
             agent.start(name, order)
         except UnsupportedError as error:

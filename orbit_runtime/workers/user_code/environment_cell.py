@@ -44,7 +44,7 @@ MAX_READ = 1 << 30
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedEnvironment:
     """Everything that the template imported."""
 
     environment: Callable[..., Any] | None
@@ -54,7 +54,7 @@ class Loaded:
     """With `play`: the name of each of an episode's rollouts."""
 
 
-def serve(connection: socket.socket, loaded: Loaded, limits: EnvironmentLimits, parent_pid: int) -> None:
+def serve(connection: socket.socket, loaded: LoadedEnvironment, limits: EnvironmentLimits, parent_pid: int) -> None:
     """Serves until the other end closes."""
     os.setsid()  # its own group, killed whole
     end_with_parent(parent_pid)
@@ -75,7 +75,7 @@ def limit_memory(allowed: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-async def _serve(connection: socket.socket, loaded: Loaded) -> None:
+async def _serve(connection: socket.socket, loaded: LoadedEnvironment) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_READ)
     told: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     reading = asyncio.create_task(_read(reader, told))
@@ -122,7 +122,7 @@ async def _read(reader: asyncio.StreamReader, told: asyncio.Queue[dict[str, Any]
 async def _play_branches(
     episode: Any,
     given: Mapping[str, Any],
-    loaded: Loaded,
+    loaded: LoadedEnvironment,
     told: asyncio.Queue[dict[str, Any] | None],
     writer: asyncio.StreamWriter,
     reading: asyncio.Task[None],

@@ -33,7 +33,7 @@ from orbit_runtime.workers.child.frames import read_frame
 from orbit_runtime.workers.child.process import adopt_orphans, end_with_parent, kill_group, tell_stacks
 from orbit_runtime.workers.user_code.confine import confine_user_code
 from orbit_runtime.workers.user_code.entrypoints import TargetError, describe, load_object
-from orbit_runtime.workers.user_code.environment_cell import Loaded, serve
+from orbit_runtime.workers.user_code.environment_cell import LoadedEnvironment, serve
 from orbit_runtime.workers.user_code.environment_protocol import EnvironmentLimits, check_environment
 
 PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -132,7 +132,7 @@ def main(control_fd: int, parent_pid: int) -> int:
     return 0
 
 
-def _load(head: Any) -> Loaded:
+def _load(head: Any) -> LoadedEnvironment:
     """Raises TargetError with the message and the target."""
     target = head["environment"]
     try:
@@ -150,7 +150,7 @@ def _load(head: Any) -> Loaded:
             tools[target.partition(":")[2].rpartition(".")[2]] = function
     except TargetError as error:
         raise TargetError(str(error), target) from error
-    return Loaded(environment, head["arguments"], tools, cohorts)
+    return LoadedEnvironment(environment, head["arguments"], tools, cohorts)
 
 
 def _cohorts(environment: Any) -> tuple[str, ...] | None:
@@ -179,7 +179,7 @@ def _prepare(environment: Any, arguments: Any) -> None:
         raise TargetError(f"{environment.__name__}.prepare fails: {describe(error)}") from error
 
 
-def _fork(control: socket.socket, given: list[int], loaded: Loaded, limits: EnvironmentLimits) -> int:
+def _fork(control: socket.socket, given: list[int], loaded: LoadedEnvironment, limits: EnvironmentLimits) -> int:
     with warnings.catch_warnings():
         # A package that starts threads on import is forked without them. If a thread held a lock, the copy hangs, and
         # is ended like any other that hangs.

@@ -9,19 +9,19 @@ from fakes.packed_weights import bits
 
 from orbit_runtime.quant.formats import FORMATS, format_of
 from orbit_runtime.quant.kernels import launch
-from orbit_runtime.quant.kernels.launch import Block
+from orbit_runtime.quant.kernels.launch import WeightTile
 from orbit_runtime.quant.kernels.tiles import INTERPRETED
 
 N, K = 141, 384
 FEW_ROWS = 45
 """For the smallest tiles and INT4, whose scales know no blocks of rows: a whole tile, and one beyond the last row."""
-BLOCKS = (None, Block(32, 16), Block(16, 64), Block(64, 128), Block(256, 256))
+BLOCKS = (None, WeightTile(32, 16), WeightTile(16, 64), WeightTile(64, 128), WeightTile(256, 256))
 """Tiles inside a group, of whole groups, inside and across FP8 blocks, larger than the weight."""
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_every_bit_is_the_codecs(case: str, block: Block | None, device: str) -> None:
+def test_every_bit_is_the_codecs(case: str, block: WeightTile | None, device: str) -> None:
     weight = adversarial(case, FEW_ROWS if block == BLOCKS[1] and case.startswith("INT4") else N, K)
     expected = FORMATS[format_of(weight)].dequantize(weight)
     found = launch.dequantize(operands_of(weight, device), block=block)[0].cpu()

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from orbit_runtime.adapters.turn import Turn
+from orbit_runtime.adapters.turn import FairLock
 
 
 def test_who_asked_first_comes_first_however_often_the_holder_asks_again() -> None:
-    turn, order, asked = Turn(), [], [threading.Event() for _ in range(3)]
+    turn, order, asked = FairLock(), [], [threading.Event() for _ in range(3)]
 
     def ask(number: int) -> None:
         asked[number].set()
@@ -33,7 +33,7 @@ def test_who_asked_first_comes_first_however_often_the_holder_asks_again() -> No
 
 
 def test_who_has_it_may_take_it_again_and_keeps_it_until_the_last_end() -> None:
-    turn, entered = Turn(), threading.Event()
+    turn, entered = FairLock(), threading.Event()
 
     def ask() -> None:
         with turn:
@@ -49,7 +49,7 @@ def test_who_has_it_may_take_it_again_and_keeps_it_until_the_last_end() -> None:
 
 
 def test_an_error_within_gives_it_back() -> None:
-    turn = Turn()
+    turn = FairLock()
     with pytest.raises(ValueError), turn:  # noqa: PT011
         raise ValueError
     other = threading.Thread(target=lambda: turn.__enter__())
@@ -59,7 +59,7 @@ def test_an_error_within_gives_it_back() -> None:
 
 
 def test_who_is_interrupted_while_it_waits_keeps_nobody_waiting() -> None:
-    turn, held, over = Turn(), threading.Event(), threading.Event()
+    turn, held, over = FairLock(), threading.Event(), threading.Event()
 
     def hold() -> None:
         with turn:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbit_runtime.cli.main import run_command
-from orbit_runtime.data.shapes import EXTRACT, LETTERS, SHAPES, Asked, RowError, build_row
+from orbit_runtime.data.shapes import EXTRACT, LETTERS, SHAPES, RequestedShape, RowError, build_row
 from orbit_runtime.environments.rewards.code_tests import code_tests
 from orbit_runtime.environments.rewards.math_answer import math_answer
 from orbit_runtime.environments.rewards.multiple_choice import multiple_choice
@@ -250,7 +250,7 @@ def test_what_is_boxed_is_what_the_data_set_s_own_function_finds(
 def test_the_letter_stands_before_the_right_choice(choices: list[str], right: int, seed: int) -> None:
     right %= len(choices)
     row: Mapping[str, Any] = {"question": "Which?", "choices": choices, "answer": right}
-    built = build_row(row, Asked(SHAPES["mmlu"], seed))
+    built = build_row(row, RequestedShape(SHAPES["mmlu"], seed))
     lettered = built["prompt"].partition("Which?\n\n")[2]
     expected = f"{built['answer']}) {choices[right].strip()}"
     assert lettered.startswith(expected) or f"\n{expected}" in lettered

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orbit_runtime.data.pass_rates import Bounds, PassRates
+from orbit_runtime.data.pass_rates import PassRateBounds, PassRates
 from orbit_runtime.data.prompts import PromptTable, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.data.stream import PromptStream
@@ -104,7 +104,7 @@ def play(
     step, and goes on from what a checkpoint holds."""
 
     def build() -> PromptStream:
-        rates = PassRates(Bounds(0.1, 0.9, 1.0, revisit=2), delay=delay)
+        rates = PassRates(PassRateBounds(0.1, 0.9, 1.0, revisit=2), delay=delay)
         return PromptStream(table, seed=5, weights=weights, rates=rates)
 
     stream, done = build(), 0
@@ -138,7 +138,7 @@ def test_a_killed_run_draws_what_one_that_was_not_draws(
 
 
 def test_prompts_outside_the_bounds_are_passed_over_and_looked_at_again(table: PromptTable) -> None:
-    rates = PassRates(Bounds(0.1, 0.9, 1.0, revisit=2))
+    rates = PassRates(PassRateBounds(0.1, 0.9, 1.0, revisit=2))
     stream = PromptStream(table, seed=2, rates=rates)
     seen: dict[str, list[int]] = {}
     for step in range(1, 60):
@@ -152,7 +152,7 @@ def test_prompts_outside_the_bounds_are_passed_over_and_looked_at_again(table: P
 
 
 def test_the_running_rate_is_the_mean_of_the_newest_visit_and_all_before() -> None:
-    rates = PassRates(Bounds(0.3, 0.95, passes=0.5))
+    rates = PassRates(PassRateBounds(0.3, 0.95, passes=0.5))
     rates.record(1, [(7, 0, [1.0, 0.6, 0.2, None])])
     assert rates.state()["settled"] == [[7, 2 / 3, 0]]
     rates.record(2, [(7, 1, [0.0, 0.0])])
@@ -165,13 +165,13 @@ def test_the_running_rate_is_the_mean_of_the_newest_visit_and_all_before() -> No
 
 
 def test_a_stream_whose_prompts_are_all_passed_over_ends(table: PromptTable) -> None:
-    stream = PromptStream(table, seed=2, rates=PassRates(Bounds(0.05, 0.95, 1.0)))
+    stream = PromptStream(table, seed=2, rates=PassRates(PassRateBounds(0.05, 0.95, 1.0)))
     for step in range(1, 12):
         taken = stream.take(5)
         stream.record(step, [scored(prompt, [0.0, 0.0]) for prompt in taken])
     assert taken
     assert stream.take(5, step=12) == []
     assert stream.passed_over
-    again = PromptStream(table, seed=2, rates=PassRates(Bounds(0.05, 0.95, 1.0)))
+    again = PromptStream(table, seed=2, rates=PassRates(PassRateBounds(0.05, 0.95, 1.0)))
     again.restore(json.loads(json.dumps(stream.with_rates(stream.state()))))
     assert again.take(5, step=13) == []

@@ -22,12 +22,12 @@ from yarl import URL
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.errors import UsageError
 from orbit_runtime.evaluation import api_model
-from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Connection, Conversations, _proxy_of
+from orbit_runtime.evaluation.api_model import ApiConnection, ApiEpisode, ApiModel, Conversations, _proxy_of
 from orbit_runtime.evaluation.evaluate import ApiSubject, ask_all
 from orbit_runtime.evaluation.journal import Journal, read_samples
-from orbit_runtime.evaluation.player import Places, Unanswered
+from orbit_runtime.evaluation.player import Places, UnansweredSample
 from orbit_runtime.evaluation.records import EvalSample, Failure
-from orbit_runtime.evaluation.tasks import Asked, open_task
+from orbit_runtime.evaluation.tasks import EvaluationSettings, open_task
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 from orbit_runtime.storage import claim_execution, open_store
@@ -207,7 +207,7 @@ async def ask_with(
     model: ApiModel, keys: Sequence[int], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> None:
     """A sample for each key, one after the other."""
-    connection, conversations = Connection(model), Conversations()
+    connection, conversations = ApiConnection(model), Conversations()
     ((prompt_ids,),) = [conversations.encode_many([[{"role": "user", "content": "1+1="}]])]
     try:
         for key in keys:
@@ -218,7 +218,7 @@ async def ask_with(
 
 def ask_once(api: ChatApi, **settings: Any) -> Failure:
     """Why a single sample got no answer, with one try."""
-    with pytest.raises(Unanswered) as caught:
+    with pytest.raises(UnansweredSample) as caught:
         asyncio.run(ask_with(ApiModel(api.url, "tiny", **{"retries": 0, **settings}), [1]))
     return caught.value.failure
 
@@ -349,7 +349,7 @@ def test_an_episode_that_is_scored_keeps_no_place_from_the_model(tmp_path: Path)
     run = resolve(load_manifest(ROOT / "examples/quickstart.yaml"), MachineFacts(has_cuda=False, num_gpus=0)).run
     with ExitStack() as closing, ChatApi(say, delay_seconds=0.05) as api:
         rewards = {each.name: slow for each in run.spec.environment.rewards}
-        task = open_task("sums", run.spec, Asked(samples=1, limit=8), [], closing, rewards=rewards)
+        task = open_task("sums", run.spec, EvaluationSettings(samples=1, limit=8), [], closing, rewards=rewards)
         store = open_store(str(tmp_path))
         execution = claim_execution(store, run_name="test")
         closing.callback(lambda: execution.release("done"))

@@ -21,7 +21,7 @@ from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.evaluation.player import Places, _InTurn
 from orbit_runtime.loop.advantages import build_batch, mean_advantages
 from orbit_runtime.loop.asking import Asking
-from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
 from orbit_runtime.loop.collect import count_groups, teaches
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.spec import OrbitRun
@@ -45,7 +45,7 @@ class Tree:
         return [Chosen(each, len(each.text)) for each in [*inner, *leaves[:2], *leaves[3:5]]]
 
 
-def collector(engine: TokenEngine, taken: int = 0, restored: Sequence[Kept] = ()) -> Collector:
+def collector(engine: TokenEngine, taken: int = 0, restored: Sequence[EpisodeSnapshot] = ()) -> Collector:
     settings = EpisodeSettings("run", Sampling(max_new_tokens=1000), EpisodeLimits(context=10**7), 12, 0, True)
     environment = Branching(
         settings, Written(), RewardThreads([]), {}, lambda: PlayedHere(Tree()), Tree.rollouts,  # type: ignore[arg-type, return-value]

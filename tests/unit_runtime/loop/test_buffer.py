@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orbit_runtime.environments.episodes import Episode, Played
 from orbit_runtime.errors import DataError
-from orbit_runtime.loop.buffer import Kept, Paid, RolloutBuffer, Taken, dump_kept, load_kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot, Paid, RolloutBuffer, Taken, dump_kept, load_kept
 from orbit_runtime.types import Completion, FinishReason, Prompt, Rollout, RoutedExperts, Turn
 
 PROMPTS, SAMPLES = 2, 2
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_other_prompts_is_refused() -> None:
     buffer.begin(1, episodes(1))
     buffer.end(1, 0, played(episodes(1)[0], 2))
     (kept,) = buffer.keep()
-    other = RolloutBuffer(0, [Kept(1, 1, kept.name, kept.played)])
+    other = RolloutBuffer(0, [EpisodeSnapshot(1, 1, kept.name, kept.played)])
     with pytest.raises(DataError, match="the checkpoint keeps a rollout of"):
         other.begin(1, episodes(1))
 

@@ -15,7 +15,7 @@ from fakes.token_engine import TokenEngine, token
 
 from orbit_runtime.environments.turns import SingleTurn
 from orbit_runtime.errors import DataError, EngineDiedError, GateError
-from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
 from orbit_runtime.loop.collect import check_staleness, measure_staleness, with_stale
 from orbit_runtime.loop.collector import CallersThread, Collector, EventLoop, OwnThread
 from orbit_runtime.loop.publish import Publication
@@ -60,7 +60,9 @@ Build = Callable[..., Collector]
 def build(scorer: RewardThreads) -> Iterator[Build]:
     made: list[Collector] = []
 
-    def build(engine: TokenEngine, taken: int = 0, restored: Sequence[Kept] = (), overlaps: bool = True) -> Collector:
+    def build(
+        engine: TokenEngine, taken: int = 0, restored: Sequence[EpisodeSnapshot] = (), overlaps: bool = True
+    ) -> Collector:
         sampling = Sampling(max_new_tokens=1000)
         environment = SingleTurn("run", Letters(), scorer, {"length": 1.0}, sampling, 2, seed=0)
         made.append(Collector(environment, engine, taken=taken, restored=restored, overlaps=overlaps))  # type: ignore[arg-type]
@@ -105,7 +107,7 @@ def test_a_step_comes_back_whole_in_the_prompts_order(build: Build, overlaps: bo
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_what_keeps_a_step_from_starting_is_raised_where_it_is_taken(build: Build, overlaps: bool) -> None:
-    kept = Kept(1, 0, ("another prompt", 0, 0), None)
+    kept = EpisodeSnapshot(1, 0, ("another prompt", 0, 0), None)
     collector = build(TokenEngine(short), restored=[kept], overlaps=overlaps)
     collector.switch(policy(0))
     collector.begin(1, prompts(1))
@@ -264,7 +266,9 @@ def test_an_environment_that_answers_otherwise_after_a_kill_gets_new_tokens(buil
     collector.pause()
     kept = collector.keep()
     moved = [
-        Kept(each.step, each.number, each.name, None, tuple(type(p)(p.key, (1, 2, 3), p.completion) for p in each.paid))
+        EpisodeSnapshot(
+            each.step, each.number, each.name, None, tuple(type(p)(p.key, (1, 2, 3), p.completion) for p in each.paid)
+        )
         for each in kept
     ]
     again = TokenEngine(short)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from orbit_runtime.environments.episodes import Played, Stopped
 from orbit_runtime.errors import RewardsFailingError
-from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
 from orbit_runtime.loop.collect import MAX_STOPPED, Collected, gather_stopped
 from orbit_runtime.loop.keep import keep_failure
 from orbit_runtime.loop.show import Show, StartTimes, tell_stopped
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.storage import open_store
 from orbit_runtime.types import Group, Prompt, Rollout, Turn
 
@@ -66,7 +66,7 @@ class Notes(SilentProgress):
 
 def told(found: Collected) -> list[str]:
     progress = Notes()
-    tell_stopped(Show(progress, RunStatus("r"), RunMetrics(run="r")), 3, found)
+    tell_stopped(Show(progress, LiveStatus("r"), RunMetrics(run="r")), 3, found)
     return progress.notes
 
 
@@ -94,5 +94,5 @@ def test_the_first_of_a_step_are_kept_with_stage_stack_and_text(tmp_path: Path) 
 
 
 def test_a_checkpoint_keeps_the_evidence_of_a_later_step() -> None:
-    kept = [Kept(4, 0, ("p/0", 0, 1), played(0)), Kept(4, 1, ("p/1", 0, 1), played(1, None))]
+    kept = [EpisodeSnapshot(4, 0, ("p/0", 0, 1), played(0)), EpisodeSnapshot(4, 1, ("p/1", 0, 1), played(1, None))]
     assert [each.played and each.played.stopped for each in load_kept(dump_kept(kept), where="c")] == [STOPPED, None]

@@ -15,7 +15,7 @@ from fakes.run_folder import SyntheticRun, synthetic_row, write_run_folder
 from orbit_runtime.observability.live import REST, LiveFolder, LivePage
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.server import HTTPServer, start_server
-from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.storage import open_store
 
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[HTTPServer]:
     live = LivePage(str(folder))
-    server = start_server(RunStatus("quickstart", total=60), RunMetrics(run="quickstart"), 0, live=live)
+    server = start_server(LiveStatus("quickstart", total=60), RunMetrics(run="quickstart"), 0, live=live)
     yield server
     server.close()
     live.close()
@@ -119,7 +119,7 @@ def test_a_browser_gets_new_steps_and_rollouts_of_old_ones_without_a_reload(tmp_
     run = SyntheticRun(steps=59, ended=None, compacted=False, prompts=10, group_size=4)
     folder = write_run_folder(tmp_path / "run", run)
     live = LivePage(str(folder))
-    server = start_server(RunStatus("quickstart", total=60), RunMetrics(run="quickstart"), 0, live=live)
+    server = start_server(LiveStatus("quickstart", total=60), RunMetrics(run="quickstart"), 0, live=live)
     try:
         with Browser(tmp_path / "browser") as browser:
             browser.open(f"{server.url}/report", PHONE)

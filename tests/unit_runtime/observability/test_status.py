@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics, build_row
 from orbit_runtime.observability.server import BIND_VARIABLE, HTTPServer, start_server
-from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.workers.child.heartbeat import STALL_SECONDS
 
 
@@ -29,7 +29,7 @@ class Clock:
 
 
 def test_a_step_becomes_the_facts_of_the_run() -> None:
-    status = RunStatus("quickstart", total=60)
+    status = LiveStatus("quickstart", total=60)
     status.observe(synthetic_row(10))
     facts = status.snapshot()
     assert (facts["step"], facts["total"], facts["policy_version"]) == (10, 60, 10)
@@ -40,12 +40,12 @@ def test_a_step_becomes_the_facts_of_the_run() -> None:
 
 def test_an_unknown_fact_is_refused() -> None:
     with pytest.raises(TypeError, match="rewrd"):
-        RunStatus("a").update(rewrd=1)
+        LiveStatus("a").update(rewrd=1)
 
 
 def test_a_run_that_makes_no_progress_is_not_alive_and_says_where_it_hangs() -> None:
     clock = Clock()
-    status = RunStatus("a", stall_limit_seconds=60, clock=clock)
+    status = LiveStatus("a", stall_limit_seconds=60, clock=clock)
     status.update(phase="Running", stage="collect")
     clock.now += 59
     assert status.is_live() == (True, None)
@@ -60,7 +60,7 @@ def test_a_run_that_makes_no_progress_is_not_alive_and_says_where_it_hangs() -> 
 
 def test_a_run_may_be_as_silent_as_a_device_and_its_ranks() -> None:
     clock = Clock()
-    status = RunStatus("a", clock=clock)
+    status = LiveStatus("a", clock=clock)
     clock.now += STALL_SECONDS
     assert status.is_live()[0]
     clock.now += 1
@@ -69,7 +69,7 @@ def test_a_run_may_be_as_silent_as_a_device_and_its_ranks() -> None:
 
 def test_a_first_step_of_hours_lives_while_its_stage_shows_signs_of_life() -> None:
     clock, signed = Clock(), [0.0]
-    status = RunStatus("a", clock=clock, silent_seconds=lambda: clock.now - signed[0])
+    status = LiveStatus("a", clock=clock, silent_seconds=lambda: clock.now - signed[0])
     status.update(stage="collect")
     for _ in range(4):
         clock.now += 1000
@@ -84,7 +84,7 @@ def test_a_first_step_of_hours_lives_while_its_stage_shows_signs_of_life() -> No
 
 def test_prometheus_is_told_the_newest_sign_within_a_step_as_the_health_check_sees_it() -> None:
     clock, signed = Clock(), [-1e9]
-    status, metrics = RunStatus("a", clock=clock, silent_seconds=lambda: clock.now - signed[0]), RunMetrics(run="a")
+    status, metrics = LiveStatus("a", clock=clock, silent_seconds=lambda: clock.now - signed[0]), RunMetrics(run="a")
     name = "orbit_run_last_sign_of_life_timestamp_seconds"
     assert f"{name}{{" not in metrics.render().decode(), "without signs there is no series"
     metrics.follow_signs(status.newest_sign)
@@ -108,7 +108,7 @@ def test_prometheus_is_told_the_newest_sign_within_a_step_as_the_health_check_se
 
 def test_a_run_whose_steps_are_long_is_given_ten_of_them() -> None:
     clock = Clock()
-    status = RunStatus("a", stall_limit_seconds=60, clock=clock)
+    status = LiveStatus("a", stall_limit_seconds=60, clock=clock)
     status.observe(build_row(step=1, seconds_total=30.0))
     clock.now += 299
     assert status.is_live()[0]
@@ -118,14 +118,14 @@ def test_a_run_whose_steps_are_long_is_given_ten_of_them() -> None:
 
 def test_a_run_that_has_ended_stays_alive() -> None:
     clock = Clock()
-    status = RunStatus("a", stall_limit_seconds=1, clock=clock)
+    status = LiveStatus("a", stall_limit_seconds=1, clock=clock)
     status.update(phase="Done")
     clock.now += 1000
     assert status.is_live()[0]
 
 
 def test_a_run_is_ready_only_while_it_runs() -> None:
-    status = RunStatus("a")
+    status = LiveStatus("a")
     assert not status.is_ready()[0]
     status.update(phase="Running")
     assert status.is_ready() == (True, None)
@@ -134,7 +134,7 @@ def test_a_run_is_ready_only_while_it_runs() -> None:
 
 
 def test_a_reader_never_sees_half_a_step() -> None:
-    status = RunStatus("a", total=10_000)
+    status = LiveStatus("a", total=10_000)
     torn: list[int] = []
     stop = threading.Event()
 
@@ -154,21 +154,21 @@ def test_a_reader_never_sees_half_a_step() -> None:
 
 
 def test_numbers_that_json_has_no_words_for_are_absent() -> None:
-    status = RunStatus("a")
+    status = LiveStatus("a")
     status.observe(build_row(step=1, reward_mean=float("nan")))
     assert status.snapshot()["reward"] is None
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[RunStatus, HTTPServer]]:
-    status, metrics = RunStatus("quickstart", total=60), RunMetrics(run="quickstart")
+def served() -> Iterator[tuple[LiveStatus, HTTPServer]]:
+    status, metrics = LiveStatus("quickstart", total=60), RunMetrics(run="quickstart")
     metrics.observe(synthetic_row(1))
     server = start_server(status, metrics, 0)
     yield status, server
     server.close()
 
 
-def test_the_port_answers_status_and_metrics(served: tuple[RunStatus, HTTPServer]) -> None:
+def test_the_port_answers_status_and_metrics(served: tuple[LiveStatus, HTTPServer]) -> None:
     _, server = served
     assert httpx.get(f"{server.url}/status").json()["run"] == "quickstart"
     answer = httpx.get(f"{server.url}/metrics")
@@ -177,7 +177,7 @@ def test_the_port_answers_status_and_metrics(served: tuple[RunStatus, HTTPServer
     assert httpx.get(f"{server.url}/other").status_code == 404
 
 
-def test_health_and_readiness_are_200_or_503_with_the_reason(served: tuple[RunStatus, HTTPServer]) -> None:
+def test_health_and_readiness_are_200_or_503_with_the_reason(served: tuple[LiveStatus, HTTPServer]) -> None:
     status, server = served
     assert httpx.get(f"{server.url}/healthz").status_code == 200
     answer = httpx.get(f"{server.url}/readyz")
@@ -187,7 +187,7 @@ def test_health_and_readiness_are_200_or_503_with_the_reason(served: tuple[RunSt
     assert httpx.get(f"{server.url}/readyz").status_code == 200
 
 
-def test_a_port_in_use_names_the_field_and_the_way_out(served: tuple[RunStatus, HTTPServer]) -> None:
+def test_a_port_in_use_names_the_field_and_the_way_out(served: tuple[LiveStatus, HTTPServer]) -> None:
     status, server = served
     with pytest.raises(OutputError) as caught:
         start_server(status, RunMetrics(run="b"), server.port)
@@ -197,7 +197,7 @@ def test_a_port_in_use_names_the_field_and_the_way_out(served: tuple[RunStatus, 
 
 
 def test_a_closed_server_gives_its_port_back() -> None:
-    server = start_server(RunStatus("a"), RunMetrics(run="a"), 0)
+    server = start_server(LiveStatus("a"), RunMetrics(run="a"), 0)
     server.close()
     server.close()
     with socket.socket() as again:
@@ -207,9 +207,9 @@ def test_a_closed_server_gives_its_port_back() -> None:
 
 def test_an_address_that_is_not_ours_is_refused() -> None:
     with pytest.raises(OutputError, match="cannot listen") as caught:
-        start_server(RunStatus("a"), RunMetrics(run="a"), 0, host="203.0.113.7")
+        start_server(LiveStatus("a"), RunMetrics(run="a"), 0, host="203.0.113.7")
     assert BIND_VARIABLE in str(caught.value.fix)
 
 
-def test_it_listens_on_loopback_only_unless_told(served: tuple[RunStatus, HTTPServer]) -> None:
+def test_it_listens_on_loopback_only_unless_told(served: tuple[LiveStatus, HTTPServer]) -> None:
     assert served[1].host == "127.0.0.1"

@@ -19,7 +19,7 @@ from orbit_runtime.planner import Machine, Plan, Verdict, judge
 from orbit_runtime.planner.job import asked_machine, build_job
 from orbit_runtime.planner.serving import check_servers
 from orbit_runtime.planner.support.kernels import choose_kernels, expert_layouts
-from orbit_runtime.planner.support.manifests import Manifest, check_manifest
+from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids
 from orbit_runtime.planner.support.served import LORA_LAYOUTS, Place, check_served, served_experts
 from orbit_runtime.planner.verdict import check_support
@@ -29,7 +29,7 @@ from orbit_runtime.sides.checkpoint_facts import facts_of_headers
 from orbit_runtime.sides.trainers import adapter_config, check_replay
 from orbit_runtime.spec import OrbitRun, load_manifest
 from orbit_runtime.spec.engine_arguments import argument_flags
-from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.training.megatron.groups import GroupSizes
 from tests.unit_runtime.planner.drawn_cases import LAYOUTS, draw_headers, draw_machine, draw_run, headers_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -52,11 +52,11 @@ def build_flags(run: OrbitRun, facts: PolicyFacts | None, model: ModelFacts, mac
         facts: of the policy; None if there is no adapter.
     """
     spec = run.spec
-    check_manifest(Manifest(spec))
+    check_manifest(ManifestFacts(spec))
     if made.trainer == "Megatron":
         layout = made.layout
-        check_manifest(Manifest(spec, trainer="Megatron"))
-        Sizes(
+        check_manifest(ManifestFacts(spec, trainer="Megatron"))
+        GroupSizes(
             layout.num_gpus, tensor=layout.tensor, expert=layout.expert, pipeline=layout.pipeline,
             context=layout.context,
         ).check()  # fmt: skip

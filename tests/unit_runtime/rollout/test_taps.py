@@ -12,7 +12,7 @@ from torch import Tensor
 
 from orbit_runtime.adapters.tensorfile import dump
 from orbit_runtime.errors import GateError
-from orbit_runtime.policy.snapshot import Part
+from orbit_runtime.policy.snapshot import SnapshotPart
 from orbit_runtime.rollout.taps import ANSWER, REQUEST, SEEN, asked_pass, build_snapshot
 
 ROWS = 3
@@ -39,8 +39,8 @@ def test_parts_stand_beside_each_other_and_summands_are_summed_up_once(is_summed
     assert list(made.points) == ["n", "q", "k", "o"]
     for name, whole in (("n", NORM), ("q", QUERY), ("k", KEY), ("o", OUT)):
         torch.testing.assert_close(made.points[name], whole[:ROWS])
-    assert made.tensors["w"] == tuple(Part(f"digest {rank}", (2, 5), 0, 2 * rank, rank) for rank in range(4))
-    assert made.tensors["n"] == tuple(Part("same", (6,), 0, 0, rank) for rank in range(4))
+    assert made.tensors["w"] == tuple(SnapshotPart(f"digest {rank}", (2, 5), 0, 2 * rank, rank) for rank in range(4))
+    assert made.tensors["n"] == tuple(SnapshotPart("same", (6,), 0, 0, rank) for rank in range(4))
 
 
 def test_values_are_asked_for_again_and_come_from_every_process_that_holds_a_part() -> None:

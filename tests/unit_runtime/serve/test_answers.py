@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from orbit_runtime.serve.answers import Form, Part, Sent
+from orbit_runtime.serve.answers import ChoicePart, ResponseForm, SentText
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -28,9 +28,9 @@ class Letters:
         return chr(token_id)
 
 
-def part(text: str, reason: FinishReason | None = "stop") -> Part:
+def part(text: str, reason: FinishReason | None = "stop") -> ChoicePart:
     ids = array(TOKENS, map(ord, text))
-    return Part(0, ids, array(FLOATS, [-1.0] * len(ids)), reason, text)
+    return ChoicePart(0, ids, array(FLOATS, [-1.0] * len(ids)), reason, text)
 
 
 class Bytes:
@@ -44,32 +44,32 @@ class Bytes:
         return bytes(token_ids).decode(errors="replace")
 
 
-def form(*tools: str, own: str = "") -> Form:
-    return Form(True, "policy", Letters(own), "policy@0", False, tools)  # type: ignore[arg-type]
+def form(*tools: str, own: str = "") -> ResponseForm:
+    return ResponseForm(True, "policy", Letters(own), "policy@0", False, tools)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stops", [(), ("END",), ("EE", "END")])
 @pytest.mark.parametrize("final", ["one EN two", "one", "EEN", "déjà"])
 def test_pieces_make_the_final_text_and_never_more(stops: tuple[str, ...], final: str) -> None:
-    sent = Sent(stops)
+    sent = SentText(stops)
     pieces = [sent.take(character) for character in final]
     assert "".join([*pieces, sent.rest(final)]) == final
 
 
 def test_the_beginning_of_a_stop_is_held_back() -> None:
-    sent = Sent(("END",))
+    sent = SentText(("END",))
     assert sent.take("one E") == "one "
     assert sent.take("N") == ""
     assert sent.rest("one ") == ""
 
 
 def test_a_character_of_which_bytes_are_missing_is_held_back() -> None:
-    sent = Sent()
+    sent = SentText()
     assert [sent.decode(Bytes(), [byte]) for byte in "caf€!".encode()] == ["c", "a", "f", "", "", "€", "!"]
 
 
 def test_what_never_becomes_a_character_is_sent_as_what_it_is_and_costs_no_more_and_more() -> None:
-    tokenizer, sent = Bytes(), Sent()
+    tokenizer, sent = Bytes(), SentText()
     text = "".join(sent.decode(tokenizer, [0xFF]) for _ in range(1000))
     assert text == "\ufffd" * len(text)
     assert len(text) > 950
@@ -91,7 +91,7 @@ def test_a_call_of_deepseek_v4_comes_back_as_one_too() -> None:
     (choice,) = asked.whole([part(f"let me see\n\n{calls}")], prompt_tokens=3)["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "let me see")
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert Sent(asked.held_back).take(f"so {calls}") == "so "
+    assert SentText(asked.held_back).take(f"so {calls}") == "so "
 
 
 @pytest.mark.parametrize("text", [f"{CALL[:-13]}x", CALL.replace("add", "sub")])
@@ -120,9 +120,9 @@ SCHEMA = {"add": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 @pytest.mark.parametrize("own", FORMS)
 def test_a_streamed_call_of_any_family_is_no_part_of_the_text_and_values_are_of_the_schema(own: str) -> None:
-    asked = Form(True, "policy", Letters(own), "policy@0", False, SCHEMA)  # type: ignore[arg-type]
+    asked = ResponseForm(True, "policy", Letters(own), "policy@0", False, SCHEMA)  # type: ignore[arg-type]
     before, call = FORMS[own]
-    text, sent, pieces = before + call, Sent(asked.held_back), []
+    text, sent, pieces = before + call, SentText(asked.held_back), []
     for size in range(1, len(text) + 1):
         pieces += asked.piece(part(text[:size], None), sent)
     pieces += asked.piece(part(text), sent)
@@ -138,12 +138,12 @@ def test_an_answer_of_gpt_oss_that_begins_with_a_call_has_no_text() -> None:
     asked = form("add", own="harmony")
     (choice,) = asked.whole([part(text)], prompt_tokens=3)["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-    assert Sent(asked.held_back).take(text) == ""
+    assert SentText(asked.held_back).take(text) == ""
 
 
 def test_a_streamed_call_is_no_part_of_the_text() -> None:
     asked = form("add")
-    text, sent, pieces = f"so {CALL}", Sent(asked.held_back), []
+    text, sent, pieces = f"so {CALL}", SentText(asked.held_back), []
     for size in range(1, len(text) + 1):
         pieces += asked.piece(part(text[:size], None), sent)
     pieces += asked.piece(part(text), sent)

@@ -6,29 +6,31 @@ import pickle
 from array import array
 
 from orbit_runtime.rollout.streaming import News
-from orbit_runtime.serve.answers import Part
-from orbit_runtime.serve.asking import Engine
-from orbit_runtime.serve.channel import Choice, Step
+from orbit_runtime.serve.answers import ChoicePart
+from orbit_runtime.serve.asking import EngineClient
+from orbit_runtime.serve.channel import BatchStep, Choice
 from orbit_runtime.serve.names import Served
 from orbit_runtime.types import FLOATS, TOKENS, Sampling
 
 TOP, STEPS = 3, 400
 
 
-def columns(part: Part) -> list[array]:
+def columns(part: ChoicePart) -> list[array]:
     return [part.token_ids_T, part.logprobs_T, *(part.alternatives or ())]
 
 
-def step(at: int) -> Step:
+def step(at: int) -> BatchStep:
     """One token of request 0 with what else was probable in its place."""
     top = (array(TOKENS, range(at, at + TOP)), array(FLOATS, [-at - 1.0] * TOP))
     news = News(array("q", [0]), array(TOKENS, [1]), array(TOKENS, [at]), array(FLOATS, [-0.5]), {0: top})
-    return Step(news, [])
+    return BatchStep(news, [])
 
 
 def test_a_streamed_answers_tokens_and_alternatives_are_never_copied_again() -> None:
     """Counted: elements of columns that were made anew, which of a copy at each step are 4 * STEPS * STEPS."""
-    engine = Engine(lambda _: None, [Served("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None)
+    engine = EngineClient(
+        lambda _: None, [Served("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None
+    )
     sampling = Sampling(max_new_tokens=STEPS)
     job = engine.submit("base", [Choice((1,), 0, sampling, TOP)], is_streamed=True)
     (part,) = job.parts
@@ -49,20 +51,22 @@ def test_a_streamed_answers_tokens_and_alternatives_are_never_copied_again() -> 
 
 
 def test_alternatives_of_two_pieces_that_come_at_once_are_added_once() -> None:
-    engine = Engine(lambda _: None, [Served("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None)
+    engine = EngineClient(
+        lambda _: None, [Served("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None
+    )
     job = engine.submit("base", [Choice((1,), 0, Sampling(max_new_tokens=STEPS), 1)], is_streamed=True)
     (part,) = job.parts
     top = (array(TOKENS, [7, 8, 9]), array(FLOATS, [-1.0, -2.0, -3.0]))
     pieces = News(
         array("q", [0, 0]), array(TOKENS, [1, 2]), array(TOKENS, [4, 5, 6]), array(FLOATS, [-0.5] * 3), {0: top}
     )
-    engine.hear(Step(pieces, []))
+    engine.hear(BatchStep(pieces, []))
     assert (part.token_ids_T, part.alternatives) == (array(TOKENS, [4, 5, 6]), top)
 
 
 def test_what_ended_with_its_news_has_each_token_once_and_is_told_before_what_goes_on() -> None:
     told = []
-    engine = Engine(
+    engine = EngineClient(
         lambda _: None,
         [Served("base", None, "a folder")],
         "base",
@@ -74,7 +78,7 @@ def test_what_ended_with_its_news_has_each_token_once_and_is_told_before_what_go
     ]
     news = News(array("q", [0, 1]), array(TOKENS, [2, 1]), array(TOKENS, [4, 5, 6]), array(FLOATS, [-0.5] * 3), {})
     ended = (0, array(TOKENS, [4, 5]), array(FLOATS, [-0.5, -0.5]), "length", "ab", None)
-    engine.hear(Step(news, [ended]))
+    engine.hear(BatchStep(news, [ended]))
     assert told == [[4, 5]]
     assert [list(job.parts[0].token_ids_T) for job in jobs] == [[4, 5], [6]]
     assert [job.parts[0].finish_reason for job in jobs] == ["length", None]

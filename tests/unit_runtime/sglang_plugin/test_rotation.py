@@ -14,15 +14,15 @@ from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, R
 from orbit_runtime.adapters.oft import rotate, rotations
 from orbit_runtime.errors import InternalError, ModelError
 from orbit_runtime.sglang_plugin.arrival import files_of
-from orbit_runtime.sglang_plugin.rotation import UNTURNED, LayerRotation, Published, Rotations, parts
+from orbit_runtime.sglang_plugin.rotation import UNTURNED, LayerRotation, Published, RotationTable, parts
 
 SIZE, WIDTH = 4, 16
 Turn = Callable[[LayerRotation, torch.Tensor], torch.Tensor]
 LAYERS = ("model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.down_proj")
 
 
-def table(*, local: int = WIDTH, rank: int = 0, slots: int = 3) -> Rotations:
-    made = Rotations(SIZE, slots, torch.device("cpu"), torch.float32)
+def table(*, local: int = WIDTH, rank: int = 0, slots: int = 3) -> RotationTable:
+    made = RotationTable(SIZE, slots, torch.device("cpu"), torch.float32)
     for name in LAYERS:
         made.add_layer(name, WIDTH, local_features=local, rank=rank)
     return made
@@ -173,7 +173,7 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, spoil: str, s
 
 def test_all_experts_of_a_layer_share_the_R_of_their_files(tmp_path: Path) -> None:
     place = "model.layers.0.mlp.experts"
-    made = Rotations(SIZE, 2, torch.device("cpu"), torch.float32)
+    made = RotationTable(SIZE, 2, torch.device("cpu"), torch.float32)
     layer = made.add_layer(f"{place}.gate_up_proj", WIDTH, names=(f"{place}.w1", f"{place}.w3"))
     R = random_R(1)[None]
     parameters = torch.zeros(1, WIDTH // SIZE, SIZE * (SIZE - 1) // 2)

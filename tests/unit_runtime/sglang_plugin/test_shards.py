@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from orbit_runtime.sglang_plugin import shards
-from orbit_runtime.sglang_plugin.shards import Piece, borrow, join, lend, pack, with_pieces
+from orbit_runtime.sglang_plugin.shards import ShardPiece, borrow, join, lend, pack, with_pieces
 
 WHOLE = {
     "column.lora_A": torch.randn(4, 16), "column.lora_B": torch.randn(12, 4), "row.lora_A": torch.randn(4, 24),
@@ -17,22 +17,24 @@ WHOLE = {
 SIZE = 4
 
 
-def pieces(rank: int, whole: dict[str, torch.Tensor] = WHOLE) -> list[Piece]:
+def pieces(rank: int, whole: dict[str, torch.Tensor] = WHOLE) -> list[ShardPiece]:
     """Four ranks and two heads of keys, each on two ranks."""
     return [
-        Piece("column.lora_A", whole["column.lora_A"], is_copy=rank > 0),
-        Piece("column.lora_B", whole["column.lora_B"].chunk(SIZE)[rank], 0, rank),
-        Piece("row.lora_A", whole["row.lora_A"].chunk(SIZE, 1)[rank], 1, rank),
-        Piece("keys.lora_B", whole["keys.lora_B"].chunk(2)[rank // 2], 0, rank // 2, rank % 2 > 0),
-        Piece("experts.w2.lora_A", whole["experts.w2.lora_A"].chunk(3, 2)[min(rank, 2)], 2, min(rank, 2), rank == 3),
+        ShardPiece("column.lora_A", whole["column.lora_A"], is_copy=rank > 0),
+        ShardPiece("column.lora_B", whole["column.lora_B"].chunk(SIZE)[rank], 0, rank),
+        ShardPiece("row.lora_A", whole["row.lora_A"].chunk(SIZE, 1)[rank], 1, rank),
+        ShardPiece("keys.lora_B", whole["keys.lora_B"].chunk(2)[rank // 2], 0, rank // 2, rank % 2 > 0),
+        ShardPiece(
+            "experts.w2.lora_A", whole["experts.w2.lora_A"].chunk(3, 2)[min(rank, 2)], 2, min(rank, 2), rank == 3
+        ),
     ]
 
 
-def sent(ranks: list[list[Piece]], *, whole: bool = False) -> list[list[Piece]]:
+def sent(ranks: list[list[ShardPiece]], *, whole: bool = False) -> list[list[ShardPiece]]:
     return [pickle.loads(pickle.dumps(pack(each, whole=whole))) for each in ranks]
 
 
-def lent(ranks: list[list[Piece]]) -> list[list[Piece]]:
+def lent(ranks: list[list[ShardPiece]]) -> list[list[ShardPiece]]:
     """The first keeps its own; all that is sent of the others is where their values lie."""
     first, *others = ranks
     received = [first]
@@ -43,7 +45,7 @@ def lent(ranks: list[list[Piece]]) -> list[list[Piece]]:
     return received
 
 
-def whole(ranks: list[list[Piece]]) -> dict[str, torch.Tensor]:
+def whole(ranks: list[list[ShardPiece]]) -> dict[str, torch.Tensor]:
     return {name: each.whole() for name, each in join(ranks).items()}
 
 
@@ -64,14 +66,14 @@ def test_what_several_ranks_hold_is_sent_once_and_then_as_a_digest() -> None:
 
 def test_a_part_is_sent_without_the_buffer_that_it_is_a_view_of() -> None:
     buffer = torch.zeros(64, 1024)
-    (packed,) = pack([Piece("row.lora_A", buffer[:, :1], 1)], whole=False)
+    (packed,) = pack([ShardPiece("row.lora_A", buffer[:, :1], 1)], whole=False)
     assert len(pickle.dumps(packed)) < 4096
 
 
 def test_another_value_on_one_rank_changes_a_value_or_a_name() -> None:
     for index, piece in enumerate(pieces(3)):
         ranks = [pieces(rank) for rank in range(SIZE)]
-        ranks[3][index] = Piece(piece.name, piece.data * 2, piece.axis, piece.part, piece.is_copy)
+        ranks[3][index] = ShardPiece(piece.name, piece.data * 2, piece.axis, piece.part, piece.is_copy)
         joined = whole(sent(ranks))
         assert joined.keys() == whole(lent(ranks)).keys()
         if piece.is_copy:
@@ -126,6 +128,6 @@ def test_what_was_lent_is_kept_until_it_was_opened_and_no_longer(monkeypatch: py
 def test_lent_values_have_the_same_bits_in_any_dtype_and_shape(dtype: torch.dtype) -> None:
     view, empty, one = torch.randn(8, 6).to(dtype).T, torch.empty(0, 3, dtype=dtype), torch.ones(1, dtype=dtype)
     given = {"view": view, "empty": empty, "one": one}
-    told, opening = lend({3: [Piece(name, tensor) for name, tensor in given.items()]})
+    told, opening = lend({3: [ShardPiece(name, tensor) for name, tensor in given.items()]})
     found = {each.name: each.data for each in borrow(told, opening)[3]}
     assert all(torch.equal(found[name], tensor) and found[name].dtype == dtype for name, tensor in given.items())  # type: ignore[union-attr, arg-type]

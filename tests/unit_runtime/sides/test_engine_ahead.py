@@ -20,14 +20,14 @@ from orbit_runtime.planner.layout import Layout
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.engines import EngineAhead, _Closing, may_start_ahead
 from orbit_runtime.sides.interface import EngineOrder
-from orbit_runtime.sides.trainers import Division, adapter_config
+from orbit_runtime.sides.trainers import TrainerLayout, adapter_config
 from orbit_runtime.spec import MachineFacts, Resolved, load_manifest, resolve
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 CPU, GPUS = MachineFacts(has_cuda=False, num_gpus=0), MachineFacts(has_cuda=True, num_gpus=8)
-RANKS = Division("Megatron", Layout(), 1024, "None", None)
-ALONE = Division("Torch", Layout(), 1024, "None", None)
+RANKS = TrainerLayout("Megatron", Layout(), 1024, "None", None)
+ALONE = TrainerLayout("Torch", Layout(), 1024, "None", None)
 
 
 def asked(machine: MachineFacts = CPU, *overrides: str) -> Resolved:
@@ -70,7 +70,7 @@ def server(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_servers_start_beside_ranks_unless_they_share_gpus(
-    machine: MachineFacts, overrides: tuple[str, ...], division: Division, may: bool
+    machine: MachineFacts, overrides: tuple[str, ...], division: TrainerLayout, may: bool
 ) -> None:
     assert may_start_ahead(asked(machine, *overrides), division) is may
 

@@ -9,7 +9,7 @@ import pytest
 
 from orbit_runtime.errors import StoppedOnRequest, UsageError
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.sides.inputs import Inputs, build_patience, transfer_line
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage.download import Patience, Transfer
@@ -47,7 +47,7 @@ def test_a_line_says_how_much_of_how_much_and_how_long_it_takes() -> None:
 
 def test_a_download_is_told_every_ten_seconds_and_at_its_end_and_bytes_count_as_progress() -> None:
     notes, clock = Notes(), Clock()
-    status = RunStatus("r", clock=clock.monotonic)
+    status = LiveStatus("r", clock=clock.monotonic)
     patience = build_patience(
         notes.note,
         status.beat,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orbit_runtime.errors import says_no_memory
-from orbit_runtime.workers.ranks.evidence import Ending, Evidence, LookBack, RankEnd
+from orbit_runtime.workers.ranks.evidence import Ending, LookBack, RankEnd, RankEvidence
 from orbit_runtime.workers.ranks.rank import Note, RankFailure
 from orbit_runtime.workers.ranks.verdict import judge
 
@@ -65,7 +65,7 @@ BROKEN = end(0, "failed", error="CollectiveError")
 def test_the_cause_is_named_and_not_what_followed_from_it(
     ranks: tuple[RankEnd, ...], code: int, rank: int, words: str
 ) -> None:
-    error = judge(Evidence("update", ranks, patience=5.0))
+    error = judge(RankEvidence("update", ranks, patience=5.0))
     assert (error.exit_code, error.about["rank"]) == (code, rank)
     assert words in str(error)
     assert (error.about["device"], error.about["stage"], error.about["last_step"]) == (f"GPU {rank}", "train", 12)
@@ -73,20 +73,20 @@ def test_the_cause_is_named_and_not_what_followed_from_it(
 
 
 def test_a_rank_lost_with_its_node_names_the_node() -> None:
-    error = judge(Evidence("update", (RankEnd(0, "GPU 0", "10.0.0.7", "lost", None),)))
+    error = judge(RankEvidence("update", (RankEnd(0, "GPU 0", "10.0.0.7", "lost", None),)))
     assert "rank 0 (GPU 0) was lost with its node 10.0.0.7 in stage update" in str(error)
     assert error.exit_code == 81
 
 
 def test_a_rank_of_this_machine_of_which_nothing_was_seen_is_lost_in_rays_words() -> None:
     said = "\nThe actor died unexpectedly before finishing this task.\n  class_name: RankActor"
-    error = judge(Evidence("start", (RankEnd(1, "CPU", "", "lost", None, said=said),)))
+    error = judge(RankEvidence("start", (RankEnd(1, "CPU", "", "lost", None, said=said),)))
     assert "rank 1 (CPU) was lost in stage start, and Ray says: The actor died unexpectedly" in str(error)
     assert "node" not in str(error)
     assert error.exit_code == 81
 
 
 def test_the_traceback_of_a_rank_is_the_cause_of_its_error() -> None:
-    error = judge(Evidence("update", (end(0, "failed", error="InternalError"),)))
+    error = judge(RankEvidence("update", (end(0, "failed", error="InternalError"),)))
     assert "Traceback" in str(error.__cause__)
     assert not says_no_memory(str(error))
