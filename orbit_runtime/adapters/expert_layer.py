@@ -25,7 +25,7 @@ from orbit_runtime.adapters.files import expert_file_names, split_tensor
 from orbit_runtime.adapters.layer import Segment, Selection, Slot, dropped, find_slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, rotate
-from orbit_runtime.adapters.part import WHOLE, Part
+from orbit_runtime.adapters.part import WHOLE, WeightPart
 
 ALIGNMENT = 16
 """Bytes; a grouped product requires operand rows to be a multiple of this."""
@@ -114,7 +114,7 @@ class AdaptedExpertLinear(nn.Module):
         self.out_features: int = base.out_features  # type: ignore[assignment]
         self.num_experts: int = base.num_experts  # type: ignore[assignment]
         self.reads_tokens: bool = base.reads_tokens  # type: ignore[assignment]
-        self.part: Part = getattr(base, "part", None) or Part(
+        self.part: WeightPart = getattr(base, "part", None) or WeightPart(
             shape=(self.out_features, self.in_features), num_experts=self.num_experts, group="expert"
         )
         self.slots: dict[str, Slot] = {}

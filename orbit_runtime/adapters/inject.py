@@ -20,7 +20,7 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT, AdaptedLinear, Selection
 from orbit_runtime.adapters.lora import initial_A
 from orbit_runtime.adapters.masters import MasterPlace, Masters
 from orbit_runtime.adapters.oft import check_block_size
-from orbit_runtime.adapters.part import Part
+from orbit_runtime.adapters.part import WeightPart
 from orbit_runtime.errors import InternalError, ManifestError
 from orbit_runtime.model_info.weights import SHARED_INPUTS
 
@@ -154,7 +154,7 @@ def _unmatched(target: str, linear: dict[str, nn.Module]) -> ManifestError:
 
 def _linear_shape(layer: nn.Module) -> tuple[int, int]:
     """The shape of the whole layer."""
-    part: Part | None = getattr(layer, "part", None)
+    part: WeightPart | None = getattr(layer, "part", None)
     return part.shape if part else (int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.lora import LoRASlot, add_lora, dropout
 from orbit_runtime.adapters.oft import OFTSlot, rotate
-from orbit_runtime.adapters.part import WHOLE, Part
+from orbit_runtime.adapters.part import WHOLE, WeightPart
 from orbit_runtime.adapters.rotations import Newest
 from orbit_runtime.adapters.turn import FairLock
 from orbit_runtime.errors import InternalError
@@ -163,7 +163,7 @@ class _Layer(Protocol):
     config: AdapterConfig
     selection: Selection
     slots: dict[str, Slot]
-    part: Part
+    part: WeightPart
 
     def named(self, slot: Slot, experts: slice = WHOLE) -> Mapping[str, Tensor]: ...
 
@@ -217,7 +217,7 @@ class AdaptedLinear(nn.Module):
         self.selection = selection
         self.in_features: int = base.in_features  # type: ignore[assignment]
         self.out_features: int = base.out_features  # type: ignore[assignment]
-        self.part: Part = getattr(base, "part", None) or Part(shape=(self.out_features, self.in_features))
+        self.part: WeightPart = getattr(base, "part", None) or WeightPart(shape=(self.out_features, self.in_features))
         self.slots: dict[str, Slot] = {}
         self.shares_input = False
         """OFT: other layers have the same input and the same R."""

@@ -22,7 +22,7 @@ from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, constrained, series_error
 from orbit_runtime.adapters.pages import Pages, room
-from orbit_runtime.adapters.part import WHOLE, Part
+from orbit_runtime.adapters.part import WHOLE, WeightPart
 from orbit_runtime.adapters.rotations import Newest, Rotations
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Probe
@@ -58,7 +58,7 @@ class MasterPlace:
 
     kind: str
     """`lora_A`, `lora_B` or `oft_R`; anything else is not divided."""
-    part: Part
+    part: WeightPart
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
 

@@ -14,10 +14,11 @@ WHOLE = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightPart:
     """Rows (outputs), columns (inputs) and experts of a weight.
 
-    Example: the second half of `q_proj`'s heads: `Part(slice(32, 64))`; of `o_proj`: `Part(columns=slice(32, 64))`.
+    Example: the second half of the heads is `WeightPart(slice(32, 64))` of `q_proj` and `WeightPart(columns=slice(32, 64))`
+    of `o_proj`.
     """
 
     rows: slice = WHOLE

@@ -30,7 +30,7 @@ from orbit_runtime.checkpoints.adapter_folder import CONFIG_FILE, MODEL_FILE, PR
 from orbit_runtime.checkpoints.combine import EVERY, Combined, LoRAPart, combine, side_A, side_B
 from orbit_runtime.digests import PieceHasher, Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import OutputError, UnsupportedError
-from orbit_runtime.storage import BundlePart, Manifest
+from orbit_runtime.storage import Manifest, Part
 from orbit_runtime.storage.bundles import MANIFEST, manifest_json
 
 
@@ -91,7 +91,7 @@ def write_combined(
             ],
             "base": {"weights": base} if base else None,
         }
-        parts = {name: BundlePart(name, found) for name, found in pieces.items()}
+        parts = {name: Part(name, found) for name, found in pieces.items()}
         (folder / MANIFEST).write_bytes(manifest_json(Manifest("adapter", 0, parts, facts, 0.0)))
     return CombinedFiles(deviation, len(combined.layers()), rank)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from orbit_runtime.adapters.part import Part
+from orbit_runtime.adapters.part import WeightPart
 from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
 from orbit_runtime.model_info.quantization import QuantFormat
 from orbit_runtime.policy.experts import FrozenExperts
@@ -88,7 +88,7 @@ def _fill_experts(model: nn.Module, reader: CheckpointReader, quant: QuantFormat
         for projection in form.projections:
             wanted = (projection.out_features(module), projection.in_features(module))
             found = (linears[projection.name].out_features, linears[projection.name].in_features)
-            linears[projection.name].part = Part(  # type: ignore[assignment]
+            linears[projection.name].part = WeightPart(  # type: ignore[assignment]
                 experts=slice(held.start, held.stop),
                 shape=found,
                 num_experts=int(module.num_experts),

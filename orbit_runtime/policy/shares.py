@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from orbit_runtime.adapters.part import WHOLE, Part
+from orbit_runtime.adapters.part import WHOLE, WeightPart
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.stages import stage_layers
 from orbit_runtime.policy.attention import decoder_of
@@ -73,7 +73,7 @@ class Share:
     def is_last(self) -> bool:
         return self.stage[0] == self.stage[1] - 1
 
-    def part_of(self, name: str, shape: tuple[int, int]) -> Part:
+    def part_of(self, name: str, shape: tuple[int, int]) -> WeightPart:
         """The part of a linear outside the routed experts.
 
         Raises:
@@ -81,16 +81,16 @@ class Share:
             processes.
         """
         if not (".self_attn." in name or ".mlp." in name):
-            return Part(shape=shape, group="none")
+            return WeightPart(shape=shape, group="none")
         if self.tensor[1] == 1:
-            return Part(shape=shape)
+            return WeightPart(shape=shape)
         leaf = name.rpartition(".")[2]
         if leaf in READ_HIDDEN:
-            return Part(rows=self._range(name, "rows", shape[0]), shape=shape)
+            return WeightPart(rows=self._range(name, "rows", shape[0]), shape=shape)
         if leaf in WRITE_HIDDEN:
-            return Part(columns=self._range(name, "columns", shape[1]), shape=shape)
+            return WeightPart(columns=self._range(name, "columns", shape[1]), shape=shape)
         if leaf in HELD_WHOLE:
-            return Part(shape=shape)
+            return WeightPart(shape=shape)
         raise UnsupportedError(
             f"{name} is a projection that Orbit does not divide among GPUs",
             where="spec.training.parallel.tensor",
@@ -149,14 +149,14 @@ def drop_modules(model: nn.Module, share: Share) -> None:
         decoder.norm, model.lm_head = Elsewhere(decoder.norm), Elsewhere(model.lm_head)  # type: ignore[assignment]
 
 
-def cut_weight(weight: Weight, part: Part) -> Weight:
+def cut_weight(weight: Weight, part: WeightPart) -> Weight:
     """The part as a copy of its own, so that the rest is freed."""
     if part.rows == WHOLE and part.columns == WHOLE:
         return weight
     return slice_weight(weight, part.rows, part.columns, owned=True)
 
 
-def cut_bias(bias: torch.Tensor | None, part: Part, share: Share) -> torch.Tensor | None:
+def cut_bias(bias: torch.Tensor | None, part: WeightPart, share: Share) -> torch.Tensor | None:
     """If a linear is divided by columns, only one process adds the bias to the sum."""
     if bias is None or (part.columns != WHOLE and share.tensor[0] != 0):
         return None

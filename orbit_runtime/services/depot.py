@@ -17,7 +17,7 @@ from typing import Any
 
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import OrbitError, StorageError
-from orbit_runtime.storage import BundlePart, Content, Store, Stored, open_store, part_key, write_parts
+from orbit_runtime.storage import Content, Part, Store, Stored, open_store, part_key, write_parts
 
 PASSING = "handover"
 """Folder for data that nothing uses after the orchestrator that wrote it."""
@@ -39,7 +39,7 @@ def try_to_share(tell: Callable[..., Any], store: Store, execution: int) -> bool
         store.delete([key, _answer(key)])
 
 
-def travelling(files: Mapping[str, Buffer], is_shared: bool) -> dict[str, BundlePart | Buffer]:
+def travelling(files: Mapping[str, Buffer], is_shared: bool) -> dict[str, Part | Buffer]:
     """What to send to a side: addresses if the files are in the store that it shares, else the files themselves."""
     return {**files.parts} if is_shared and isinstance(files, Stored) else dict(files)
 
@@ -80,15 +80,15 @@ class Depot:
             )
         return self._store
 
-    def read(self, files: Mapping[str, BundlePart | Buffer]) -> dict[str, Buffer]:
+    def read(self, files: Mapping[str, Part | Buffer]) -> dict[str, Buffer]:
         """Reads the files given by address, each piece verified by its digest.
 
         Raises:
             StorageError: (74) a file is gone, or differs from what was written.
         """
-        return {name: self._read(each) if isinstance(each, BundlePart) else each for name, each in files.items()}
+        return {name: self._read(each) if isinstance(each, Part) else each for name, each in files.items()}
 
-    def _read(self, part: BundlePart) -> Buffer:
+    def _read(self, part: Part) -> Buffer:
         data = self.store.view(part.key)
         if memoryview(data).nbytes != part.bytes or first_difference(data, part.pieces) is not None:
             raise StorageError(
@@ -103,7 +103,7 @@ class DepotWriter:
     """A `StateWriter` that has written everything when it returns."""
 
     def __init__(self, store: Store, folder: str, execution: int) -> None:
-        self.parts: dict[str, BundlePart] = {}
+        self.parts: dict[str, Part] = {}
         self._store, self._folder, self._execution = store, folder, execution
 
     def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:

@@ -25,7 +25,7 @@ from orbit_runtime.services.server_host import build_server_host
 from orbit_runtime.sides.engines import build_torch_engine
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.sides.trainers import build_policy
-from orbit_runtime.storage import BundlePart
+from orbit_runtime.storage import Part
 from orbit_runtime.types import AdapterFiles, Completion, Scored
 
 Operation = tuple[str, Sequence[Any]]
@@ -61,7 +61,7 @@ class EngineCalls:
                 self._engine.abort(list(given))
         return [completion for _ in range(steps) for completion in self._engine.advance()]
 
-    def load_adapter(self, name: str, version: int, digest: str, files: Mapping[str, BundlePart | Buffer]) -> None:
+    def load_adapter(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> None:
         self._engine.load_adapter(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def unload_adapter(self, name: str) -> None:
@@ -83,7 +83,7 @@ class EngineCalls:
     def adapter_digest(self, name: str) -> str:
         return self._engine.adapter_digest(name)
 
-    def explain_slot(self, name: str, version: int, digest: str, files: Mapping[str, BundlePart | Buffer]) -> str:
+    def explain_slot(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> str:
         return self._engine.explain_slot(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def calls(self) -> dict[str, Callable[..., Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from orbit_runtime.digests import Piece
 from orbit_runtime.errors import DataError
-from orbit_runtime.storage import BundlePart
+from orbit_runtime.storage import Part
 from orbit_runtime.types import (
     Cached,
     Completion,
@@ -40,7 +40,7 @@ _LONG = 16
 """Tuples of numbers of at least this length travel as arrays."""
 RECORDS: Mapping[str, type] = {
     kind.__name__: kind
-    for kind in (Cached, Completion, BundlePart, Piece, Request, RoutedExperts, Sample, Sampling, Scored, UpdateResult)
+    for kind in (Cached, Completion, Part, Piece, Request, RoutedExperts, Sample, Sampling, Scored, UpdateResult)
 }
 CODES = "bBhHiIqQfd"
 CHUNK_BYTES = 1 << 20

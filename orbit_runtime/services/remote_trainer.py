@@ -22,7 +22,7 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import PASSING, travelling
 from orbit_runtime.services.frames import frame
-from orbit_runtime.storage import BundlePart, CheckpointParts, Execution, Store, Stored, standing_parts, withdraw_bundle
+from orbit_runtime.storage import CheckpointParts, Execution, Part, Store, Stored, standing_parts, withdraw_bundle
 from orbit_runtime.types import (
     AdapterFiles,
     AdapterManifest,
@@ -89,7 +89,7 @@ class RemoteTrainer:
         """Has its process write the adapter to its final place, or to one for inspection; None if it sees no store."""
         if not self._is_shared:
             return None
-        standing: Mapping[str, BundlePart] = {}
+        standing: Mapping[str, Part] = {}
         if is_kept:
             folder = f"adapters/{adapter_name(version)}/"
             standing = standing_parts(self._store, folder, self._execution)
@@ -148,7 +148,7 @@ class RemoteTrainer:
 
     def save_state(self, writer: StateWriter) -> None:
         if self._is_shared and isinstance(writer, CheckpointParts):
-            parts: Mapping[str, BundlePart] = self._connection.call("save_to", writer.folder, self._execution.number)
+            parts: Mapping[str, Part] = self._connection.call("save_to", writer.folder, self._execution.number)
             writer.stand(parts)
             self._hold(Stored(self._store, parts))
             return

@@ -28,7 +28,7 @@ from orbit_runtime.services.host import Host
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.engines import place_of, plan_servers, starts_at_once
 from orbit_runtime.sides.trainers import adapter_config
-from orbit_runtime.storage import BundlePart
+from orbit_runtime.storage import Part
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import AdapterFiles
 
@@ -76,7 +76,7 @@ class ServerCalls:
             each.renew()
         return {"port": each.server.port, "boot": each.boot, "headers": dict(each.server.headers)}
 
-    def take(self, name: str, version: int, digest: str, files: Mapping[str, BundlePart | Buffer]) -> None:
+    def take(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> None:
         self._desk.take(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def files(self, name: str) -> str:

@@ -22,7 +22,7 @@ from orbit_runtime.services.depot import Depot, DepotWriter, HeldWriter
 from orbit_runtime.services.host import Host
 from orbit_runtime.sides.interface import TrainerSide, TrainerStart
 from orbit_runtime.sides.trainers import build_side, decide_division, load_loss
-from orbit_runtime.storage import BundlePart, Content, write_parts
+from orbit_runtime.storage import Content, Part, write_parts
 from orbit_runtime.types import Probe
 
 
@@ -47,11 +47,11 @@ class TrainerCalls:
             self._side.begin(adapter, digest)
         return adapter is not None
 
-    def publish_to(self, folder: str, standing: Mapping[str, BundlePart]) -> dict[str, BundlePart] | None:
+    def publish_to(self, folder: str, standing: Mapping[str, Part]) -> dict[str, Part] | None:
         """Writes the adapter's files to a folder of the store. None, with nothing written, if others are `standing`."""
         buffer = AdapterBuffer()
         manifest = self._trainer.publish(buffer)
-        parts = {name: BundlePart(f"{folder}{name}", pieces) for name, pieces in manifest.files.items()}
+        parts = {name: Part(f"{folder}{name}", pieces) for name, pieces in manifest.files.items()}
         if standing and parts != standing:
             return None
         files = buffer.files()
@@ -69,7 +69,7 @@ class TrainerCalls:
         manifest = self._trainer.publish(buffer)
         return {"files": buffer.files(), "pieces": {name: list(each) for name, each in manifest.files.items()}}
 
-    def explain(self, files: Mapping[str, BundlePart | Buffer]) -> str:
+    def explain(self, files: Mapping[str, Part | Buffer]) -> str:
         return "" if self._side.explain is None else self._side.explain(self._depot.read(files))
 
     def save(self) -> dict[str, Buffer]:
@@ -77,13 +77,13 @@ class TrainerCalls:
         self._trainer.save_state(held)
         return held.parts
 
-    def save_to(self, folder: str, execution: int) -> dict[str, BundlePart]:
+    def save_to(self, folder: str, execution: int) -> dict[str, Part]:
         """Like `save`, but to a folder of the store."""
         writer = DepotWriter(self._depot.store, folder, execution)
         self._trainer.save_state(writer)
         return writer.parts
 
-    def load(self, parts: Mapping[str, BundlePart | Buffer]) -> None:
+    def load(self, parts: Mapping[str, Part | Buffer]) -> None:
         self._trainer.load_state(self._depot.read(parts))
 
     def probe(self, kind: Probe | None) -> None:

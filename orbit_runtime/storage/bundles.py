@@ -23,8 +23,8 @@ _FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class BundlePart:
-    """One file of a bundle. Example: `BundlePart("checkpoints/step-000012/master-e000003.safetensors", (Piece(…),))`"""
+class Part:
+    """One file of a bundle. Example: `Part("checkpoints/step-000012/master-e000003.safetensors", (Piece(…), …))`"""
 
     key: str
     pieces: Pieces
@@ -51,7 +51,7 @@ class Content:
 class Stored(Mapping[str, Buffer]):
     """Files in a store, each read on access. Readers that share the store can be given their keys instead."""
 
-    def __init__(self, store: Store, parts: Mapping[str, BundlePart]) -> None:
+    def __init__(self, store: Store, parts: Mapping[str, Part]) -> None:
         self.store = store
         self.parts = parts
 
@@ -79,7 +79,7 @@ class Manifest:
 
     kind: str
     execution: int
-    parts: Mapping[str, BundlePart]
+    parts: Mapping[str, Part]
     """By logical name, such as `master.safetensors`."""
     facts: Mapping[str, Any]
     """Small JSON values from the writer: step, policy version, digests."""
@@ -167,7 +167,7 @@ def restate_bundle(
     _put_manifest(store, folder, manifest, execution, replace=True)
 
 
-def standing_content(part: BundlePart) -> Content:
+def standing_content(part: Part) -> Content:
     """The content of a part that another process wrote."""
     return Content(part.bytes, tuple, part.pieces, is_there=True)
 
@@ -184,7 +184,7 @@ def _overwrites(standing: Manifest, contents: Mapping[str, Content]) -> bool:
     return any(part.key in contents and contents[part.key].known != part.pieces for part in standing.parts.values())
 
 
-def standing_parts(store: Store, prefix: str, execution: Execution) -> Mapping[str, BundlePart]:
+def standing_parts(store: Store, prefix: str, execution: Execution) -> Mapping[str, Part]:
     """Parts of the existing bundle, for the caller that will rewrite it; empty if there is no readable bundle.
 
     Raises:
@@ -203,19 +203,19 @@ def withdraw_bundle(store: Store, execution: Execution, prefix: str) -> None:
     store.delete([_folder(prefix) + MANIFEST])
 
 
-def write_parts(store: Store, contents: Mapping[str, Content]) -> dict[str, BundlePart]:
+def write_parts(store: Store, contents: Mapping[str, Content]) -> dict[str, Part]:
     """Writes contents by key; returns the parts. Small ones are written together, large ones one after another."""
     written, small = {}, []
     for key, content in contents.items():
         if content.is_there:
             assert content.known is not None
-            written[key] = BundlePart(key, content.known)
+            written[key] = Part(key, content.known)
         elif content.bytes < STREAM_BYTES:
             pieces = [*content.pieces()]
             small.append((key, b"".join(pieces)))
-            written[key] = BundlePart(key, content.known or hash_pieces(pieces))
+            written[key] = Part(key, content.known or hash_pieces(pieces))
         else:
-            written[key] = BundlePart(key, _stream(store, key, content))
+            written[key] = Part(key, _stream(store, key, content))
     store.put_many(small)
     return written
 
@@ -248,7 +248,7 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
         raw = json.loads(store.get(key))
         if raw["format"] not in (1, _FORMAT):
             raise CorruptBundle(f"{key} has format {raw['format']}, this version reads {_FORMAT}", where=store.uri)
-        parts = {str(name): BundlePart(str(part["key"]), read_pieces(part)) for name, part in raw["parts"].items()}
+        parts = {str(name): Part(str(part["key"]), read_pieces(part)) for name, part in raw["parts"].items()}
         return Manifest(str(raw["kind"]), int(raw["execution"]), parts, dict(raw["facts"]), float(raw["written"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise CorruptBundle(f"{key} is not a manifest", where=store.uri) from None
@@ -293,7 +293,7 @@ def read_bundle(store: Store, prefix: str, *, in_place: bool = False) -> Bundle:
     return Bundle(folder, manifest, contents)
 
 
-def _verify_in_place(store: Store, part: BundlePart) -> None:
+def _verify_in_place(store: Store, part: Part) -> None:
     position, waiting = 0, list[Piece]()
     for index, piece in enumerate(part.pieces):
         waiting.append(piece)
@@ -313,7 +313,7 @@ def _verify_in_place(store: Store, part: BundlePart) -> None:
         raise CorruptBundle(f"{part.key} has {store.size(part.key)} bytes instead of {part.bytes}", where=store.uri)
 
 
-def _check_pieces(store: Store, part: BundlePart, data: Buffer, pieces: Pieces, position: int) -> None:
+def _check_pieces(store: Store, part: Part, data: Buffer, pieces: Pieces, position: int) -> None:
     wrong = first_difference(data, pieces)
     if wrong is not None:
         start = position + sum(piece.bytes for piece in pieces[:wrong])
@@ -355,7 +355,7 @@ class CheckpointParts:
     def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
         self.contents[name] = Content(size, pieces)
 
-    def stand(self, parts: Mapping[str, BundlePart]) -> None:
+    def stand(self, parts: Mapping[str, Part]) -> None:
         """Adds parts that another process wrote to the folder."""
         self.contents |= {name: standing_content(part) for name, part in parts.items()}
 

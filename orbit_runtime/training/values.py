@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from orbit_runtime.adapters.inject import add_masters
 from orbit_runtime.adapters.layer import CRITIC_SLOT
 from orbit_runtime.adapters.masters import MasterPlace
-from orbit_runtime.adapters.part import Part
+from orbit_runtime.adapters.part import WeightPart
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.micro_batches import MicroBatch
@@ -54,7 +54,7 @@ class ValueModel:
         self._head = head
         self.parameters: Mapping[str, nn.Parameter] = {**self.adapter.parameters, **head}
         """fp32: the adapter's, and `value_head.weight` `[N]` and `value_head.bias` `[1]`."""
-        outside = Part(group="tokens")
+        outside = WeightPart(group="tokens")
         self.places: Mapping[str, MasterPlace] = {
             **self.adapter.places,
             **{name: MasterPlace(name.rpartition(".")[2], outside, tuple(each.shape)) for name, each in head.items()},

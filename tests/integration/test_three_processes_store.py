@@ -30,7 +30,7 @@ from orbit_runtime.services.engine_host import EngineCalls
 from orbit_runtime.services.host import Host, start_host
 from orbit_runtime.services.trainer_host import TrainerCalls
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.storage import BundlePart, open_store
+from orbit_runtime.storage import Part, open_store
 from orbit_runtime.types import AdapterManifest, AdapterSink, StateWriter
 from tests.integration.killing import small_manifest, timeless_rows
 from tests.integration.three_processes import TOKEN, Side, remote_sides, run_apart, two_sides
@@ -114,11 +114,11 @@ def test_a_part_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
     assert try_to_share(lambda _, *given: depot.share(*given), store, 1)
     store.put("a", b"as it was")
     (piece,) = tuple(map(piece_of, [b"as it was"]))
-    assert bytes(depot.read({"x": BundlePart("a", (piece,))})["x"]) == b"as it was"
+    assert bytes(depot.read({"x": Part("a", (piece,))})["x"]) == b"as it was"
     store.put("a", b"otherwise")
     for key in ("a", "b"):
         with pytest.raises(StorageError) as caught:
-            depot.read({"x": BundlePart(key, (piece,))})
+            depot.read({"x": Part(key, (piece,))})
         assert key in str(caught.value)
         assert caught.value.exit_code == 74
 

@@ -15,7 +15,7 @@ import torch
 from orbit_runtime.adapters.buffer import AdapterBuffer, MemoryOpening, opened, opening_of, publishable
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.masters import MasterPlace
-from orbit_runtime.adapters.part import Part
+from orbit_runtime.adapters.part import WeightPart
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
@@ -40,12 +40,12 @@ from tests.models.family_matrix import Case, adapter_of
 
 CASES = (Case("qwen3_moe", "INT4", "LoRA", "PerExpert"), Case("qwen3_moe", "BF16", "OFT", "SharedOuter"))
 PARTS = (
-    Part(rows=slice(2, 4), shape=(6, 8)),
-    Part(columns=slice(4, 8), shape=(6, 8)),
-    Part(shape=(6, 8)),
-    Part(experts=slice(1, 3), shape=(6, 8), num_experts=4, group="expert"),
-    Part(rows=slice(3, 6), experts=slice(2, 4), shape=(6, 8), num_experts=4, group="expert"),
-    Part(columns=slice(0, 4), experts=slice(0, 1), shape=(6, 8), num_experts=4, group="expert"),
+    WeightPart(rows=slice(2, 4), shape=(6, 8)),
+    WeightPart(columns=slice(4, 8), shape=(6, 8)),
+    WeightPart(shape=(6, 8)),
+    WeightPart(experts=slice(1, 3), shape=(6, 8), num_experts=4, group="expert"),
+    WeightPart(rows=slice(3, 6), experts=slice(2, 4), shape=(6, 8), num_experts=4, group="expert"),
+    WeightPart(columns=slice(0, 4), experts=slice(0, 1), shape=(6, 8), num_experts=4, group="expert"),
 )
 
 
@@ -85,7 +85,7 @@ def test_windows_are_all_of_a_file_in_order(limit: int, monkeypatch: pytest.Monk
     ("part", "by_row"), [(part, by_row) for part in PARTS for by_row in (False, True)[: 1 + bool(part.num_experts)]]
 )
 @pytest.mark.parametrize("kind", ["lora_A", "lora_B", "oft_R"])
-def test_runs_are_where_cutting_finds_the_values(part: Part, kind: str, by_row: bool) -> None:
+def test_runs_are_where_cutting_finds_the_values(part: WeightPart, kind: str, by_row: bool) -> None:
     inner = {"lora_A": (3, 8), "lora_B": (6, 3), "oft_R": (2, 6)}[kind]
     shape = (part.num_experts, *inner) if part.num_experts else inner
     whole = torch.arange(math.prod(shape)).view(shape)
@@ -99,7 +99,7 @@ def test_runs_are_where_cutting_finds_the_values(part: Part, kind: str, by_row: 
         assert runs.num_values == kept[number].numel()
 
 
-def held(part: Part, kind: str, shape: tuple[int, ...], *, by_row: bool) -> outline.Runs:
+def held(part: WeightPart, kind: str, shape: tuple[int, ...], *, by_row: bool) -> outline.Runs:
     names = tuple(f"e{index}" for index in range(part.num_experts or 1))
     given = HeldParameter(MasterPlace(kind, part, shape), "layer", names)
     return held_runs("master", given, AdapterConfig("OFT", (), block_size=4), by_row=by_row)

@@ -34,7 +34,7 @@ from orbit_runtime.adapters.files import (
     join_tensors,
     published_scaling,
 )
-from orbit_runtime.adapters.part import Part
+from orbit_runtime.adapters.part import WeightPart
 from orbit_runtime.adapters.state import config_json, published_tensors
 from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import GateError, InternalError
@@ -105,7 +105,7 @@ def check_copies(
     Raises:
         GateError: two ranks differ; the message names them and the tensor.
     """
-    first: dict[tuple[str, Part | None], tuple[int, Pieces | tuple[Pieces, ...]]] = {}
+    first: dict[tuple[str, WeightPart | None], tuple[int, Pieces | tuple[Pieces, ...]]] = {}
     for rank, (outline, held) in enumerate(zip(outlines, found, strict=True)):
         for key, applied in held.items():
             place = outline[key].place

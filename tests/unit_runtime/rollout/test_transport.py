@@ -38,7 +38,7 @@ from orbit_runtime.digests import hash_pieces
 from orbit_runtime.errors import GateError, ModelError
 from orbit_runtime.rollout.transport import EXPLAIN_FILE, Broadcast, FolderDesk, SharedMemory, Transport
 from orbit_runtime.sglang_plugin.arrival import files_of, receive
-from orbit_runtime.storage import BundlePart, Stored, open_store
+from orbit_runtime.storage import Part, Stored, open_store
 from orbit_runtime.types import AdapterFiles
 
 ALONE = {"replica 0": (0, 1)}
@@ -302,7 +302,7 @@ def stored(folder: Path) -> AdapterFiles:
     store, pieces = open_store(str(folder)), {name: hash_pieces([data]) for name, data in FILES.items()}
     for name, data in FILES.items():
         store.put(f"adapters/policy-v1/{name}", data)
-    parts = {name: BundlePart(f"adapters/policy-v1/{name}", each) for name, each in pieces.items()}
+    parts = {name: Part(f"adapters/policy-v1/{name}", each) for name, each in pieces.items()}
     return AdapterFiles(1, Stored(store, parts), "tree:1", pieces)
 
 
