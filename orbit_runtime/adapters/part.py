@@ -17,8 +17,8 @@ WHOLE = slice(None)
 class WeightPart:
     """Rows (outputs), columns (inputs) and experts of a weight.
 
-    Example: the second half of the heads is `WeightPart(slice(32, 64))` of `q_proj` and `WeightPart(columns=slice(32, 64))`
-    of `o_proj`.
+    Example: the second half of the heads is `WeightPart(slice(32, 64))` of `q_proj`, and of `o_proj`
+    `WeightPart(columns=slice(32, 64))`.
     """
 
     rows: slice = WHOLE
