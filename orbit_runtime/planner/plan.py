@@ -100,6 +100,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain values; bytes everywhere."""
         fields = asdict(self)
+        for problem in fields["problems"]:
+            del problem["is_limit"]
         fields["phases"] = {phase: {**parts, "total": self.total(phase)} for phase, parts in self.phases.items()}
         devices = {
             "trainer": list(self.devices.trainer),

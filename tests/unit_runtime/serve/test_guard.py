@@ -42,7 +42,7 @@ JSON = {"Content-Type": "application/json; charset=utf-8"}
         ("POST", {**JSON, "Host": "localhost:8000"}, 200),
         ("POST", {**JSON, "Host": "[::1]:8000"}, 200),
         ("POST", {**JSON, "Origin": HERE}, 200),
-        ("POST", {**JSON, "Origin": "http://127.0.0.2:9977"}, 403),
+        ("POST", {**JSON, "Origin": "http://page.example:9977"}, 403),
         ("POST", {**JSON, "Origin": "http://127.0.0.1:9977"}, 403),
         ("POST", {**JSON, "Origin": "null"}, 403),
         ("POST", {**JSON, "Host": "evil.example"}, 403),
