@@ -100,4 +100,4 @@ def test_importing_the_package_loads_nothing_and_its_names_no_torch() -> None:
         "print(sorted({'torch', 'numpy', 'transformers', 'pandas'} & set(sys.modules)))\n"
     )
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines() == ["['orbit_runtime', 'orbit_runtime.lazy']", "[]"]
+    assert ended.stdout.splitlines() == ["['orbit_runtime', 'orbit_runtime.lazy', 'orbit_runtime.version']", "[]"]

@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,18 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     "server": {"HF_HUB_OFFLINE": "1", "ORBIT_SGLANG_PARENT": str(os.getpid()), "OWN": "1"},
 }
 """What differs from its parent's, by kind, beside Orbit on PYTHONPATH; None for a variable that is taken away."""
+
+
+@pytest.fixture(autouse=True)
+def _no_signal_is_ignored_already() -> Iterator[None]:
+    """A shell that starts the tests in the background has them ignore some, and children inherit that."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+    for each, handler in before.items():
+        if handler == signal.SIG_IGN:
+            signal.signal(each, signal.SIG_DFL)
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
 
 
 def rewards(path: Path) -> None:
