@@ -57,7 +57,7 @@ def compared(trainer: MegatronTrainer, policy: Policy) -> tuple[Snapshot, Snapsh
     ours = trainer.snapshot(TOKENS, TRAINER_SLOT, files)
     again = trainer.snapshot(TOKENS, TRAINER_SLOT, files, copies=3)
     theirs = take_snapshot(policy, TOKENS, TRAINER_SLOT, files)
-    return ours, theirs, locate(ours, again, theirs, dtype=torch.float32, group=None)
+    return ours, theirs, locate(ours, again, theirs, dtype="float32", group=None)
 
 
 @pytest.mark.timeout(900)

@@ -56,7 +56,7 @@ def compare(
     ours = take_snapshot(trainer, TOKENS, name, published.files)
     again = take_snapshot(trainer, TOKENS, name, published.files, copies=3)
     theirs = take_snapshot(engine, TOKENS, name, (held or published).files)
-    return locate(ours, again, theirs, dtype=torch.float32, group=32)
+    return locate(ours, again, theirs, dtype="float32", group=32)
 
 
 def test_two_equal_sides_part_nowhere(trainer: Policy, engine: Policy) -> None:
@@ -83,7 +83,7 @@ def test_a_point_that_the_engine_did_not_tell_is_named_and_is_no_agreement(
     """As where a CUDA graph was replayed: nobody computed wrongly, and nobody knows."""
     ours, again = snapshots(trainer)
     name = f"model.layers.{layer}.{point}"
-    found = locate(ours, again, replace(ours, points=without(ours.points, name)), dtype=torch.float32, group=32)
+    found = locate(ours, again, replace(ours, points=without(ours.points, name)), dtype="float32", group=32)
     assert (found.point, found.causes, found.missing) == (None, (), (name,))
     assert not found.is_clear
     assert found.verdict() == f"not all layers were compared: the engine did not report {name}"
@@ -91,7 +91,7 @@ def test_a_point_that_the_engine_did_not_tell_is_named_and_is_no_agreement(
 
 def test_an_engine_that_told_no_point_at_all_is_no_agreement(trainer: Policy) -> None:
     ours, again = snapshots(trainer)
-    found = locate(ours, again, replace(ours, points={}), dtype=torch.float32, group=32)
+    found = locate(ours, again, replace(ours, points={}), dtype="float32", group=32)
     assert found.missing == tuple(ours.points)
     assert not found.is_clear
     assert found.sentence().endswith(f"and {len(ours.points) - 8} more")
@@ -101,7 +101,7 @@ def test_a_constant_that_the_engine_did_not_tell_is_named(trainer: Policy) -> No
     ours, again = snapshots(trainer)
     name = f"model.layers.2.self_attn.{ROTARY}"
     theirs = replace(ours, constants=without(ours.constants, name))
-    found = locate(ours, again, theirs, dtype=torch.float32, group=32)
+    found = locate(ours, again, theirs, dtype="float32", group=32)
     assert (found.missing, found.is_clear) == ((name,), False)
 
 
@@ -109,7 +109,7 @@ def test_what_an_engine_computes_inside_of_another_module_is_not_missed(trainer:
     ours, again = snapshots(trainer)
     inside = [name for name in ours.points if name.startswith("model.layers.1.mlp.")]
     theirs = replace(ours, points=without(ours.points, *inside), absent=("model.layers.1.mlp",))
-    assert locate(ours, again, theirs, dtype=torch.float32, group=32).is_clear
+    assert locate(ours, again, theirs, dtype="float32", group=32).is_clear
 
 
 def cut(tensor: torch.Tensor, axis: int, count: int) -> tuple[tuple[SnapshotPart, ...], tuple[torch.Tensor, ...]]:
@@ -130,13 +130,13 @@ def test_tensors_that_are_cut_over_processes_are_compared_part_by_part(trainer: 
     whole = ours.values((name,))[name][0].clone()
     healthy, _ = cut(whole, axis, 4)
     assert locate(
-        ours, again, replace(ours, tensors={**ours.tensors, name: healthy}), dtype=torch.float32, group=32
+        ours, again, replace(ours, tensors={**ours.tensors, name: healthy}), dtype="float32", group=32
     ).is_clear
     place = [whole.shape[0] - 3, whole.shape[1] - 5]
     whole[tuple(place)] += 1
     parts, pieces = cut(whole, axis, 4)
     theirs = replace(ours, tensors={**ours.tensors, name: parts}, values=lambda names: {name: pieces})
-    (cause,) = locate(ours, again, theirs, dtype=torch.float32, group=32).causes
+    (cause,) = locate(ours, again, theirs, dtype="float32", group=32).causes
     assert cause.name == name
     assert f"1 of {pieces[0].numel()} values differ, first at {place}: " in cause.detail
     assert cause.detail.endswith("on rank 3")
@@ -148,7 +148,7 @@ def test_a_tensor_of_which_a_part_is_missing_is_not_compared(trainer: Policy) ->
     parts, _ = cut(ours.values((name,))[name][0], 0, 4)
     for told in ((), parts[:2], (parts[0], *parts[2:])):
         theirs = replace(ours, tensors={**ours.tensors, name: told})
-        found = locate(ours, again, theirs, dtype=torch.float32, group=32)
+        found = locate(ours, again, theirs, dtype="float32", group=32)
         assert found.not_compared == (name,)
         assert found.sentence() == f"in no layer beyond the floor; not compared value by value: {name}"
 
