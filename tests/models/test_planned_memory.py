@@ -131,7 +131,7 @@ def test_the_packed_base(case: Case) -> None:
 def test_the_adapter_its_gradients_and_the_optimizer(case: Case) -> None:
     masters = list(case.policy.injected.masters.parameters.values())
     seen: dict[str, int] = {}
-    optimizer = case.trainer._optimizer
+    optimizer = case.trainer._updater.optimizer
     optimizer.register_step_pre_hook(
         lambda *_: seen.update(gradients=storage_bytes(m.grad for m in masters if m.grad is not None))
     )
