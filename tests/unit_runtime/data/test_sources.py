@@ -257,6 +257,7 @@ def test_a_row_without_a_prompt_tells_which_field_names_the_column(tmp_path: Pat
 
 
 TEXT = '{"prompt": "wie spät?", "answer": "früh"}\n{"prompt": "größer"}\n'
+PACKED_TEXT = gzip.compress(TEXT.encode("utf-16"), mtime=0)  # without the time: two workers must collect the same names
 CSV_TEXT = "prompt,answer\nwie spät?,früh\n"
 JSON_TEXT = '[{"prompt": "plain"},\n {"prompt": "größer"}]'
 
@@ -270,7 +271,7 @@ JSON_TEXT = '[{"prompt": "plain"},\n {"prompt": "größer"}]'
         ("a.jsonl", TEXT.encode("utf-32"), "line 1: this file is UTF-32", "iconv -f utf-32 -t utf-8 a.jsonl"),
         ("a.csv", CSV_TEXT.encode("utf-16"), "line 1: this file is UTF-16", "iconv -f utf-16 -t utf-8 a.csv"),
         ("a.json", JSON_TEXT.encode("utf-16"), "line 1: this file is UTF-16", "iconv -f utf-16 -t utf-8 a.json"),
-        ("a.jsonl.gz", gzip.compress(TEXT.encode("utf-16")), "this file is UTF-16", "gzip -dc a.jsonl.gz | iconv"),
+        ("a.jsonl.gz", PACKED_TEXT, "this file is UTF-16", "gzip -dc a.jsonl.gz | iconv"),
         (
             "a.jsonl",
             TEXT.encode("latin1"),
