@@ -1,7 +1,4 @@
-"""What a plan consists of: actions, events, and the state that the status is built from.
-
-Belongs here: frozen data classes. Does not belong here: choosing actions (`plan`), or carrying them out (`apply`).
-"""
+"""What a plan consists of: actions, events, and the state that the status is built from."""
 
 from __future__ import annotations
 
@@ -100,7 +97,7 @@ class State:
     """The contents of the status, before `status` turns them into API fields."""
 
     phase: str
-    """For display only."""
+    """Only for display."""
     reason: str
     message: str = ""
     owner: Owner = "none"
@@ -112,7 +109,7 @@ class State:
     spent: Spent = field(default_factory=Spent)
     seconds: GPUSeconds = field(default_factory=GPUSeconds)
     next_at: float | None = None
-    """When the next attempt starts, while back-off delays it."""
+    """When the next attempt starts, if back-off delays it."""
     plan: tuple[str, str, str] = ("Unknown", "PlannerUnavailable", "")
     """Status, reason and message of `PlanAccepted`."""
 

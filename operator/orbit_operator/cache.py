@@ -134,7 +134,7 @@ class Cache:
         self._written.pop(run_uid, None)
 
     def keys_now(self) -> list[Key]:
-        """Keys of all runs now, followed by those of which only Jobs or pods are left."""
+        """Keys of all current runs, followed by those of runs of which only Jobs or pods are left."""
         shelves = (self.runs, self.jobs, self.pods)
         return list(dict.fromkeys(key for shelf in shelves for key in shelf.keys_now()))
 

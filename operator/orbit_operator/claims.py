@@ -1,7 +1,6 @@
 """A pod may report anything about itself: each value is taken if it is plausible, else it becomes `None`.
 
-Belongs here: the types and bounds of the CRD's status. Does not belong here: the source of the values (`poll`,
-`policies.failure`). A value that the API server refuses would prevent the run's whole status from being written.
+A value that the API server refuses would prevent the run's whole status from being written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a live attempt is doing, and what happened since the status was written.
-
-Belongs here: the reason and message of a live attempt; events derived from two points in time.
-Does not belong here: deciding what to do next (`plan`).
-"""
+"""Describes what a live attempt is doing, and what happened since the status was written."""
 
 from __future__ import annotations
 

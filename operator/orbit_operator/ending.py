@@ -1,8 +1,4 @@
-"""How a run ends, and what is left to do then.
-
-Belongs here: success, permanent failure, time to live, deletion of artifacts, stopping what still runs.
-Does not belong here: what happens before the end (`plan`).
-"""
+"""The end of a run, and what is left to do then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Events on a run, aggregated: a repeated message increments a count instead of creating an object.
-
-Belongs here: naming, counting, rate limits. Does not belong here: which events occur (`plan`, `describe`).
-"""
+"""Events on a run, aggregated: a repeated message increments a count instead of creating an object."""
 
 from __future__ import annotations
 

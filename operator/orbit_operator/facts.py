@@ -1,4 +1,4 @@
-"""What the operator knows of a run: the data classes that observing produces and planning reads.
+"""Facts about a run: the data classes that observing produces and planning reads.
 
 Belongs here: frozen data, and questions that one object can answer about itself.
 Does not belong here: reading the cluster (`observe`), or deciding anything (`plan`, `policies`).
@@ -196,7 +196,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the run's `status` already says.
+    """The contents of the run's `status`.
 
     It is the only source for attempts whose Job or pod is gone, for the end of a run, and for the time since which a
     condition holds. If the status is lost, everything that the Jobs show is still right.
@@ -261,7 +261,7 @@ class RunFacts:
     artifacts: str = ""
     """Location of its artifacts."""
     invalid: str = ""
-    """What this operator cannot read in the manifest; empty if it can read everything."""
+    """Fields of the manifest that this operator cannot read; empty if it can read everything."""
     plan: tuple[str, str, str] = ("Unknown", "PlannerUnavailable", "")
     """The planner's verdict on the manifest: status, reason and message of `PlanAccepted`."""
 

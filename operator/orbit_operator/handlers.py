@@ -1,7 +1,4 @@
-"""kopf's handlers: each only adds a key to the queue, as the intake has already taken the object's contents.
-
-Belongs here: decorators and one-line calls. Does not belong here: logic of any kind.
-"""
+"""kopf's handlers: each only adds a key to the queue, as the intake has already taken the object's contents."""
 
 from __future__ import annotations
 

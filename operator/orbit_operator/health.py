@@ -1,7 +1,4 @@
-"""The operator's ports: `/healthz` and `/readyz`, and `/metrics`.
-
-Belongs here: HTTP, and what counts as alive. Does not belong here: the checks themselves (`resync`, `lease`).
-"""
+"""The operator's ports: `/healthz` and `/readyz`, and `/metrics`."""
 
 from __future__ import annotations
 

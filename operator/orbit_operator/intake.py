@@ -1,7 +1,5 @@
 """Reads what the API server sends before kopf parses it: facts enter the cache, and news reaches kopf as a stub.
 
-Belongs here: what is kept, what counts as news, what a stub contains. Does not belong here: HTTP (`session`), or the
-handling of news (`handlers`).
 An object that tells the planner nothing new is not news: it would only lead to the same plan again.
 """
 

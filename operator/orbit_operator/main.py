@@ -105,7 +105,7 @@ class Operator:
         return not self.cache.is_known(uid, version)
 
     def read_again(self, key: Key) -> None:
-        """After a pass: queues the run again if a version arrived meanwhile that the pass did not write."""
+        """Queues the run again after a pass, if a version arrived meanwhile that the pass did not write."""
         for uid, version in self.unread.pop(key, {}).items():
             if not self.cache.is_known(uid, version):
                 self.queue.add(key)

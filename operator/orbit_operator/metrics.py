@@ -103,7 +103,9 @@ class Metrics:
         self.event.set(time.time())
 
     def count_event(self, is_news: bool | None) -> None:
-        """Counts a received event. `None` stands for anything that is not an object, which is only a sign of life."""
+        """Counts a received event. `None` stands for anything that is not an object: it only shows that the watch is
+        alive.
+        """
         self.mark_event()
         if is_news is not None:
             self.events.labels("yes" if is_news else "no").inc()

@@ -100,10 +100,10 @@ def _sentence(message: str, where: str | None, fix: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What follows from a manifest alone."""
+    """Conclusions from a manifest alone."""
 
     invalid: str = ""
-    """What this operator cannot read in the manifest although the API server accepted it."""
+    """Fields that this operator cannot read in the manifest although the API server accepted it."""
     plan: tuple[str, str, str] = UNREAD
     """Status, reason and message of `PlanAccepted`."""
 
@@ -330,7 +330,7 @@ def _sees_model(manifest: OrbitRun) -> bool:
 
 
 def build_source(body: Body) -> RunSource:
-    """What the objects of a run are made from."""
+    """The input from which the objects of a run are made."""
     metadata, spec = body["metadata"], body.get("spec") or {}
     document = {
         "apiVersion": API_VERSION,
@@ -345,7 +345,7 @@ def build_source(body: Body) -> RunSource:
 WORKLOADS = tuple(Kind(f"/apis/kueue.x-k8s.io/{version}", "workloads") for version in ("v1beta2", "v1beta1"))
 """Newest first. The fields that we read, a Workload's label and conditions, are the same in both versions."""
 ABSENT_SECONDS = 60.0
-"""If no version is served, none is requested again before this time has passed."""
+"""Seconds before a version is requested again if none was served."""
 
 
 class Kueue:

@@ -1,4 +1,5 @@
-"""What should happen to a run now. Pure: (run, observed, now) → actions, status, events, and when to look again.
+"""Decides what should happen to a run now. Pure: (run, observed, now) → actions, status, events, and when to look
+again.
 
 Belongs here: the order of the decisions. Does not belong here: the rule for each decision (`policies`), the wording of
 the status (`status`), or doing anything (`apply`).

@@ -1,7 +1,4 @@
-"""One pass over one run: observe → plan → apply → status.
-
-Belongs here: this order. Does not belong here: what any of the four does.
-"""
+"""One pass over one run: observe → plan → apply → status."""
 
 from __future__ import annotations
 

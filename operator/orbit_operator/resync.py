@@ -1,8 +1,4 @@
-"""Checks the cache now and then: compares every object's version with the API server's.
-
-Belongs here: dropping objects whose deletion was never reported, and noticing that watching no longer brings news.
-Does not belong here: watching (`handlers`), or deciding to restart (`health`).
-"""
+"""Checks the cache now and then: compares every object's version with the API server's."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """The HTTP session with which kopf lists and watches: responses pass through the intake before kopf parses them.
 
-Belongs here: HTTP. Does not belong here: handling objects (`intake`), or lists and refusals (`sight`).
-kopf accepts any aiohttp session from its login handler, and aiohttp any response class. By itself, kopf parses every
-object whole, into ten times the size of its text, and then spends as long again on an event that mostly says nothing
-new. A refusal in one namespace would end kopf for all namespaces; so we answer with an empty list there, and a little
-later ask kopf to list again.
+By itself, kopf parses every object whole, into ten times the size of its text, and then spends as long again on an
+event that mostly says nothing new. A refusal in one namespace would end kopf for all namespaces; so we answer with an
+empty list there, and a little later ask kopf to list again.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def read_egress(where: str, text: str) -> tuple[Egress, ...]:
 
 
 def read_labels(where: str, text: str) -> Mapping[str, str]:
-    """Of a run's pod."""
+    """Labels of a run's pod."""
     labels = read_annotations(where, text)
     for key, value in labels.items():
         if not is_label_value(value):
@@ -56,7 +56,7 @@ def read_labels(where: str, text: str) -> Mapping[str, str]:
 
 
 def read_annotations(where: str, text: str) -> Mapping[str, str]:
-    """Of a run's pod."""
+    """Annotations of a run's pod."""
     pairs = _read_json(where, text)
     if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
         raise UsageError("a mapping of texts is expected", where=where, fix=f"{FIX}; quote numbers, true and false")

@@ -1,7 +1,5 @@
-"""Which namespaces are in sight: where listing is incomplete or forbidden, too little is known to act.
+"""Namespaces in sight: if listing is incomplete or forbidden, too little is known to act.
 
-Belongs here: which namespaces are out of sight, and how long to wait before asking again. Does not belong here: the
-requests (`session`), or what depends on sight (`main`, `resync`).
 A namespace that was deleted, or for which we lost our rights, must not delay the others.
 """
 

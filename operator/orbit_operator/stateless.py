@@ -1,6 +1,5 @@
 """Makes kopf keep no state of objects: neither a copy for comparison nor its progress.
 
-Belongs here: two storages that store nothing. Does not belong here: the other settings (`handlers`).
 We handle only events. By default, kopf copies every object twice per event for a comparison that we do not use, which
 takes a third of its time.
 """

@@ -1,7 +1,4 @@
-"""The run's own `status`, read back as facts.
-
-Belongs here: the inverse of `status`, tolerant of what others wrote there. Does not belong here: judging it.
-"""
+"""The run's own `status`, read back as facts."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from orbit_operator.timestamps import read_time
 
 
 def read_stored(status: Mapping[str, Any]) -> Stored:
-    """What the status remembers; unreadable parts count as absent."""
+    """Reads what the status remembers; unreadable parts count as absent."""
     attempts = [_attempt(each) for each in _list(status.get("attempts"))]
     conditions = [_condition(each) for each in _list(status.get("conditions"))]
     retired = status.get("retired")

@@ -1,7 +1,4 @@
-"""The queue of runs to look at: each key once, one worker per key, growing delays after failures.
-
-Belongs here: order, delays, back-off. Does not belong here: the look itself (`reconcile`).
-"""
+"""The queue of runs to look at: each key once, one worker per key, growing delays after failures."""
 
 from __future__ import annotations
 

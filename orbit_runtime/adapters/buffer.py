@@ -41,7 +41,7 @@ class MemoryOpening:
 
     path: str
     title: str
-    """What a descriptor of it is called; no other memory has this name, on this machine or another."""
+    """The name of its descriptor; no other memory has it, on this machine or another."""
 
 
 class AdapterBuffer:
@@ -116,7 +116,7 @@ class AdapterBuffer:
         return {name: read_place(self._descriptor, *place) for name, place in self.places.items()}
 
     def seal(self) -> None:
-        """From now on no process can write to it or change its size. Safe to call twice."""
+        """Prevents any further write or change of size, by any process. Safe to call twice."""
         if not self._is_sealed:
             _seal(self._descriptor)
             self._is_sealed = True
@@ -179,6 +179,9 @@ def _told(error: OSError, position: int, end: int) -> OSError | OutOfMemoryError
 class MappedPlace:
     """A place to write to without system calls, which the kernel makes one after the other for all writers of a memory.
 
+    Its pages are requested before they are written to, so that a machine without memory answers with an error instead
+    of a signal that ends the process. No view of it may be left when the memory is sealed.
+
     Its pages are requested before they are written to: what a machine without memory answers then is an error, and not
     a signal that ends the process. No view of it may be left when the memory is sealed.
     """
@@ -230,7 +233,7 @@ class Publishing(Protocol):
     """A trainer in another process, which may write its adapter to the run's store itself."""
 
     def published(self, version: int, *, is_kept: bool) -> AdapterFiles | None:
-        """None if it has no access to the store; `publish` then returns the bytes."""
+        """The published files; None if it has no access to the store, and then `publish` returns the bytes."""
         ...
 
 
@@ -267,7 +270,7 @@ def _open_memory() -> int:
 
 
 def _seal(descriptor: int) -> None:
-    """Where the system supports it: prevents writes and changes of size."""
+    """Prevents writes and changes of size, if the system supports it."""
     if hasattr(fcntl, "F_ADD_SEALS"):
         fcntl.fcntl(
             descriptor, fcntl.F_ADD_SEALS,

@@ -1,7 +1,4 @@
-"""The definition of an adapter, and a readable report of what it matched in a model.
-
-Belongs here: plain values, which are also sent between processes. Does not belong here: matching (`inject`).
-"""
+"""The definition of an adapter, and a readable report of what it matched in a model."""
 
 from __future__ import annotations
 
@@ -39,7 +36,9 @@ class AdapterConfig:
     """OFT: every block of Q stays within `coft_eps / sqrt(blocks)` of 0 (Qiu et al., arXiv 2306.07280)."""
     coft_eps: float = 6e-5
     rotation_dtype: Literal["BF16", "F32"] = "BF16"
-    """What R is rounded to before it multiplies. `F32` is only for comparisons with PEFT and cannot be published."""
+    """Dtype to which R is rounded before it multiplies. `F32` is only for comparisons with PEFT and cannot be
+    published.
+    """
 
     experts: Literal["Auto", "SharedOuter", "Shared", "PerExpert", "None"] = "Auto"
     """How routed experts share an adapter; `Auto`: LoRA `SharedOuter`, OFT `Shared`."""
@@ -85,7 +84,7 @@ class InjectReport:
 
 
 def join_reports(parts: Sequence[InjectReport]) -> InjectReport:
-    """The report of a whole model, from those of its runs of layers."""
+    """Combines the reports of a model's runs of layers."""
     rows: dict[str, ReportRow] = {}
     for row in (row for part in parts for row in part.rows if row.count):
         known = rows.get(row.target)

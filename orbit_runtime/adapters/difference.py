@@ -1,8 +1,4 @@
-"""A description of how an adapter differs from the published one: which tensor, and how.
-
-Belongs here: comparing two adapters' files tensor by tensor. Does not belong here: detecting that they differ, which
-digests do (`state`).
-"""
+"""A description of how an adapter differs from the published one: which tensor, and how."""
 
 from __future__ import annotations
 
@@ -84,7 +80,7 @@ def explain_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> 
 
 
 def _how(key: str, published: Mapping[str, Tensor], found: Tensor) -> str:
-    """How a tensor differs, if that has a name."""
+    """The kind of difference between the tensors, if it has a name."""
     before = published[key].float()
     if not bool(found.any()):
         return "is zero"

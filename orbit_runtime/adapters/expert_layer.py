@@ -84,7 +84,7 @@ def rotate_by_expert(x_SK: Tensor, R_Enbb: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 RUN_BYTES = 1 << 22
-"""Of fp32 masters: the experts whose slot is built at a time, where it is built when a pass reaches the layer."""
+"""Bytes of fp32 masters: as many experts are built at a time if slots are built when a pass reaches the layer."""
 
 
 class Slots(Protocol):
@@ -163,7 +163,7 @@ class AdaptedExpertLinear(nn.Module):
         return find_slot(self, name, experts)
 
     def runs(self) -> list[slice]:
-        """Of the experts that this process holds, few at a time: one run where they share files' tensors."""
+        """Slices of the experts that this process holds, a few at a time; a single one if they share files' tensors."""
         held = range(self.part.num_experts)[self.part.experts]
         if self.config.expert_layout != "PerExpert":
             return [WHOLE]

@@ -155,7 +155,7 @@ def join_tensors(names: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Tenso
 
 
 SLOWEST_BYTES_PER_SECOND = 50e6
-"""For moving, hashing or parsing: a tenth of what one core of a busy machine achieves."""
+"""Lower bound for moving, hashing or parsing: a tenth of what one core of a busy machine achieves."""
 
 
 def seconds_for(num_bytes: float) -> float:

@@ -1,8 +1,4 @@
-"""An adapter from another training run as a slot of this run's layers: used only for multiplication.
-
-Belongs here: adapters with another rank, scaling or set of targets than the run's own. Does not belong here: the run's
-own published bytes, which are held to the digest (`state`), reading folders (`checkpoints`).
-"""
+"""An adapter from another training run as a slot of this run's layers: used only for multiplication."""
 
 from __future__ import annotations
 

@@ -4,9 +4,6 @@ Built from torch's components without touching the default group, because SGLang
 with GPUs: SGLang keeps adapters in host memory, and NCCL's watchdog would terminate a server whose peer died.
 
 A generation is a group with fixed members. A failed member ends it for all; the trainer then opens another.
-
-Belongs here: opening, joining, one broadcast. Does not belong here: what is sent, and when (`ticket`,
-`rollout.transport`).
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ class BroadcastOpening:
         name = secrets.token_hex(16)
         self._store: Store | None = PrefixStore(name, server)
         self.source = {"host": host, "port": port, "generation": name, "size": self._size, "seconds": seconds}
-        """What a member needs in order to join."""
+        """The fields that a member needs in order to join."""
 
     def wait(self, is_over: Callable[[], bool]) -> BroadcastGroup:
         """Waits until all have joined. Raises NotArrivedError if they do not in time, or once `is_over` is true."""

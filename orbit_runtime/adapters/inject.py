@@ -35,7 +35,7 @@ class Injected:
     report: InjectReport
     selection: Selection
     layers: dict[str, AdaptedLayer]
-    """By module name before injection, in the model's order."""
+    """Module name before injection → layer, in the model's order."""
     masters: Masters
 
     def parameters(self) -> list[nn.Parameter]:

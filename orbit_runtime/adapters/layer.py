@@ -44,7 +44,7 @@ class Applied:
     """Tensors by file name."""
     scaling: float | None
     experts: slice = WHOLE
-    """Of the experts that this process holds, those that these tensors belong to."""
+    """The experts, among those of this process, to which these tensors belong."""
 
 
 class Building(Protocol):
@@ -53,7 +53,7 @@ class Building(Protocol):
     def __call__(
         self, layer: str | None = None, experts: slice = WHOLE, newest: Newest | None = None, /
     ) -> dict[str, Slot]:
-        """As `Masters.applied`."""
+        """See `Masters.applied`."""
         ...
 
 
@@ -77,11 +77,11 @@ class Selection:
     """The dtype that slots are widened to."""
     active: str | tuple[Segment, ...] | None = None
     trace: Callable[[Applied], None] | None = None
-    """If set, every layer tells it what it applies."""
+    """If set, every layer calls it with what it applies."""
     applied_masters: dict[str, Building] = field(default_factory=dict)
-    """By slot."""
+    """Slot → how its values are built."""
     live: dict[str, dict[str, Slot]] = field(default_factory=dict)
-    """What they built for the current pass, by slot and layer."""
+    """Slot → layer → what was built for the current pass."""
     by_layer: Newest | None = None
     """If set, each layer has its slot built when the current pass reaches it, and releases it at once."""
     rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
@@ -169,7 +169,7 @@ class _Layer(Protocol):
 
 
 def find_slot(layer: _Layer, name: str, experts: slice = WHOLE) -> Slot:
-    """The slot called `name`; told to the trace, so call it once per use.
+    """The slot called `name`. Calls the trace, so call it once per use.
 
     Args:
         experts: where slots are built by layer, the experts whose values are wanted.

@@ -1,6 +1,5 @@
 """LoRA (Hu et al., arXiv 2106.09685, eq. 3): `y = base(x) + (alpha/r) B A x`.
 
-Belongs here: LoRA's arithmetic and initial values. Does not belong here: the layer around it, files.
 Shapes: A `[r, K]`, B `[N, r]`, x `[..., K]`, y `[..., N]`; for experts A `[G, r, K]`, B `[G, N, r]`.
 """
 

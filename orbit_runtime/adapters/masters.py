@@ -63,7 +63,7 @@ class MasterPlace:
     """Shape of the whole parameter."""
 
     def cut(self, whole: Tensor, config: AdapterConfig) -> Tensor:
-        """The part of it that this process holds."""
+        """The part of `whole` that this process holds."""
         return self.part.cut(self.kind, whole, config.block_size)
 
     @property
@@ -149,7 +149,7 @@ class Masters:
 
     @cached_property
     def rotations(self) -> Rotations:
-        """Of OFT: what passes multiply by, before it is rounded."""
+        """OFT's rotations by which passes multiply, before they are rounded."""
         keys = {key.removesuffix(".oft_R"): key for key in self.parameters}
         stacked = {owner for owner, key in keys.items() if self._is_stacked(key)}
         return Rotations(self.config, {owner: self.parameters[key] for owner, key in keys.items()}, stacked)

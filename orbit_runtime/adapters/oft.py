@@ -6,7 +6,6 @@ opposite directions for the same Q, and both are supported: files record which o
     CayleyNeumann   R = I + 2Q + 2Q² + … + Q^(n-1), for n = 5: I + 2Q + 2Q² + 2Q³ + Q⁴, close to (I + Q)(I - Q)^-1
 R is built in fp32 and rounded to BF16 once; the rounded R is what trainer and engine multiply by.
 
-Belongs here: OFT's arithmetic. Does not belong here: the layer around it, files.
 Shapes: parameters `[K/b, b(b-1)/2]`, R `[K/b, b, b]`, x `[..., K]`; experts have one more leading axis.
 """
 

@@ -3,8 +3,6 @@
 malloc would keep it: glibc maps a large block separately only until the first one of that size is freed. It then raises
 its threshold and takes the next from the heap, and pieces that are freed in another order than they were allocated
 leave holes. A publish of 200 MB in pieces of 16 MiB kept 96 to 160 MiB that way, and keeps none now.
-
-Belongs here: such memory. Does not belong here: adapters that other processes read (`buffer`).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ KEPT_BYTES = 1 << 23
 """Blocks up to this size are kept by `Pages`."""
 _KEPT_BLOCKS = 2
 _FREE = 3
-"""References to a block that no tensor uses: the list's, the loop's, and that of the count itself."""
+"""References to a block that no tensor uses: the list's, the loop's, and the count's own."""
 
 
 def room(size: int, dtype: torch.dtype) -> Tensor:
@@ -44,7 +42,7 @@ class Pages:
         self._blocks: list[mmap.mmap] = []
 
     def room(self, size: int, dtype: torch.dtype) -> Tensor:
-        """As `room`; the pages may be those of tensors that are gone."""
+        """See the function `room`; the pages may come from tensors that are gone."""
         num_bytes = size * dtype.itemsize
         if not SMALLEST_BYTES <= num_bytes <= KEPT_BYTES:
             return room(size, dtype)

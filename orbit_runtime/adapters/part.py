@@ -1,8 +1,4 @@
-"""The rectangle of a layer that this process holds, if a model is divided among several processes.
-
-Belongs here: the resulting part of a layer's adapter. Does not belong here: which process holds which part
-(`policy.shares`), cutting packed weights (`quant.formats`).
-"""
+"""The rectangle of a layer that this process holds, if a model is divided among several processes."""
 
 from __future__ import annotations
 
@@ -30,12 +26,14 @@ class WeightPart:
     """Number of experts of the whole layer; 0 for a layer without experts."""
     group: str = "tensor"
     """The processes that divide the layer, or that each compute a share of a whole parameter's gradient: `tensor` or
-    `expert`; `tokens` for what reads the hidden state outside the layers, which they have shares of only if they divide
-    the tokens there; `none` if every process computes all of it."""
+    `expert`; `tokens` for modules that read the hidden state outside the layers, if the tokens are divided there;
+    `none` if every process computes all of it.
+    """
 
     def cut(self, kind: str, whole: Tensor, block_size: int) -> Tensor:
-        """This process's part of a parameter: `lora_A` `[…, r, K]`, `lora_B` `[…, N, r]`, `oft_R` `[…, K / b, …]`. One
-        of another kind is not divided."""
+        """This process's part of a parameter: `lora_A` `[…, r, K]`, `lora_B` `[…, N, r]`, `oft_R` `[…, K / b, …]`.
+        Other kinds are not divided.
+        """
         if self.num_experts and whole.shape[0] == self.num_experts:
             whole = whole[self.experts]
         if kind == "lora_A":

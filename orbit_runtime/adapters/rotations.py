@@ -3,8 +3,6 @@
 A batch is the same whoever asks, be it training, a publish or its proof: how many blocks a product has together may
 change its bits on a device. Few layers are one batch, which is much faster than building them one by one; an adapter
 that is large is many, because building R takes several times its memory.
-
-Belongs here: which blocks are built together. Does not belong here: the arithmetic (`oft`), rounding (`masters`).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from orbit_runtime.adapters.pages import Pages
 from orbit_runtime.adapters.part import WHOLE
 
 BATCH_VALUES = 1 << 20
-"""Of R in a batch. One layer's, or one expert's, may be more."""
+"""Values of R in a batch. A single layer or expert may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +36,13 @@ Batch = tuple[Blocks, ...]
 
 @dataclass(eq=False)
 class Newest:
-    """What was built last: layers that follow each other share it. Not valid once the masters change."""
+    """The newest values built, shared by layers that follow each other. Invalid once the masters change."""
 
     batch: tuple[Batch, dict[Blocks, Tensor]] | None = None
     applied: tuple[str, slice, Tensor] | None = None
     """Owner, experts, and R as layers multiply by it."""
     pages: Pages = field(default_factory=Pages)
-    """Those of layers that are done."""
+    """Memory of layers that are done."""
 
 
 class Rotations:
@@ -116,7 +114,7 @@ class Rotations:
             yield tuple(batch)
 
     def _blocks(self) -> Iterator[tuple[Blocks, int]]:
-        """With the number of values of R."""
+        """Yields blocks with their number of values of R."""
         for owner, parameter in self._parameters.items():
             values = math.prod(parameter.shape[:-1]) * self._config.block_size**2
             if owner not in self._stacked:

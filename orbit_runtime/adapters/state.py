@@ -45,7 +45,9 @@ DESCRIPTIVE_FIELDS = {"base_model_name_or_path", "inference_mode", "peft_version
 """Configuration fields that describe the file, or are checked through the tensors' names; they may differ."""
 
 ROTATION_TOLERANCE = 2.0**-6
-"""How far a published R may differ from the one rebuilt from its parameters: BF16 rounding and other machines' fp32."""
+"""Largest difference of a published R from the one rebuilt from its parameters: BF16 rounding and
+other machines' fp32.
+"""
 
 
 def config_json(config: AdapterConfig, base_model_name: str) -> bytes:
@@ -158,7 +160,10 @@ def held_digest(
     *,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Digest of an adapter from what an engine holds of it.
+    """Digest of an adapter, computed from the tensors that an engine holds.
+
+    Args:
+        shapes, pieces: those of the BF16 tensors that layers multiply by, keyed by their names in their file.
 
     Args:
         shapes, pieces: of the BF16 tensors that layers multiply by, by their names in their file.
@@ -367,14 +372,14 @@ _IN_FLIGHT_BYTES = 1 << 23
 
 
 class AppliedHashes:
-    """For one pass without gradient; `add` is a trace."""
+    """Hashes of what layers apply in one pass without gradient; `add` is a trace."""
 
     def __init__(self, layers: Mapping[str, AdaptedLayer]) -> None:
         self._layers = layers
         self._hasher = tensorfile.TensorHasher[_Key](_IN_FLIGHT_BYTES)
         self._times: dict[tuple[str, int], int] = {}
         self.scalings: dict[str, set[float | None]] = {}
-        """By module."""
+        """Module → the scalings it applied."""
 
     def add(self, entry: Applied) -> None:
         self.scalings.setdefault(entry.module, set()).add(entry.scaling)
@@ -391,7 +396,7 @@ class AppliedHashes:
                 yield (*place, times), entry.tensors[names[index]].detach()
 
     def result(self) -> AppliedPieces:
-        """Of the parameters that were applied with all their tensors.
+        """Pieces of the parameters whose tensors were all applied.
 
         Raises:
             InternalError: one pass applied two different values of a parameter.

@@ -25,7 +25,7 @@ FORMAT = {"format": "pt"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _NARROW = torch.bfloat16.itemsize
 _CACHED_BYTES = 1 << 20
-"""Of values on the host, converted at a time: what one operation writes is in a core's cache for the next."""
+"""Bytes of host values converted at a time: what one operation writes is in a core's cache for the next."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -116,7 +116,7 @@ def runs(
 
 
 def narrow_where_exact(values: Tensor) -> Tensor:
-    """As BF16 if that changes none of these values, otherwise fp32: reverses a widening."""
+    """The values in BF16 if none of them changes by that, otherwise in fp32: reverses a widening."""
     narrow = _narrow(values)
     return values.float() if narrow is None else narrow
 
@@ -135,7 +135,7 @@ class TensorHasher[K]:
     """
 
     def __init__(self, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
-        """Args: in_flight_bytes: as of `PieceHasher`."""
+        """Args: in_flight_bytes: see `PieceHasher`."""
         self._hasher = PieceHasher(in_flight_bytes)
         self._counts: dict[K, int] = {}
 
@@ -155,7 +155,7 @@ class TensorHasher[K]:
 
 
 def tensor_pieces[K](tensors: Iterable[tuple[K, Tensor]]) -> dict[K, Pieces]:
-    """As `TensorHasher`, of all of these."""
+    """Pieces of every tensor, computed by `TensorHasher`."""
     hasher = TensorHasher[K]()
     hasher.add(tensors)
     return hasher.result()
@@ -190,7 +190,7 @@ def _flat_groups(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _narrow(values: Tensor) -> Tensor | None:
-    """As BF16; None if that changes a value."""
+    """The values in BF16; None if one changes by that."""
     if values.dtype == torch.bfloat16:
         return values
     if values.dtype == torch.float32 and values.device.type == "cpu":
@@ -252,7 +252,7 @@ def _adjacent(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _groups(tensors: Iterable[Tensor], host_group: int = PIECE_BYTES) -> Iterator[Tensor | list[Tensor]]:
-    """In order: a large tensor alone, small ones together until they fill a piece or a group."""
+    """Yields a large tensor alone, and small ones together until they fill a piece or a group, in order."""
     group: list[Tensor] = []
     size = 0
     for tensor in tensors:

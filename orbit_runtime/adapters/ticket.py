@@ -5,9 +5,6 @@
 
 Received bytes are not hashed here, and neither are files that are read: the proof of the publish reads the slots back,
 and their digest must be the published one, whatever carried the bytes (decision 12).
-
-Belongs here: the ticket, and which parts of an adapter are sent separately. Does not belong here: sending
-(`rollout.transport`), receiving (`sglang_plugin.arrival`), the broadcast group (`group`).
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class Ticket:
     files: Mapping[str, int]
     """Bytes of each file, the configuration included."""
     source: Mapping[str, Any]
-    """Where the bytes come from; the fields depend on the kind."""
+    """Where the bytes are; the fields depend on the kind."""
 
     @property
     def carried(self) -> Mapping[str, int]:
@@ -72,7 +69,7 @@ def write_ticket(folder: Path, adapter: AdapterFiles, kind: Kind, source: Mappin
 
 
 def read_ticket(folder: Path) -> Ticket | None:
-    """None if this folder holds the files themselves."""
+    """Reads the folder's ticket; None if the folder holds the files themselves."""
     try:
         content = json.loads((folder / TICKET_FILE).read_bytes())
     except FileNotFoundError:
@@ -93,7 +90,7 @@ def blocks(data: Buffer) -> Iterator[memoryview]:
 
 
 def as_tensor(view: memoryview) -> Tensor:
-    """Its bytes, without copying them if they are writable."""
+    """A uint8 tensor of the bytes, which shares their memory if they are writable."""
     import torch
 
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)

@@ -1,7 +1,4 @@
-"""Access in turn to a model that two threads share.
-
-Belongs here: the lock. Does not belong here: what is computed.
-"""
+"""Access in turn to a model that two threads share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the rewards of a step to advantages.
+"""Advantages from the rewards of a step.
 
 Belongs here: baselines and normalisation, in plain floats; the two are independent and combine freely. Penalties that
 are subtracted from a reward before it is compared with others: a completion's length, KL from the reference. Does not
@@ -96,7 +96,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class GAE:
-    """How far ahead an advantage looks."""
+    """Generalised advantage estimation: how far ahead an advantage looks."""
 
     gamma: float
     gae_lambda: float

@@ -1,7 +1,4 @@
-"""The constants of a loss and of a correction: plain values, which are also sent to other processes; no torch.
-
-Belongs here: records. Does not belong here: the arithmetic (`losses`, `ratios`).
-"""
+"""The constants of a loss and of a correction: plain values, which are also sent to other processes; no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class PolicyLossSettings:
     """The constants of a policy loss."""
 
     clip_low: float | None = 0.2
-    """None for no lower bound."""
+    """No lower bound if None."""
     clip_high: float = 0.2
     kl_coefficient: float = 0.0
     """Weight of the KL term inside the loss; 0.0 if KL is off or part of the reward."""

@@ -1,4 +1,4 @@
-"""How far one next-token distribution is from another's, and the gradient of that: pure functions.
+"""Divergences between next-token distributions and their gradients: pure functions.
 
 Belongs here: KL from the reference inside the loss, estimated per token; a student's divergence from its teacher over a
 vocabulary, over the teacher's k likeliest tokens, and estimated from the sampled token. Does not belong here: KL in the

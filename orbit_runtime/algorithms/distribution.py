@@ -1,9 +1,5 @@
 """The distribution from which tokens are drawn, computed from logits: the one definition for engines and trainer.
 
-Belongs here: how each setting of `types.Sampling` changes logits, over any number of rows. Does not belong here: draws
-(`rollout.sampling`), which tokens were seen before (`policy.seen`), which settings a server supports
-(`planner.support.sampling`).
-
 The order is that of transformers' processors (`GenerationMixin._get_logits_processor`, 5.x): logit bias, repetition
 penalty, temperature, top-k, top-p of the top-k tokens, min-p. Log-probs are renormalised over the remaining tokens.
 

@@ -95,7 +95,7 @@ def clipped_weights(
 
 
 def nothing(inputs: LossInputs, settings: PolicyLossSettings) -> TokenLosses:
-    """For an algorithm that learns from its teacher alone."""
+    """No loss: for an algorithm that learns from its teacher alone."""
     return TokenLosses(0.0 * inputs.logprobs_T)
 
 

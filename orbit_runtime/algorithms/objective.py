@@ -1,7 +1,4 @@
-"""From a row of `spec.objectives` to the loss that it names.
-
-Belongs here: names → surrogates. Does not belong here: the surrogates (`losses`), the parts before the loss (`table`).
-"""
+"""The loss that a row of `spec.objectives` names."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class OwnLoss:
         return losses
 
     def take_problems(self) -> list[str]:
-        """What it made of finite inputs that is not finite, since the last time; call it after the backward pass.
+        """Returns, and forgets, where finite inputs gave values that are not finite. Call it after the backward pass.
 
         Not raised within a pass: one rank may find what the others do not, and all must reach the same outcome.
         """
@@ -94,7 +94,7 @@ class OwnLoss:
         return found
 
     def _watched(self, inputs: LossInputs) -> LossInputs:
-        """The same inputs, whose gradients come from this loss alone and are looked at."""
+        """Copies of the inputs that give access to this loss's own gradients."""
 
         def look(name: str, gradient: Tensor) -> None:
             if not _finite(gradient):

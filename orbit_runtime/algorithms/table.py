@@ -1,8 +1,4 @@
-"""From a row of `spec.objectives` to the advantages and constants that it names; no torch.
-
-Belongs here: names → functions and their constants. Does not belong here: the functions, which names go together, or
-the loss (`objective`).
-"""
+"""The advantages and constants that a row of `spec.objectives` names; no torch."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ COPY = "copy both files again, from the same LoRA or OFT adapter of PEFT"
 TYPES = {"LORA": "LoRA", "OFT": "OFT"}
 ExpertLayout = Literal["None", "Shared", "SharedOuter", "PerExpert"]
 EXPERT_LAYOUTS: tuple[ExpertLayout, ...] = get_args(ExpertLayout)
-"""From the one with the fewest parameters on: each can express those before it."""
+"""Ordered by number of parameters, fewest first: each can express those before it."""
 NEUTRAL_FIELDS = frozenset({
     # Read here.
     "peft_type", "r", "lora_alpha", "use_rslora", "oft_block_size", "use_cayley_neumann", "num_cayley_neumann_terms",
@@ -189,7 +189,7 @@ def build_adapter(place: str, files: Mapping[str, Buffer], facts: Mapping[str, A
 
 
 def describe_adapter(adapter: AdapterFolder) -> dict[str, Any]:
-    """What `orbit inspect` reports about an adapter."""
+    """The facts that `orbit inspect` reports about an adapter."""
     shapes = [info.shape for info in adapter.header.tensors.values()]
     layers = adapter.layers()
     targets = Counter(layer.rpartition(".")[2] for layer in layers)
@@ -325,7 +325,14 @@ class NamedAdapter:
 def kept_steps(
     store: Store, steps: Sequence[int] | None, *, first: bool, option: str = "--steps"
 ) -> list[NamedAdapter]:
-    """The adapters that a run kept, by step: those asked for, or all.
+    """The adapters that a run kept, by step: the requested ones, or all.
+
+    Args:
+        first: whether to include step 0 if no steps are given; its adapter is not the bare base.
+        option: the option of the command line that named the steps.
+
+    Raises:
+        UsageError: the folder holds no adapter, or lacks a requested one.
 
     Args:
         first: whether to include step 0 if no steps are given; its adapter is not the bare base.

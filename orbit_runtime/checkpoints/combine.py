@@ -33,7 +33,7 @@ from orbit_runtime.checkpoints.adapter_folder import (
 from orbit_runtime.errors import ModelError, UnsupportedError, UsageError
 
 EVERY = -1
-"""In place of an expert's number: what all experts of a layer share, and everything of a dense layer."""
+"""Stands for an expert's number: tensors that all experts of a layer share, and those of dense layers."""
 
 ByExpert = Mapping[int, Tensor]
 """Expert, or `EVERY` → a tensor as stored."""
@@ -72,7 +72,7 @@ class Factor:
 
     held: ByExpert
     build: Callable[[Tensor], Tensor]
-    """What is held → fp64 R `[K/b, b, b]`."""
+    """Stored tensor → fp64 R `[K/b, b, b]`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,9 +80,9 @@ class Rotation:
     """R of one layer, or of each of its experts."""
 
     factors: tuple[Factor, ...]
-    """That of the first adapter first."""
+    """One per adapter, in their order."""
     size: int
-    """Of a block."""
+    """Size of a block."""
 
     def experts(self) -> set[int]:
         """The experts with a rotation of their own."""
@@ -115,7 +115,7 @@ class Combined:
     experts: Mapping[str, int]
     """Layers of routed experts → the number of experts, if a tensor of all of them says so, otherwise 0."""
     layout: ExpertLayout
-    """How routed experts share it: the one with the most parameters of those of the adapters."""
+    """How routed experts share it: of the adapters' layouts, the one with the most parameters."""
 
     def layers(self) -> frozenset[str]:
         return frozenset(self.lora) | frozenset(self.rotation)
@@ -268,7 +268,9 @@ def _lora_parts(adapter: AdapterFolder, weight: float) -> dict[str, LoRAPart]:
 
 
 def _factors(adapter: AdapterFolder) -> dict[str, Factor]:
-    """From the published BF16 rotations, with which the engine sampled, otherwise from PEFT's fp32 parameters."""
+    """Factors from the published BF16 rotations, with which the engine sampled, otherwise from
+    PEFT's fp32 parameters.
+    """
     if ROTATIONS_FILE in adapter.files:
         turned = _tensors(adapter, ROTATIONS_FILE)
         if {module_of(key)[0] for key in turned} != set(adapter.modules()):

@@ -36,7 +36,7 @@ from orbit_runtime.storage.bundles import MANIFEST, manifest_json
 
 @dataclass(frozen=True, slots=True)
 class CombinedFiles:
-    """What was written."""
+    """The files that were written."""
 
     deviation: float
     """Largest |written - exact| divided by the largest |exact|, over all products B A or rotations."""
@@ -52,7 +52,7 @@ class ModuleEntry:
     name: str
     layer: str
     experts: tuple[int, ...]
-    """Whose matrices it has; `EVERY` for the one that all of them share, or of a dense layer."""
+    """Experts whose matrices it has; `EVERY` for a matrix that all of them share, or one of a dense layer."""
     is_stacked: bool
     """Whether its tensors have an axis of experts."""
 
@@ -176,7 +176,9 @@ def _entries(combined: Combined, kind: str) -> list[ModuleEntry]:
 
 
 def _num_experts(combined: Combined, layer: str) -> int:
-    """Of the layer. Adapters that share everything there do not say it, but all layers have as many."""
+    """Number of experts of the layer. Adapters that share everything there do not record it, but all layers have as
+    many.
+    """
     return _named_experts(combined, layer) or max(_named_experts(combined, each) for each in combined.experts)
 
 

@@ -126,7 +126,7 @@ def check_writable(stacks: Iterable[Stack]) -> None:
 def write(
     rewrite: Rewrite, config: Mapping[str, Any], folder: Path, facts: Mapping[str, Any], *, show: Show, shard_bytes: int
 ) -> Result:
-    """Writes the output of `rewrite`, or what an earlier start of it left to do."""
+    """Writes the output of `rewrite`, or the part that an earlier start of it did not write."""
     items = rewrite.items()
     shards = split_shards(items, shard_bytes)
     names = [shard_name(number, len(shards)) for number in range(len(shards))]

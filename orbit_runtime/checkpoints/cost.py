@@ -1,9 +1,7 @@
-"""The cost of a merge: log-probs of the merged model against those of base and adapter, on its own completions.
+"""Cost of a merge: log-probs of the merged model against those of base and adapter, on its own completions.
 
 The merged model completes the prompts; both models score the sampled tokens. With d = logp(base + adapter) -
 logp(merged), the mean of exp(d) - 1 - d estimates KL(merged || base + adapter).
-
-Belongs here: loading both models in turn, and the numbers. Does not belong here: the statistics (`parity`).
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ def _off(combined: Combined) -> AdapterConfig:
 
 
 def _slot(combined: Combined, name: str, layer: AdaptedLayer) -> Slot:
-    """On the layer's device, in its compute dtype; `[E or 1, …]` for a layer of experts."""
+    """The slot on the layer's device, in its compute dtype; `[E or 1, …]` for a layer of experts."""
     dtype = layer.selection.compute_dtype
 
     def stacked(held: set[int], value: Callable[[int], Tensor]) -> Tensor:

@@ -4,9 +4,6 @@
     OFT    y = (x R) W^T                  =>   W' = W R^T, block by block
 
 Each routed expert has a weight of its own, so a change that experts share is applied to each of them.
-
-Belongs here: finding the base's weight of each layer and expert, and applying a combination to runs of its rows.
-Does not belong here: reading or writing the base (`rewrite`).
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ Rename = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class WeightSpot:
-    """Where an adapter changes a weight of the base. Example: `WeightSpot("model.layers.1.mlp.experts.up_proj", 3)`."""
+    """A weight of the base that an adapter changes. Example: `WeightSpot("model.layers.1.mlp.experts.up_proj", 3)`."""
 
     layer: str
     expert: int = EVERY
@@ -121,7 +118,7 @@ def _known(name: str, shapes: Mapping[str, tuple[int, int]], rename: Rename) -> 
 
 
 def _misfit(combined: Combined, layer: str, shape: tuple[int, int]) -> str:
-    """What the adapter has instead of the base's shape; empty if it fits."""
+    """Describes how the adapter's shape differs from the base's; empty if it fits."""
     rows, columns = shape
     if layer in combined.rotation:
         (features,) = combined.rotation[layer].features()

@@ -56,7 +56,7 @@ class SupportVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything that the headers tell."""
+    """Everything that can be learned from the headers."""
 
     place: str
     family: str

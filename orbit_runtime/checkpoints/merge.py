@@ -32,7 +32,7 @@ class NamedBase:
 
     folder: Path
     name: str
-    """As the user wrote it, for messages."""
+    """The name as the user wrote it, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def merge_into_base(
 
 
 def _shapes(rewrite: Rewrite) -> dict[str, tuple[int, int]]:
-    """The weights of the base by module, those of experts in one tensor by expert."""
+    """Module → shape of its weight in the base; experts in one tensor have an entry each."""
     shapes = {name: (linear.rows, linear.columns) for name, linear in rewrite.linears.items()}
     for name, (_, info) in rewrite.source.tensors.items():
         if name.endswith(".weight") and len(info.shape) == 2:

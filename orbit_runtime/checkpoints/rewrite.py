@@ -48,7 +48,7 @@ class WeightChange(Protocol):
 
 @dataclass(slots=True)
 class Deviation:
-    """How far the written weights of one module are from the intended ones."""
+    """Difference of one module's written weights from the intended ones."""
 
     squares: float = 0.0
     reference: float = 0.0
@@ -71,7 +71,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Item:
-    """What happens to one tensor or module of the source, and its form in the file."""
+    """One tensor or module of the source: what happens to it, and its form in the file."""
 
     name: str
     """The module's name if it is computed, the tensor's if it is copied."""

@@ -1,9 +1,7 @@
 """Weights of all experts of a layer in one tensor, as gpt-oss has them, read one expert at a time.
 
-    BF16     `….experts.gate_up_proj` `[E, K, N]`: x times it, so each expert's weight is turned
-    MXFP4    `….experts.gate_up_proj_blocks` `[E, N, K/32, 16]`, `…_scales` `[E, N, K/32]`
-
-Belongs here: finding them, one expert's weight. Does not belong here: writing (`rewrite`), formats (`quant`).
+BF16     `….experts.gate_up_proj` `[E, K, N]`: x times it, so each expert's weight is turned
+MXFP4    `….experts.gate_up_proj_blocks` `[E, N, K/32, 16]`, `…_scales` `[E, N, K/32]`
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Stack:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the tensor in BF16: `[E, K, N]`."""
+        """Shape of the tensor in BF16: `[E, K, N]`."""
         return self.num_experts, self.columns, self.rows
 
     def experts(self) -> tuple[str, ...]:

@@ -68,8 +68,9 @@ class ChatTokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion: those of generation_config.json, config.json and the tokenizer, in this
-        order, and at last those with which a call of a tool ends it."""
+        """Tokens that end a completion: those of generation_config.json, config.json and the tokenizer, in this order,
+        and then those that end it by calling a tool.
+        """
         return self._eos_ids
 
     @property
@@ -251,7 +252,7 @@ class ChatTokenizer:
         return ""
 
     def _rules(self) -> dict[str, Any]:
-        """How the Rust tokenizer cuts texts, without what a call sets anew; empty for one in Python."""
+        """Rules by which the Rust tokenizer cuts texts, except those that each call sets; empty for one in Python."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         rules = json.loads(backend.to_str()) if backend is not None else {}
         return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation", "version")}
@@ -327,7 +328,7 @@ def _free_placeholder(messages: Messages) -> str:
 
 
 def _given_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Calls beside a text say more than the text."""
+    """Calls that are given as data, which say more than the text."""
     return {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
 
 
@@ -389,8 +390,9 @@ def _load_tokenizer(folder: Path) -> Any:
 
 
 def _load_published(folder: Path) -> Any:
-    """By the rules of tokenizer.json alone where there is one: the class that tokenizer_config.json names, or that the
-    library has for the model's type, may cut texts by rules of its own."""
+    """Loads the tokenizer by the rules of tokenizer.json alone if there is one: the class that tokenizer_config.json
+    names, or that the library has for the model's type, may cut texts by rules of its own.
+    """
     from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -430,7 +432,7 @@ def _find_decoder(tokenizer: Any) -> Any | None:
 
 
 def _is_plain(tokenizer: Any, *names: str) -> bool:
-    """Whether these methods are those of every fast tokenizer, not the model class's own."""
+    """Whether the tokenizer has every fast tokenizer's methods, not ones of its model class."""
     from transformers import PreTrainedTokenizerFast
 
     return isinstance(tokenizer, PreTrainedTokenizerFast) and all(

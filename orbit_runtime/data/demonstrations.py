@@ -127,8 +127,8 @@ def encode_demonstrations(
     place_of: Callable[[str], str],
     tell: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Encoded]:
-    """Encodes every demonstration as in a rollout: the tokens before an answer are exactly those of a rollout's prompt,
-    and the answer ends with the token that ends an answer.
+    """Encodes every demonstration exactly as a rollout would be: the tokens before an answer are those of a prompt, and
+    the answer ends with the token that ends an answer.
 
     This requires the **prefix property** of the template: the tokens of a conversation's beginning are the beginning of
     its tokens, at the start and the end of every learned answer. It is checked for each.

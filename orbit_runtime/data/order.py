@@ -1,7 +1,4 @@
-"""Permutations that depend only on a key, so that an order needs no state.
-
-Belongs here: computing them. Does not belong here: what is ordered (`stream`, `shapes`).
-"""
+"""Permutations that depend only on a key, so that an order needs no state."""
 
 from __future__ import annotations
 

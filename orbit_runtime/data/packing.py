@@ -1,6 +1,5 @@
 """Divides a step's samples into mini-batches (one optimiser update each) and micro-batches (one forward pass each).
 
-Belongs here: which sample goes where, as index tuples. Does not belong here: padding, tensors, attention.
 `_D` samples.
 """
 

@@ -1,6 +1,4 @@
-"""How often the policy solves each prompt, and which prompts are therefore worth drawing.
-
-Belongs here: running pass rates, their bounds, their state. Does not belong here: drawing (`stream`).
+"""Share of each prompt's rollouts that solve it, and which prompts are therefore worth drawing.
 
 The results that a draw may use depend only on its step, never on when it is made. With `maxStaleness` k, the prompts of
 step t are drawn once t - 1 - k steps are trained, so they use the results of those steps and of no later ones. After a
@@ -78,7 +76,7 @@ class PassRates:
         return len(rates), sum(rate < low for rate in rates), sum(rate > high for rate in rates)
 
     def state(self) -> dict[str, Any]:
-        """As JSON; every float keeps its bits."""
+        """The counts as JSON; every float keeps its bits."""
         return {
             "settled": [[prompt, *known] for prompt, known in sorted(self._settled.items())],
             "recent": {

@@ -31,7 +31,7 @@ TOLD = 1000
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """How to prepare a source."""
+    """Settings for preparing a source."""
 
     asked: RequestedShape
     limit: int | None = None

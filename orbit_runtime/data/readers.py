@@ -55,7 +55,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def format_of(path: Path) -> Format | None:
-    """The format by file extension, ignoring `.gz` and `.zst`; None if that does not tell."""
+    """The format by file extension, ignoring `.gz` and `.zst`; None if the extension is unknown."""
     suffixes = [each for each in path.suffixes if each not in COMPRESSED]
     return SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
 
@@ -439,7 +439,7 @@ def check_encoding(file: IO[bytes], path: Path, where: str) -> None:
 
 
 def how_to_convert(path: Path, encoding: str) -> str:
-    """What makes UTF-8 of a file, for an error's message."""
+    """A command that turns a file into UTF-8, for an error's message."""
     reader = _UNPACK.get(path.suffix)
     plain = Path(path.stem) if reader else path
     source, to = shlex.quote(path.name), shlex.quote(f"{plain.stem}.utf8{plain.suffix}")

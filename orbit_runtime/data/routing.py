@@ -1,7 +1,5 @@
 """The experts that rollout chose, in as few bits as represent them exactly.
 
-Belongs here: arrays ↔ `RoutedExperts`. Does not belong here: what is done with them (`policy.routing`).
-
 A rollout of 100,000 tokens through 60 layers with 8 experts each is 96 MB as 16-bit numbers. Ids are nearly random, so
 the only compression is to store just the bits that they need: nine for 384 experts, hence 54 MB.
 

@@ -1,8 +1,4 @@
-"""Turns scored rollouts or demonstrations into training samples.
-
-Belongs here: which rollouts become samples, what they share, their columns. Does not belong here: the numbers in the
-columns, tensors.
-"""
+"""Turns scored rollouts or demonstrations into training samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one pass over a source's rows learns: their places, the types of their columns, which rows are broken.
+"""Scans a source's rows once: their places, the types of their columns, which rows are broken.
 
 Belongs here: the rules for a row. Does not belong here: file formats (`readers`).
 """
@@ -87,7 +87,10 @@ class Scan:
             self._columns.add(row)
 
     def refuse(self, problem: str, fix: str | None = None) -> None:
-        """Keeps the first few; the rest are counted.
+        """Records a broken row: the first few in full, the rest as a count.
+
+        Args:
+            fix: what to do about this kind of problem; only the first one given is used.
 
         Args:
             fix: what to do about this kind of problem; the first that is given is said.

@@ -89,7 +89,7 @@ class Lines:
         self._unit, self._unchanged = unit, unchanged
         self._lock = threading.Lock()
         self._next, self._next_line = -1, 0
-        """The row at the file's position, and its line or that of a blank line before it."""
+        """The row at the file's position, and its line or the line of a blank line before it."""
 
     def __len__(self) -> int:
         return self._count

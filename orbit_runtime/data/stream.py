@@ -22,10 +22,10 @@ from orbit_runtime.types import Group, Prompt
 
 @dataclass
 class _Part:
-    """Prompts with an order of their own: those of a source with a weight, or all."""
+    """Prompts with an order of their own: those of a weighted source, or all."""
 
     span: range
-    """Their indexes in the table."""
+    """Indices of the prompts in the table."""
     name: str
     weight: float = 1.0
     epoch: int = 0
@@ -34,7 +34,7 @@ class _Part:
     visit: int = 0
     """Epoch of the last drawn prompt."""
     is_passed_over: bool = False
-    """Whether none of its prompts may be drawn any more."""
+    """Whether none of its prompts may be drawn again."""
 
 
 class PromptStream:

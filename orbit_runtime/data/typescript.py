@@ -20,7 +20,7 @@ _LIMITS = {
     "string": ("maxLength", "minLength", "pattern"), "number": ("maximum", "minimum"),
     "integer": ("maximum", "minimum"), "array": ("maxItems", "minItems"),
 }  # fmt: skip
-"""Of each type, the bounds that are written as a comment, in alphabetical order."""
+"""Type → bounds that are written as a comment, in alphabetical order."""
 _UNION = {
     "string": "string", "number": "number", "integer": "number", "boolean": "boolean", "null": "null", "object": "{}",
     "array": "Array<any>",

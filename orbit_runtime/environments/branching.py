@@ -39,7 +39,7 @@ MAX_ANSWERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A completion in the tree, and what stands between it and the answer before."""
+    """A completion in the tree, and the tokens between it and the answer before."""
 
     before: _Answer | None
     given_T: tuple[int, ...]
@@ -55,7 +55,7 @@ class _Answer:
     """The policy's tokens among them."""
 
     def path(self) -> list[_Answer]:
-        """From the first answer to this one."""
+        """The answers from the first to this one."""
         found, node = [self], self.before
         while node is not None:
             found.append(node)
@@ -80,7 +80,7 @@ class _Tree:
         self._started = settings.clock()
         self._asked = 0
         self.answers: dict[Path, _Answer] = {}
-        """What each path leads to; after a limit, the answer before it."""
+        """Path → the last answer on it; after a limit, the answer before."""
         self.cut: dict[Path, FinishReason] = {}
         """The limits that were reached."""
         self.newest: _Answer | None = None
@@ -88,11 +88,13 @@ class _Tree:
         """Tokens over all branches."""
 
     def start(self) -> None:
-        """Its time begins: it has a process."""
+        """Starts the episode's time: it has a process."""
         self._started = self._settings.clock()
 
     def begin(self, ask: Mapping[str, Any]) -> list[asyncio.Task[dict[str, Any]]]:
-        """One task for each answer that is asked for. They ask in this order, in one turn of the event loop."""
+        """One task for each answer that is asked for; they start in this order, within one
+        iteration of the event loop.
+        """
         parent, first, count = tuple(ask["parent"]), int(ask["first"]), int(ask["count"])
         self._asked += count
         if self._asked > MAX_ANSWERS:
@@ -120,7 +122,7 @@ class _Tree:
         given: tuple[str, str],
         messages: tuple[Mapping[str, Any], ...],
     ) -> dict[str, Any]:
-        """Samples one answer. Returns what the environment is told of it."""
+        """Samples one answer. Returns the environment's view of it."""
         length = (before.length if before else 0) + len(given_T)
         sampled, turns = (before.sampled, before.turns) if before else (0, 0)
         room = self._settings.room(length, sampled)
@@ -189,7 +191,9 @@ class Branching:
         self._all_weights = {OWN_PART: 1.0, **self._weights}
 
     def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
-        """As many per prompt as give a group, in the prompts' order. Their tokens are known once they are played."""
+        """Episodes for the prompts, in order: as many per prompt as give a group. Their tokens are known once they are
+        played.
+        """
         firsts = range(0, self._settings.group_size, len(self._cohorts))
         return [Episode(step, prompt, first, ()) for prompt in prompts_P for first in firsts]
 
@@ -228,7 +232,13 @@ class Branching:
         )
 
     async def _converse(self, episode: Episode, process: EpisodeProcess, tree: _Tree) -> list[dict[str, Any]]:
-        """Answers the environment until it has chosen, and everything that it asked for has ended.
+        """Answers the environment until it has chosen, and every answer that it requested has ended.
+
+        The environment is late if it sends no message for as long as one step may take while nothing is sampled for it.
+
+        Raises:
+            EnvironmentFailed: the environment failed; nothing is sampled for it now.
+            CancelledError: the step continues without this episode.
 
         It is late if it gives no message for as long as one step may take while nothing is being sampled for it.
 
@@ -289,8 +299,9 @@ class Branching:
 
 
 async def _results[T](ended: Sequence[asyncio.Task[T]], others: Sequence[asyncio.Task[T]] = ()) -> list[T]:
-    """What tasks gave, once they have ended. If one was cancelled, or failed, `others` are waited for too: an engine is
-    not left sampling for an episode that is gone."""
+    """Results of the tasks, once all have ended. If one was cancelled or failed, waits for `others` too: an engine must
+    not keep sampling for an episode that is gone.
+    """
     await asyncio.gather(*ended, return_exceptions=True)
     if any(task.cancelled() or task.exception() for task in ended):
         await asyncio.gather(*others, return_exceptions=True)

@@ -1,8 +1,4 @@
-"""Builds the environment and the scorer that a manifest asks for.
-
-Belongs here: choosing among those of this folder and its workers. Does not belong here: starting processes and loading
-models (`loop`).
-"""
+"""Builds the environment and the scorer that a manifest asks for."""
 
 from __future__ import annotations
 
@@ -50,10 +46,11 @@ def build_environment(
     *,
     only_first: bool = False,
 ) -> Environment:
-    """
+    """Builds the environment of a run.
+
     Args:
         pool: processes for `asked.environment_target`; None if that is None.
-        only_first: of an episode of several rollouts only the first counts, so that a group has as many episodes.
+        only_first: only an episode's first rollout counts, so a group has as many episodes as rollouts.
 
     Raises:
         ManifestError: the rollouts of an episode do not divide the group size.

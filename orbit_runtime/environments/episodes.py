@@ -107,7 +107,7 @@ class Episode:
     """The step that its rollout trains in."""
     prompt: Prompt
     sample_index: int
-    """Of its rollout among those of the prompt; of an episode of several, of the first."""
+    """Index of its (first) rollout within the prompt's group."""
     prompt_ids_T: tuple[int, ...]
     """Empty if the environment provides the first message."""
 
@@ -128,7 +128,7 @@ class Played:
     """A finished, scored episode."""
 
     rollout: Rollout
-    """Its rollout; of an episode of several, the first."""
+    """The (first) rollout."""
     reasons: tuple[str, ...] = ()
     """Why rewards, or the environment, timed out or crashed."""
     stopped: Stopped | None = None
@@ -158,11 +158,11 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """What becomes a rollout: tokens, their scores, and what was counted."""
+    """A future rollout: tokens, their scores, and counts."""
 
     tokens: Trajectory
     results: Sequence[RewardResult]
-    """In the order of the rewards' weights."""
+    """One for each reward, in the order of their weights."""
     counts: Mapping[str, float] = field(default_factory=dict)
     cohort: str = ""
 
@@ -266,7 +266,7 @@ _Asked = Sequence[tuple[Sequence[RewardCall], asyncio.Future[list[RewardResult]]
 
 
 def _bring_back(loop: asyncio.AbstractEventLoop, asked: _Asked, submitted: Future[list[RewardResult]]) -> None:
-    """Runs in the scorer's thread. If the event loop has closed meanwhile, nothing waits for the rewards any more."""
+    """Runs in the scorer's thread. If the event loop has closed meanwhile, nothing waits for the rewards."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(_hand_out, asked, submitted)
 

@@ -1,7 +1,4 @@
-"""What environments of several turns share: an episode's limits, and its messages as text.
-
-Belongs here: settings, and pure functions of them. Does not belong here: playing (`turns`, `branching`).
-"""
+"""What environments of several turns share: an episode's limits, and its messages as text."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ class EpisodeLimits:
     context: int = 4096
     """Maximum sequence length of the model."""
     seconds: float = 3600.0
-    """From when its environment has a process: waiting for one is not the episode's time. Checked between turns: a turn
-    in progress is finished."""
+    """Limit on the time since its environment has a process. Checked between turns: a turn in progress is finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class EpisodeSettings:
         return room if self.limits.tokens is None else min(room, self.limits.tokens - sampled)
 
     def limit_reached(self, room: int, turns: int, seconds: float) -> FinishReason | None:
-        """What ends an episode of so many turns before its next one; None: nothing does."""
+        """Why an episode of so many turns must end before its next one; None if it need not."""
         if room < 1 or turns >= self.limits.turns:
             return "length"
         return "deadline" if seconds >= self.limits.seconds else None

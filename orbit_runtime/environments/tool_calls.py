@@ -1,8 +1,4 @@
-"""Tool calls in a completion, in the formats of `model_info.calls`.
-
-Belongs here: text to calls of the tools that there are, and errors in them worded for the policy. Does not belong here:
-syntax (`model_info.calls`), making the calls (`workers`).
-"""
+"""Tool calls in a completion, in the formats of `model_info.calls`."""
 
 from __future__ import annotations
 

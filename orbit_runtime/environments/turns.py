@@ -88,7 +88,7 @@ class Opponent(Protocol):
     """The other side of an episode, which responds to the policy. Every method may raise EnvironmentFailed."""
 
     async def reset(self, prompt: Prompt, seed: int) -> Answered:
-        """What the policy reads first."""
+        """The first message that the policy reads."""
         ...
 
     async def step(self, completion: str) -> Answered: ...

@@ -108,11 +108,11 @@ class Conversations:
         raise AssertionError("the text of an API's answer is told, not decoded")
 
     def asked(self, prompt_ids_T: Sequence[int]) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        """Messages and tools of the conversation for which the last of these tokens stands."""
+        """Messages and tools of the conversation that the last of these tokens represents."""
         return self._asked[prompt_ids_T[-1]]
 
     def answer(self, prompt_ids_T: Sequence[int], message: Mapping[str, Any]) -> int:
-        """The token that stands for this answer."""
+        """The token that represents this answer."""
         number = next(self._numbers)
         self._answers[number] = (prompt_ids_T[-1], message)
         return number

@@ -25,7 +25,7 @@ from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.types import Prompt, Tokenizer
 
 Show = Callable[[str, int, int], None]
-"""Called with what is being asked, the number of samples so far, and the total."""
+"""Called with the current task, the number of samples so far, and the total."""
 
 
 class Subject(Protocol):

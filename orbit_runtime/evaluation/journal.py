@@ -27,7 +27,7 @@ Key = tuple[str, str, str, int]
 
 
 class Journal:
-    """For one writer. One thread adds samples; another writes all that have arrived at once."""
+    """The samples of one writer. One thread adds samples; another writes all that have arrived at once."""
 
     def __init__(self, store: Store, execution: Execution, folder: str = "") -> None:
         """Args: folder: folder in the store, with its final `/`; empty for the store itself."""

@@ -1,7 +1,4 @@
-"""The page of an evaluation: scores with intervals, models against each other, answers side by side.
-
-Belongs here: the contents of a page. Does not belong here: numbers (`summary`), drawing (`observability`).
-"""
+"""The page of an evaluation: scores with intervals, models against each other, answers side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from orbit_runtime.observability.report_html import render_page
 
 MAX_PROMPTS = 40
 MAX_BEGINNING = 70
-"""Characters of a prompt that stand beside its name, so that a folded list can be read."""
+"""Characters of a prompt shown beside its name, so that a folded list can be read."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""The result of one sample, and its line on disk.
-
-Belongs here: the record and its exact round trip. Does not belong here: where it is kept (`journal`).
-"""
+"""The result of one sample, and its line on disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Scores of a policy on prompts, with intervals.
 
-Belongs here: the statistics, pure. Does not belong here: choosing samples (`summary`).
-
 The unit is the prompt: samples of one prompt are correlated, so the spread is that of the prompts' means (clustered
 standard errors), and two policies are compared prompt by prompt (Miller 2024, arXiv:2411.00640, sections 2.2 and 4.2).
 """

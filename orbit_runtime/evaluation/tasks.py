@@ -81,13 +81,13 @@ class EvalTask:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSettings:
-    """How each prompt is asked."""
+    """Settings for sampling every prompt of an evaluation."""
 
     samples: int = 1
     temperature: float | None = None
-    """None for the run's own; 0 for greedy decoding."""
+    """The run's own if None; 0 for greedy decoding."""
     max_new_tokens: int | None = None
-    """None for the run's own."""
+    """The run's own if None."""
     limit: int | None = None
     """Use only this many of the first prompts of each environment."""
     seed: int = 0
@@ -190,7 +190,7 @@ def _module_file(module: str, folders: Sequence[str]) -> Path | None:
 
 
 def asked_of(spec: RunSpec) -> EvaluationSettings:
-    """As `spec.evaluation` says."""
+    """The settings in `spec.evaluation`."""
     evaluation = spec.evaluation
     return EvaluationSettings(
         evaluation.samples,
@@ -203,9 +203,9 @@ def asked_of(spec: RunSpec) -> EvaluationSettings:
 
 @contextmanager
 def telling_fields(spec: RunSpec, name: str) -> Iterator[None]:
-    """What goes wrong with the task of this name is told by the field of the run's manifest that holds it.
+    """Makes errors of the task with this name point to the field of the run's manifest that holds it.
 
-    Args: spec: the run's own, where the task's spec has its prompts and environment elsewhere.
+    Args: spec: the run's own, if the task's spec has its prompts and environment elsewhere.
     """
     try:
         yield

@@ -1,8 +1,4 @@
-"""Models behind `builtin://` addresses: where they are, and proof that they are the shipped ones.
-
-Belongs here: the name and precision of a shipped model → its folder, with every file checked against its shipped
-digest. Does not belong here: reading a checkpoint, or any model that is not part of the package.
-"""
+"""Models behind `builtin://` addresses: where they are, and proof that they are the shipped ones."""
 
 from __future__ import annotations
 

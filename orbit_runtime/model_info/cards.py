@@ -1,7 +1,6 @@
 """Shipped model cards: what the planner knows about a published model before any of it is downloaded.
 
-Belongs here: finding a card and turning it into facts. The cards are JSON beside this file, each with its source.
-Does not belong here: reading a checkpoint (`checkpoint`).
+The cards are JSON beside this file, each with its source.
 
 A card's `repositories` give each published variant's formats: `linear` covers every linear of the layers except the
 router, `experts` also the routed experts of the MTP layers, a role only that role; everything else is BF16.

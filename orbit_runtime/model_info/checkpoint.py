@@ -1,4 +1,4 @@
-"""Facts of a checkpoint from its own files: config.json and the headers of its safetensors files, nothing else.
+"""Reads the facts of a checkpoint from its own files: config.json and the headers of its safetensors files.
 
 Belongs here: a local folder. Does not belong here: a store or a hub (`remote_checkpoint`), the values of tensors,
 shipped cards.
@@ -42,7 +42,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """What the files of a checkpoint say about themselves."""
+    """The headers of a checkpoint's files."""
 
     place: str
     """Folder or URI, for messages."""
@@ -178,7 +178,7 @@ def _block(weight: Weight, found: _Found) -> tuple[int, int] | None:
 
 
 def _precision(stored: list[StoredWeight]) -> str:
-    """The precision of the routed experts; in a dense model, that of most bytes of its linears."""
+    """The precision of the routed experts; in a dense model, of most bytes of its linears."""
     linears = [each for each in stored if each.weight.is_linear and each.weight.role not in ("head", "mtp", "vision")]
     experts = [each for each in linears if each.weight.role == "routed_expert"]
     totals: dict[str, int] = {}

@@ -1,8 +1,4 @@
-"""The files of a model's folder, besides its weights, that affect what it computes; used to tell two models apart.
-
-Belongs here: which files those are, their digests, and that of the weights as stored on disk. Does not belong here:
-the digest of the weights as loaded (`policy`), interpreting any file.
-"""
+"""The files of a model's folder, besides its weights, that affect what it computes; used to tell two models apart."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""GPU cards: how much one GPU of a product can hold and how fast it reads it.
-
-Belongs here: facts of the hardware, each with its source. Does not belong here: what a run needs (`planner`).
-"""
+"""GPU cards: how much one GPU of a product can hold and how fast it reads it."""
 
 from __future__ import annotations
 

@@ -30,13 +30,13 @@ class TensorInfo:
     """Example: `TensorInfo("BF16", (128, 64), 0, 16384)`."""
 
     dtype: str
-    """As written in the format: `BF16`, `I32`, `F32` …"""
+    """The name in the format: `BF16`, `I32`, `F32` …"""
     shape: tuple[int, ...]
     start: int
     """Offset of the first byte, counted from the end of the header."""
     end: int
     stored_as: str = ""
-    """Its name in the file, where `known_name` differs from it."""
+    """Its name in the file, if that differs from `known_name`."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What the headers of packed weights must look like, layout by layout; checked before any tensor is read.
+"""Checks the headers of packed weights, layout by layout, before any tensor is read.
 
 Belongs here: names, dtypes and shapes of one module's tensors, and detecting modules that violate them. Does not belong
 here: values (scales of 0, bits past the end: `quant` checks those), the meaning of a config.
@@ -42,7 +42,7 @@ class StoredLinear:
     """Columns under one scale; None if a scale covers whole rows, blocks or the tensor."""
     tensors: tuple[str, ...]
     experts: int = 1
-    """gpt-oss: all experts of a layer in one tensor; `rows` counts those of one expert."""
+    """Number of experts, for gpt-oss: all of a layer are in one tensor; `rows` counts those of one expert."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ V4_EXPERTS = r"re:.*\.experts\.\d+\."
 
 @dataclass(frozen=True, slots=True)
 class QuantFormat:
-    """How the linear layers of a checkpoint are stored.
+    """Storage format of a checkpoint's linear layers.
 
     Example: `QuantFormat("INT4", 32, ("lm_head", "re:.*self_attn.*"))`
     """

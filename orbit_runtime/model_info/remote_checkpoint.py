@@ -1,8 +1,4 @@
-"""Facts of a checkpoint in an object store or on a hub, by range reads of its headers.
-
-Belongs here: finding and reading the headers. Does not belong here: their interpretation (`checkpoint`, which needs no
-object store, because the operator's image has none).
-"""
+"""Facts of a checkpoint in an object store or on a hub, by range reads of its headers."""
 
 from __future__ import annotations
 

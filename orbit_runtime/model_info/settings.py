@@ -1,8 +1,7 @@
 """Reading a model folder's JSON files, naming the file and line of an error.
 
-Belongs here: whether the folder exists; bytes → an object, or one clear error; chat templates of families that are
-published without one: `templates/` holds a file for each, named by `model_type`. Such a release has a program in a
-template's place, and published code is never run. Does not belong here: a file's meaning, rendering (`data.chat`).
+`templates/` holds chat templates, named by `model_type`, of families whose releases have a program in a template's
+place: published code is never run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The layers of a model that each pipeline stage holds.
-
-Belongs here: that division, on which planner and policy must agree. Does not belong here: bytes (`planner`), modules
-(`policy.shares`).
-"""
+"""The layers of a model that each pipeline stage holds."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ChartPlan:
     most: float | None = None
     is_main: bool = False
     deviation: str | None = None
-    """Field of the standard deviation around the first line."""
+    """Name of the field with the standard deviation around the first line."""
     varies: bool = False
     """Whether to omit the chart if no line ever changes, as for features that the run does not use."""
 

@@ -56,7 +56,7 @@ class RunMeasure:
     count: Callable[[Sequence[MetricsRow]], int]
     """Number of steps that have the measure."""
     steps: str
-    """What these steps are called."""
+    """Unit of these steps, for readers."""
     other_task: tuple[str, ...]
     """Identity fields that must agree for two values to be on one scale."""
     is_lower_better: bool = False
@@ -93,7 +93,7 @@ class RunEntry:
     other_task: tuple[str, ...]
     """Identity fields that make its task differ from the first run's."""
     same_length: SameLength | None
-    """If the numbers of steps differ: the comparison with the first run, as far as both go."""
+    """The comparison with the first run over their common steps; set if the numbers of steps differ."""
     changed: tuple[tuple[str, Any, Any], ...]
     """Identity fields that differ: path, the first run's value, this run's."""
 
@@ -111,7 +111,7 @@ class Configuration:
     difference: float | None
     margin: float | None
     verdict: str
-    """As for a run."""
+    """See `RunEntry`."""
 
     @property
     def seeds(self) -> int:
@@ -190,7 +190,7 @@ def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """How one comparison judges a difference."""
+    """Rules by which one comparison judges a difference."""
 
     measure: RunMeasure
     asked: float
@@ -232,8 +232,9 @@ def _configurations(reports: Sequence[Report], entries: Sequence[RunEntry], judg
 
 
 def _by_seed(reports: Sequence[Report]) -> list[list[int]]:
-    """Groups runs of one length that differ only in their seeds. A run that repeats a seed is kept separate: it tells
-    nothing about the spread between seeds."""
+    """Groups runs of one length that differ only in their seeds. A run that repeats a seed is kept separate: it adds
+    nothing to the spread between seeds.
+    """
     groups: list[list[int]] = []
     place: dict[str, tuple[list[int], set[str]]] = {}
     for at, report in enumerate(reports):

@@ -1,8 +1,4 @@
-"""Whole groups of rollouts for a page: every completion of a prompt with its reward, parts and advantage.
-
-Belongs here: groups of one step as JSON values up to a size, and the choice of steps for a page that must stay small.
-Does not belong here: reading records (`samples`), showing (`templates/rollouts.js`).
-"""
+"""Whole groups of rollouts for a page: every completion of a prompt with its reward, parts and advantage."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ class GroupPage:
 def read_groups(
     source: Ranged, file: File, references: Mapping[str, str], *, start: int = 0, most_bytes: int = EMBEDDED_BYTES
 ) -> GroupPage:
-    """As many whole groups from number `start` on as fit, and at least one if there is one."""
+    """As many whole groups from number `start` on as fit in `most_bytes`, and at least one."""
     groups: list[Mapping[str, Any]] = []
     size = number = 0
     for group, read in _grouped(source, file.key):

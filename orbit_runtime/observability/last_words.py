@@ -1,6 +1,4 @@
-"""What a run reports as it ends, for the supervisor of its process: one line of JSON in a file given by name.
-
-Belongs here: that file. Does not belong here: `/status`, which reports the same names while the run lives (`status`).
+"""The final report of a run to the supervisor of its process: one line of JSON in a file given by name.
 
 Kubernetes keeps a few kB of this file in the pod's status (its termination message), after the pod's log and port are
 gone. From it, the operator learns how far a run came that ended between two polls.

@@ -1,8 +1,4 @@
-"""Log lines: sets up structlog once per process, with the manifest's levels.
-
-Belongs here: configuring how log lines look and where they go.
-Does not belong here: what is logged; metrics rows and progress events are not log lines.
-"""
+"""Log lines: sets up structlog once per process, with the manifest's levels."""
 
 from __future__ import annotations
 

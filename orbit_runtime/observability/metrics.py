@@ -25,7 +25,7 @@ Value = int | float | str | None
 Kind = Literal["gauge", "counter", "none"]
 
 PREFIXES = ("sglang", "vllm")
-"""Families that speak of the engine; a server tells of its process and its HTTP too."""
+"""Metric families about the engine; a server also exports families about its process and its HTTP."""
 REPLICA_LABEL = "replica"
 ENGINE_METRICS = {
     "orbit_engine_up": "1 where the server takes work, 0 while it is being brought back.",
@@ -180,8 +180,9 @@ REWARD_PART = Metric(
     "orbit_run_reward_part_mean",
     display=".4f",
 )
-"""A family of fields that stand behind the table's own, one for each reward of the manifest; their series has the
-label `reward`, of at most as many values as a manifest may name rewards (32)."""
+"""A family of fields that follow the table's own, one for each reward of the manifest; their series have the label
+`reward`, with at most as many values as a manifest may name rewards (32).
+"""
 _PART_FIELD = re.compile(r"reward_part_([A-Za-z][A-Za-z0-9_-]*)_mean")
 
 
@@ -402,7 +403,7 @@ class RunMetrics:
         self.observe_evaluation(row)
 
     def observe_evaluation(self, row: MetricsRow) -> None:
-        """What was evaluated, alone: it is known after its step is."""
+        """Adds an evaluation's metrics, which are known later than those of its step."""
         for (environment, statistic), value in row.evaluation.items():
             if value is not None:
                 self._evaluation.labels(**self._labels, environment=environment, statistic=statistic).set(value)
@@ -414,11 +415,11 @@ class RunMetrics:
         self._progress.labels(**self._labels).set(timestamp)
 
     def follow_signs(self, newest: Callable[[], float]) -> None:
-        """From now on `render` asks for the time of the newest sign of life, in seconds since the epoch."""
+        """Makes `render` include the time of the newest sign of life, in seconds since the epoch."""
         self._sign.labels(**self._labels).set_function(newest)
 
     def add_engine(self, read: Callable[[], Sequence[ServerReading]]) -> None:
-        """From now on `render` asks the engine's servers too."""
+        """Makes `render` include the metrics of the engine's servers."""
         self.registry.register(EngineCollector(read, self._labels))
 
     def render(self) -> bytes:
@@ -440,11 +441,11 @@ class EngineCollector:
         self._labels = labels
 
     def describe(self) -> list[Family]:
-        """Nothing: no server is asked before the first scrape."""
+        """Empty, so that no server is asked before the first scrape."""
         return []
 
     def collect(self) -> Iterator[Family]:
-        """One family per name, however many servers tell it."""
+        """One family per name, however many servers have it."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
         readings = self._read()

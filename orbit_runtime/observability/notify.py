@@ -1,7 +1,4 @@
-"""Webhooks: POSTs to an address how a run ended. No failure here changes how the run ended.
-
-Belongs here: the body, and sending it. Does not belong here: when a run has ended (`loop.run`).
-"""
+"""Webhooks: POSTs to an address how a run ended. No failure here changes how the run ended."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class Webhook:
     url: str
     events: Sequence[str]
     name: str
-    """For messages: the manifest's field, never the address, which may be a secret."""
+    """Name in messages: the manifest's field, never the address, which may be a secret."""
 
 
 def build_webhooks(asked: Sequence[given.Webhook], environ: Mapping[str, str]) -> list[Webhook]:
@@ -97,7 +94,7 @@ def notify(
 
 
 def _post(url: str, body: Mapping[str, Any]) -> tuple[str, bool]:
-    """What is wrong, and whether to retry. Contains no part of the address."""
+    """An error, empty if there is none, and whether to retry. Contains no part of the address."""
     import httpx
 
     try:

@@ -1,7 +1,4 @@
-"""Whether a request of HTTP may come from a page of another site, in the browser of this machine's user.
-
-Belongs here: what ports that need no token ask of a request's headers. Does not belong here: tokens (`serve.guard`).
-"""
+"""Whether a request of HTTP may come from a page of another site, in the browser of this machine's user."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def foreign(scope: Mapping[str, Any]) -> str:
-    """Why an ASGI request is not taken for one of this machine's programs; empty if it is.
+    """Why an ASGI request is refused as foreign to this machine's programs; empty if it is not.
 
     A page elsewhere may send requests to this machine (its browser says whose page it is), and read the answers under a
     name that its owner makes this machine's (which is then the host that the request names).

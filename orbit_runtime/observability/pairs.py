@@ -1,4 +1,4 @@
-"""Before and after: the same prompts at the start and the end of a run.
+"""Finds the same prompts at the start and the end of a run, for a comparison of before and after.
 
 Belongs here: finding prompts that were asked twice, those that show a change, and the answer that represents several.
 Does not belong here: reading records (`samples`).
@@ -77,8 +77,9 @@ class _Tally:
         return sum(reward for _, reward in self.rewards) / len(self.rewards)
 
     def typical(self, sign: float) -> int:
-        """Index of the sample that stands for the others: the closest to their mean, and of two that are equally close
-        the one on this side of it."""
+        """Index of the most typical sample: the closest to their mean, and of two that are equally close the one on the
+        side of `sign`.
+        """
         mean = self.mean
         return min(self.rewards, key=lambda each: (round(abs(each[1] - mean), 9), -sign * each[1], each[0]))[0]
 

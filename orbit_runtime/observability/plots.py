@@ -16,7 +16,9 @@ from statistics import fmean
 WIDTH, HEIGHT = 360, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 10, 24
 MAX_POINTS = 300
-"""With more steps, each point is the mean of several, shaded from the lowest to the highest of them."""
+"""Most points of a line. With more steps, each point is the mean of several, shaded from their
+lowest to their highest.
+"""
 _DOTTED = 12
 """A line with at most this many values shows a dot for each."""
 
@@ -250,7 +252,7 @@ def describe(steps: Sequence[int], series: Sequence[Series]) -> str:
 
 
 def _thin(steps: Sequence[int], series: Sequence[Series]) -> tuple[Sequence[int], Sequence[Series], Sequence[int]]:
-    """At most `MAX_POINTS` points; each ends at its step, and the third item says where it begins."""
+    """At most `MAX_POINTS` points; each ends at its step, and the third item gives its first step."""
     if len(steps) <= MAX_POINTS:
         return steps, series, steps
     keep = sorted({round(index * (len(steps) - 1) / (MAX_POINTS - 1)) for index in range(MAX_POINTS)})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LONG_STAGES = {"evaluate": "evaluating the policy"}
-"""Stages between steps that may take longer than many steps → what a log says when they begin."""
+"""Stages between steps that may take longer than many steps → text that a log prints when they begin."""
 
 
 class Progress(Protocol):
@@ -39,7 +39,7 @@ class Progress(Protocol):
         ...
 
     def stage(self, name: str) -> None:
-        """The current stage of the step, such as `collect`; before `start`, that of the start, such as `model`."""
+        """Sets the current stage of the step, such as `collect`; before `start`, of the start, such as `model`."""
         ...
 
     def step(self, row: MetricsRow) -> None: ...
@@ -49,7 +49,7 @@ class Progress(Protocol):
         ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run ended by itself or on request."""
+        """The run ended without an error."""
         ...
 
     def close(self) -> None:

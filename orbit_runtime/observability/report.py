@@ -28,7 +28,7 @@ from orbit_runtime.observability.windows import Gain, build_gain
 from orbit_runtime.storage.execution import STALE_SECONDS
 
 _NOT_IDENTITY = ("checkpoint.", "observability.", "storage.", "training.steps", "rollout.maxRunningRequests")
-"""For folders whose `run.json` does not list its identity fields."""
+"""Fields without effect on the numbers, for folders whose `run.json` does not list its identity fields."""
 
 
 @dataclass(frozen=True, slots=True)

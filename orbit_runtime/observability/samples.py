@@ -124,7 +124,7 @@ def read_lines(source: Ranged, key: str) -> Iterator[bytes]:
 
 
 def build_sample(record: Mapping[str, Any]) -> ShownSample:
-    """Of a rollout's record or an evaluation's."""
+    """Builds a sample from a rollout's record or an evaluation's."""
     turns = [_turn(turn) for turn in record["turns"]]
     first = next((at for at, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
     asked, said = turns[:first], turns[first:]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from orbit_runtime.observability.live import LivePage
 
 LISTEN_FIX = "choose another port, 0 for any that is free, and an address of this machine"
-"""For a port that `--listen` names."""
+"""The fix for a port that `--listen` names."""
 BIND_VARIABLE = "ORBIT_BIND_ADDRESS"
 _START_SECONDS = 10.0
 
@@ -176,7 +176,10 @@ def listen(host: str, port: int, where: str, fix: str, *, backlog: int = 1024) -
 
 
 def check_port(host: str, port: int) -> None:
-    """Says that the port of `--listen` is taken before a model is loaded, which may take minutes. Nobody can connect.
+    """Checks before a model is loaded, which may take minutes, that the port of `--listen` is free. Nobody can connect.
+
+    Raises:
+        OutputError: see `listen`.
 
     Raises:
         OutputError: as of `listen`.

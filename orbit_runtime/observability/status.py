@@ -32,7 +32,7 @@ class StatusFacts:
     attempt: int = 1
     execution: int | None = None
     phase: Phase = "Starting"
-    """For display only."""
+    """Only for display."""
     stage: str | None = None
     """The current stage of the step, such as `collect`."""
     step: int = 0
@@ -67,11 +67,8 @@ class LiveStatus:
         clock: Callable[[], float] = time.time,
         silent_seconds: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """
-        Args:
-            clock: seconds since the epoch.
-            silent_seconds: seconds since the newest sign of life of a stage that is under way. A first step, of long
-                answers, may take hours.
+        """Args:     clock: seconds since the epoch.     silent_seconds: seconds since the newest sign of life of the
+        current stage. A first step with long answers may         take hours.
         """
         self._lock = threading.Lock()
         self._clock = clock
@@ -136,7 +133,7 @@ class LiveStatus:
             }
 
     def newest_sign(self) -> float:
-        """When something last happened, in seconds since the epoch: what `/healthz` judges by."""
+        """Time of the newest activity, in seconds since the epoch: what `/healthz` judges by."""
         with self._lock:
             return self._clock() - self._idle()
 

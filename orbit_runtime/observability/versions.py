@@ -1,7 +1,4 @@
-"""Versions of installed packages, for run.json and crash reports.
-
-Belongs here: asking the installation, without importing anything. Does not belong here: judging versions (`doctor`).
-"""
+"""Versions of installed packages, for run.json and crash reports."""
 
 from __future__ import annotations
 

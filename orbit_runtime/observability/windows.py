@@ -1,7 +1,5 @@
 """The reward or held-out loss at one end of a run, as a mean over several steps with its standard error.
 
-Belongs here: windows of steps, their difference and its margin. Does not belong here: several runs (`compare`).
-
 The reward R of k steps is the mean of their `reward_mean`. Its standard error is the larger of two estimates, so that
 neither few samples nor differing prompts are overlooked:
 

@@ -1,4 +1,4 @@
-"""How much of an adapter's effect a noisy engine shows: all of it, none, twice as much, or too little to tell.
+"""Measures how much of an adapter's effect a noisy engine shows: all of it, none, twice as much, or too little to tell.
 
 Two engines never give bit-identical log-probs, and on a GPU not even one engine does so twice. A fixed limit is
 therefore either blind (if the adapter's effect is smaller) or raises false alarms. So the trainer's effect on the
@@ -9,8 +9,6 @@ scaled twice gives 2; and if c is the change since an older version, an engine t
 
 The residual, `r = e - c`, is noise if the engine applies the whole adapter and nothing else. A fault in one part of it
 barely changes s but shows in the energy of r: see `unexplained`.
-
-Belongs here: this arithmetic, in plain floats. Does not belong here: readings and their consequences (`liveness`).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ DEVIATIONS = 6.0
 """Number of standard errors within which s counts as 1. Under normal noise a healthy publish exceeds them once in 5e8;
 the noise of log-probs has heavier tails, but s is a sum over the canary's tokens."""
 RESOLVED = 0.5
-"""Widest margin around 1 at which 0 and 2, each with the same margin, can still be told apart from 1."""
+"""Widest margin around 1 at which 0 and 2, each with the same margin, are still distinct from 1."""
 SMALLEST_MARGIN = 0.1
 """Two implementations round the adapter's product differently, and that is not noise between tokens."""
 EXCESS_KURTOSIS = 12.0

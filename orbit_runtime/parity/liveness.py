@@ -38,7 +38,7 @@ from orbit_runtime.parity.statistics import top1_agreement
 from orbit_runtime.types import AdapterFiles, Copy, Scored
 
 CHANGE_LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
-"""By compute dtype: how much one adapter's effect on one token may differ between two orders of summation, if the
+"""Compute dtype → the largest difference of one adapter's effect on one token between two orders of summation, if the
 engine's noise on the canary is no larger than that.
 
 The first is measured: 500 healthy publishes stay below half of it. The second is an estimate, not run on hardware.
@@ -78,7 +78,7 @@ class Reading:
     base_T: tuple[float, ...]
     """The engine's log-probs with no adapter."""
     noise: float
-    """As in the publish's `Proof`."""
+    """See the publish's `Proof`."""
     apart: Reading | None = None
     """The newest earlier version told apart from its predecessors; None if this one was, or is the first."""
 

@@ -1,4 +1,5 @@
-"""Where two sides diverge: the first point of the forward pass that differs, and the tensor or constant that causes it.
+"""Finds where two sides diverge: the first point of the forward pass that differs, and the tensor or constant that
+causes it.
 
 Two sides count as equal only if the engine reported every point and constant that the trainer has: missing ones are
 named, and do not count as agreement.
@@ -68,7 +69,7 @@ class Location:
     point: str | None
     """The first point that differs; None if none does."""
     difference: float
-    """At that point: max |a - b| / RMS of the trainer's values."""
+    """max |a - b| / RMS of the trainer's values, at that point."""
     limit: float
     causes: tuple[Cause, ...]
     """In the order of the forward pass; empty if all tensors and constants that both sides reported are equal."""
@@ -199,7 +200,9 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _compare_tensors(trainer: Snapshot, engine: Snapshot) -> tuple[dict[str, int], tuple[str, ...]]:
-    """By name, the engine's first differing part; and the tensors that it reported only partly or not at all."""
+    """Tensor → the engine's first differing part; and the names of tensors that it reported only
+    partly or not at all.
+    """
     differing, unknown = {}, []
     for name, held in trainer.tensors.items():
         parts = engine.tensors.get(name, ())

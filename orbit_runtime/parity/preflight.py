@@ -1,4 +1,4 @@
-"""Before the first step: each side's difference from itself, and the difference between the two.
+"""Measured before the first step: each side's difference from itself, and the difference between the two.
 
 Belongs here: the measurement on a few real prompts, with the adapter off, at identity, random and in its current state.
 Does not belong here: acting on it beyond naming the failed gate (`loop`).
@@ -52,7 +52,9 @@ class Preflight:
     random_effect: float
     """mean |Δ log-prob| by which the random adapter moved the trainer from its base; 0 would measure nothing."""
     limits: ParityLimits
-    """The limit of the mean follows from the floors; those of the tail do not, whose noise is too large to scale."""
+    """Limits of this run. That of the mean follows from the floors; the noise of the tail is too large to scale its
+    limits.
+    """
 
     @property
     def limit(self) -> float:

@@ -31,7 +31,7 @@ llama.cpp publishes both for Llama 2 7B and Llama 3 8B (`tools/perplexity/README
 8.10 % at 0.0313, 28.9 % at 0.445: between 0.43 and 0.63 times the root throughout.
 """
 TAIL_TOKENS = 1000
-"""With fewer tokens, p99, k3 and the share would depend on a single one: they are measured, but held to no limit."""
+"""Fewer tokens give p99, k3 and the share no limit: they are measured, but would depend on a single token."""
 SMALLEST_LIMIT = 1e-4
 """A floor can be exactly 0; differences below this carry no information about the policy in any precision."""
 

@@ -85,7 +85,7 @@ def _mask_elements(job: Job) -> float:
 
 
 def key_copies(job: Job) -> float:
-    """How often a token's keys and values are kept: those of a prompt once for itself and once for its completion."""
+    """Number of copies of a token's keys and values: those of a prompt are kept for itself and for its completion."""
     if job.attention == "Chunked":
         return 1.0
     return (2 * job.max_sequence - job.max_new) / job.max_sequence
@@ -139,7 +139,7 @@ def _cut(weight: Weight, tensor: int) -> tuple[float, float]:
 
 
 def _attention_kept(layer: list[Weight], tensor: int) -> float:
-    """With chunked attention, its result, which is the input of the next projection."""
+    """Elements of the result of chunked attention, which is the input of the next projection."""
     return sum(_cut(w, tensor)[1] for w in layer if w.is_linear and w.target in QUERY_SOURCES[:1])
 
 

@@ -1,4 +1,4 @@
-"""How many parameters an adapter has, before anything is allocated.
+"""Counts the parameters of an adapter before anything is allocated.
 
 LoRA of a linear: `r (in + out)`. OFT of a distinct input: `in (b - 1) / 2`, shared by projections with the same input.
 Experts of a layer: `PerExpert`, one each; `Shared`, one for all; `SharedOuter`, one for the side that faces the hidden

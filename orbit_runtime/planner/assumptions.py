@@ -1,6 +1,6 @@
 """Numbers that are in no checkpoint and no manifest, each with its source.
 
-Belongs here: constants of libraries and of our own loops. A test compares those of our loops with the code.
+A test compares those of our loops with the code.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ GIB = 2**30
 MIB = 2**20
 
 CONTEXT_BYTES = int(0.75 * GIB)
-"""Of each process on a GPU: CUDA context, cuBLAS workspace, loaded kernels."""
+"""Bytes for each process on a GPU: CUDA context, cuBLAS workspace, loaded kernels."""
 NCCL_BYTES = 1 * GIB
 """Buffers of one process's communicators, if there are several GPUs."""
 GRAPH_BYTES = int(2.5 * GIB)

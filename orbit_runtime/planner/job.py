@@ -80,7 +80,7 @@ class Machine:
     2**40, nodes=2)`."""
 
     gpu: GPUCard | None
-    """None if everything runs on the CPU, in main memory."""
+    """The GPU; None if everything runs on the CPU, in main memory."""
     num_gpus: int = 0
     """GPUs of all nodes together."""
     host_bytes: int | None = None
@@ -129,7 +129,7 @@ class Job:
     """LoRA: by what its update is multiplied."""
     rslora: bool
     targets: tuple[str, ...]
-    """None for the family's defaults."""
+    """The adapted modules; None for the family's defaults."""
     experts: ExpertLayout
     max_sequence: int
     max_new: int

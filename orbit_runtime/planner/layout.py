@@ -1,7 +1,4 @@
-"""Parallel layouts that are possible for a model on a number of GPUs, in order of preference.
-
-Belongs here: divisibility and preference. Does not belong here: bytes (`parts`).
-"""
+"""Parallel layouts that are possible for a model on a number of GPUs, in order of preference."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _trainer_side(setting: Setting) -> TrainerMemory:
 
 
 def _server_side(setting: Setting) -> Parts:
-    """What awake SGLang servers hold on a device, except the KV cache and the tensors of a pass."""
+    """Memory that awake SGLang servers hold on a device, except the KV cache and the tensors of a pass."""
     job = setting.job
     if job.in_process or job.is_elsewhere:
         return {}
@@ -166,7 +166,7 @@ def _server_side(setting: Setting) -> Parts:
 
 
 def _asleep(setting: Setting, awake: Parts) -> Parts:
-    """What a sleeping server still holds on the trainer's device; on a CPU it releases nothing.
+    """Memory that a sleeping server still holds on the trainer's device; on a CPU it releases nothing.
 
     A server that releases its cache also releases what its allocator kept of a pass.
     """

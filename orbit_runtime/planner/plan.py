@@ -67,8 +67,9 @@ class Plan:
     support: Support
     notes: tuple[str, ...]
     cautions: tuple[str, ...]
-    """Those of the notes that a run tells again as it starts: GPUs that nothing uses, an engine that rounds otherwise
-    than the trainer."""
+    """Notes that are repeated when a run starts: GPUs that nothing uses, an engine that rounds otherwise than the
+    trainer.
+    """
     problems: tuple[Problem, ...]
 
     @property

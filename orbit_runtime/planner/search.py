@@ -109,7 +109,7 @@ def _copies(job: Job) -> Copies:
 
 
 def _recomputes(job: Job) -> tuple[Recompute, ...]:
-    """From the least to the most work."""
+    """Possible modes of recomputation, from the least to the most work."""
     return get_args(Recompute) if job.recompute == "Auto" else (job.recompute,)
 
 

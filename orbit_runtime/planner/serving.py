@@ -25,7 +25,7 @@ ROW_PARALLEL = ("o_proj", "o_b_proj", "down_proj")
 """Targets whose input is cut; other linears are cut by their output."""
 KEYS = ("k_proj", "v_proj")
 CPU_MULTIPLE = 32
-"""On a CPU, SGLang pads inner widths to a multiple of this per process; adapters would then no longer fit."""
+"""SGLang on a CPU pads inner widths to a multiple of this per process; adapters would then no longer fit."""
 MARLIN_COLUMNS, MARLIN_FORMATS = 64, ("NVFP4", "INT4")
 """SGLang 0.5.23's Marlin kernel for experts multiplies that many columns at a time, and pads these formats to nothing
 (`kernels/jit/csrc/gemm/marlin_moe`): other widths end the server at its first pass."""

@@ -70,7 +70,7 @@ def judge(run: OrbitRun, model: ModelFacts, machine: Machine) -> Verdict:
 
 
 def find_missing(made: Plan) -> Problem | None:
-    """What of a plan this version of Orbit lacks."""
+    """A part of the plan that this version of Orbit lacks."""
     support = made.support
     if support.state != "missing":
         return None
@@ -116,7 +116,7 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
 
 
 def check_alone(made: Plan) -> None:
-    """For a run in three processes: all of them read `Auto` as Torch before any machine is planned for.
+    """Checks the plan of a run in three processes: all of them read `Auto` as Torch before any machine is planned for.
 
     Raises:
         UnsupportedError: (78) the plan of the trainer's machine is ranks.

@@ -1,8 +1,5 @@
 """The single entry point to transformers' attention: every layer passes queries, keys and values to an `AttentionPlan`.
 
-Belongs here: handing a plan to a model, the registered attention function, and the kernels that both plans share.
-Does not belong here: which token may see which (`packed` for whole sequences, `rollout` for cached decoding).
-
 Legend: `B` rows, `H` query heads, `K` key/value heads, `Q` query positions, `S` key positions, `T` packed tokens,
 `D` head size.
 """

@@ -103,7 +103,7 @@ class _Layer:
     before_attention: _Norm
     qkv: LinearGroup
     qk_norm: _Norm | None
-    """Weights `[H + K, D]`: those of the queries, then those of the keys."""
+    """Weights `[H + K, D]`, first the queries', then the keys'."""
     output: LinearGroup
     before_mlp: _Norm
     gate_up: LinearGroup
@@ -111,7 +111,7 @@ class _Layer:
     heads: tuple[int, int, int]
     """H, K, D."""
     look: Look
-    """With the scale that remains to be applied to the scores."""
+    """The layer's way of attending, with the scale that remains to be applied to the scores."""
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:

@@ -1,8 +1,5 @@
 """The distance between two sets of hidden states as distributions over the vocabulary, one chunk of rows at a time.
 
-Belongs here: the output projection of student and teacher, so that no `[tokens, vocabulary]` tensor outlives its chunk.
-Does not belong here: hidden states (`model`), the definition of a divergence (`algorithms.distillation`).
-
 Both are the model's own distributions, without the sampling temperature and truncation.
 
 Legend: `R` targets, `N` hidden size, `V` vocabulary, `K` the teacher's likeliest tokens.
@@ -42,7 +39,7 @@ class Measure:
 
     beta: float
     top_k: int | None = None
-    """None for the whole vocabulary."""
+    """Number of tokens compared; None for the whole vocabulary."""
 
 
 def _compared(

@@ -1,8 +1,4 @@
-"""How the processes that compute a pass together divide its tokens.
-
-Belongs here: that division. Does not belong here: which weights a process holds (`shares`), collectives
-(`training.megatron`).
-"""
+"""Divides a pass's tokens among the processes that compute it together."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The routed experts of a layer over packed weights: tokens sorted by expert, one projection of all experts at a time.
 
-Belongs here: the order of projections, the activation between them, the weighted sum.
-Does not belong here: routing (transformers' router), dispatch and products (`quant`), adapters, reading.
-
 Legend: `T` tokens, `C` experts a token goes to, `S = T·C` slots, `N` hidden size, `I` inner size.
 """
 

@@ -1,7 +1,4 @@
-"""What a run needs to know of its model without holding it: plain values, which are sent between processes.
-
-Belongs here: reading them from a policy. Does not belong here: facts that follow from the checkpoint (`model_info`).
-"""
+"""Facts about a model, for a run that does not hold it: plain values, which are sent between processes."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class PolicyFacts:
     compute_dtype: str
     """`float32` or `bfloat16`."""
     adapter: AdapterConfig
-    """With its targets, even if the manifest left them to the model."""
+    """The adapter, with its targets even if the manifest left them to the model."""
     layers: tuple[str, ...]
     """Names of the adapted modules."""
     modules: frozenset[str]
@@ -53,7 +50,7 @@ class PolicyFacts:
     def served(
         self, place: Place, *, capability: tuple[int, int] | None = None, deterministic: bool = False
     ) -> ServedAdapter:
-        """What the table of support is asked with before servers are to apply the adapter."""
+        """The facts that the support table needs before servers may apply the adapter."""
         adapter = self.adapter
         return ServedAdapter(
             adapter.type, adapter.expert_layout, adapter.rank, adapter.scaling, adapter.rslora, self.layers,

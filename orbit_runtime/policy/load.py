@@ -1,4 +1,5 @@
-"""From a Hugging Face folder to a `Policy`: structure from transformers, weights tensor by tensor as stored on disk.
+"""Builds a `Policy` from a Hugging Face folder: structure from transformers, weights tensor by tensor as stored on
+disk.
 
 Belongs here: the order of loading, the modules without storage, injecting the adapter.
 Does not belong here: matching tensors to modules (`fill`), families, formats (`quant`), the maths of adapters.

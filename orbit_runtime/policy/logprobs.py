@@ -35,7 +35,7 @@ def logits_of(head: nn.Module, hidden_RN: Tensor) -> Tensor:
 
 
 def _plain_weight(head: nn.Module) -> Tensor | None:
-    """Its BF16 matrix, if it is nothing else."""
+    """The head's BF16 matrix; None if it has anything else."""
     if getattr(head, "bias", None) is not None:
         return None
     if type(head) is FrozenLinear and head.rounding is None and isinstance(packed := head.packed, BF16Weight):
@@ -132,7 +132,7 @@ def _slope(
     sampling: Sampling,
     seen: SeenTokens | None,
 ) -> torch.Tensor:
-    """The gradient of a chunk's logits, in their dtype, from those of its log-probs and entropies."""
+    """Gradient with respect to a chunk's logits, in their dtype, given those of its log-probs and entropies."""
     biased = _bias(logits_RV, sampling)
     seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
     cut = _cut(biased, targets_R, sampling, seen_RV)

@@ -193,8 +193,7 @@ class Policy:
         trained_R: torch.Tensor,
         read: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """What `read` makes of each hidden state of these of the batch's targets, from `target_hidden` of the same
-        batch.
+        """`read` applied to the hidden states of these of the batch's targets, from `target_hidden` of the same batch.
 
         Args:
             trained_R: indices of targets, in ascending order.
@@ -251,7 +250,9 @@ class Policy:
 
     @contextmanager
     def traced(self, tell: Callable[[Applied], None] | None = None) -> Iterator[list[Applied]]:
-        """Within this context, every adapted layer tells what it multiplies by; without `tell` that is collected."""
+        """Makes every adapted layer call `tell` with what it multiplies by, within this context; without `tell` that is
+        collected.
+        """
         selection, collected = self.injected.selection, list[Applied]()
         # Tells only of this thread's passes.
         with selection.turn:
@@ -290,7 +291,7 @@ class Policy:
 
 
 def _own_trained(batch: PackedBatch, trained_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In a divided pass: which of this process's targets are trained, and their indices in `trained_R`."""
+    """The trained targets of this process in a divided pass, and their indices in `trained_R`."""
     assert batch.own_targets is not None
     number_R = torch.full_like(batch.target_ids_R, -1)
     number_R[trained_R] = torch.arange(len(trained_R), device=trained_R.device)

@@ -1,7 +1,4 @@
-"""Frozen modules that are not linears: the embedding, and norms in one kernel.
-
-Belongs here: drop-in modules whose values equal transformers' own. Does not belong here: linears (`quant`), adapters.
-"""
+"""Frozen modules that are not linears: the embedding, and norms in one kernel."""
 
 from __future__ import annotations
 

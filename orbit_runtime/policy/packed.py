@@ -40,7 +40,7 @@ class Branch:
     prefix_id: int
     prefix_T: Sequence[int]
     continuation_T: Sequence[int]
-    """Its log-probs are requested; the last token is only a target, never an input."""
+    """Tokens whose log-probs are requested; the last one is only a target, never an input."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a model's own code does with several sequences in one pass, measured on a small random copy of the model.
+"""Measures what a model's own code does with several sequences in one pass, on a small random copy of the model.
 
 Orbit packs sequences into one row and decodes from cached keys and values. Both are right only if nothing but attention
 moves information between tokens, and if every layer calls it once. No flag of transformers says so, hence the passes.
@@ -41,8 +41,9 @@ CUT = {
     "num_key_value_heads": HEADS, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": 0, "sliding_window": 4,
     "attention_chunk_size": 4, "attention_window_size": 4,
 }  # fmt: skip
-"""Fields that do not change what kinds of layers there are, and their largest value in the copy. Windows are shorter
-than the sequences, so that a layer which does not tell attention its window is found."""
+"""Fields that do not change the kinds of layers, and their largest value in the copy. Windows are shorter than the
+sequences, so that a layer which does not pass its window to attention is found.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,13 @@ class Behaviour:
     """Sequences in one row, two of them behind a shared prefix, have the hidden states of transformers' own passes over
     each alone."""
     far_equals_alone: bool = False
-    """So has one beside a token at the last position that a sequence may have."""
+    """The same for a sequence beside a token at the last position that a sequence may have."""
     attends_once: bool = False
     """Each layer calls attention exactly once."""
     cached_equals_pass: bool = False
     """A step from cached keys and values has the hidden state of a pass over the whole sequence."""
     failed: str = ""
-    """What the model's code raised; empty if it ran."""
+    """Error of the model's code; empty if it ran."""
 
     @property
     def reason(self) -> str:
@@ -261,8 +262,9 @@ def _kinds(model: nn.Module) -> list[Hashable]:
 
 
 def _small_configs(config: PretrainedConfig, kinds: list[Hashable]) -> Iterator[PretrainedConfig]:
-    """With the first layer of each kind; then with all layers up to the last of those, for models in which a layer's
-    kind follows from its number."""
+    """Yields a config with the first layer of each kind; then one with all layers up to the last of those, for models
+    in which a layer's kind follows from its number.
+    """
     firsts = sorted({kind: index for index, kind in reversed(list(enumerate(kinds)))}.values())
     if len(firsts) == 1:
         firsts = list(range(min(2, len(kinds))))

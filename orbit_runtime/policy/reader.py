@@ -1,7 +1,4 @@
-"""The tensors of a checkpoint folder, by name, each read on request.
-
-Belongs here: reading, and tracking what was never read. Does not belong here: the module of a tensor (`fill`).
-"""
+"""The tensors of a checkpoint folder, by name, each read on request."""
 
 from __future__ import annotations
 
@@ -17,8 +14,9 @@ from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
-"""Not used here: values that the model computes itself, and static scales of caches and, weight-only, of
-activations."""
+"""Tensors that are not used: values that the model computes itself, and static scales of caches and, weight-only, of
+activations.
+"""
 
 
 class CheckpointReader:

@@ -14,9 +14,6 @@ holds what `None` holds for that one layer.
 
 Gradients are those of `None`, bit for bit as far as the same operations on the same numbers give the same bits: the
 second pass applies what the first applied (adapter, dropout stream, given experts).
-
-Belongs here: which passes run twice, and the state passed to the second. Does not belong here: keeping products
-(`quant.kept`), byte counts (`planner.activations`).
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ class PassState(Protocol):
 
 
 def recompute_layers(model: nn.Module, recompute: Recompute, states: Sequence[PassState]) -> None:
-    """From now on the model's decoder layers are recomputed in every pass that records gradients.
+    """Makes the model recompute its decoder layers in every pass that records gradients.
 
     Uses transformers' own hook: a layer that is "training" passes its call to a function. Its submodules are not
     training, so nothing else changes.

@@ -1,11 +1,8 @@
-"""Which experts tokens go to: recorded while an engine samples, and given to a trainer that computes the same tokens.
+"""Experts that tokens go to: recorded while an engine samples, and given to a trainer that computes the same tokens.
 
 A router that sees slightly different hidden states chooses other experts for some tokens, and the result differs by far
 more than rounding. Given the engine's choice, the trainer weighs those experts by its own router's scores, so that
 gradients still flow through the scores: router replay, R3 in arXiv 2510.11370, equations 4 and 5.
-
-Belongs here: the routers of one model. Does not belong here: storing choices (`data.routing`), laying them out over a
-batch (`packed`).
 
 Legend: `T` tokens, `L` layers with routed experts, `C` experts that a token goes to, `E` experts.
 """
@@ -116,7 +113,7 @@ def _same(rows: Tensor) -> Tensor:
 
 
 def build_routing(model: nn.Module, weigh: GateWeights | None) -> Routing | None:
-    """None if the model has no routed experts, or its routers' weighting is unknown."""
+    """The model's routing; None if it has no routed experts, or its routers' weighting is unknown."""
     routers = {}
     for name, module in model.named_modules():
         router = getattr(module, "gate", None) or getattr(module, "router", None)

@@ -1,7 +1,4 @@
-"""Which tokens precede each target of a packed batch, for the repetition penalty.
-
-Belongs here: their positions by sequence, and masks for a chunk of targets. Does not belong here: the penalty itself
-(`algorithms.distribution`), an engine's rows (`rollout.sampling`).
+"""Tokens that precede each target of a packed batch, for the repetition penalty.
 
 Legend: `R` targets, `V` vocabulary, `B` branches, `S` distinct tokens of all branches together.
 """
@@ -21,7 +18,7 @@ _NEVER = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class SeenTokens:
-    """Which tokens precede each target of a packed batch: those of the prompt, and those of the completion so far.
+    """The tokens before each target of a packed batch: those of the prompt, and those of the completion so far.
 
     A sequence is represented by the first position of each of its distinct tokens, so the mask for a chunk of targets
     takes one comparison, however long the sequences are.
@@ -56,7 +53,7 @@ class SeenTokens:
 
 
 def build_seen(branches: Sequence[Branch], device: torch.device) -> SeenTokens:
-    """For the targets of `build_packed(branches)`, in their order."""
+    """The tokens before each target of `build_packed(branches)`, in their order."""
     tokens, firsts, owners, starts, targets, positions = [], [], [], [0], [], []
     for number, branch in enumerate(branches):
         prefix, whole = len(branch.prefix_T), np.array([*branch.prefix_T, *branch.continuation_T], np.int64)

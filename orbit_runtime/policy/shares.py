@@ -1,4 +1,4 @@
-"""Which part of a model a process holds: columns and rows of its linears, some of its experts, some of its layers.
+"""The part of a model that a process holds: columns and rows of its linears, some of its experts, some of its layers.
 
 Matrices are divided as in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): projections that read the hidden
 state by rows (heads, inner columns), those that write it by columns, so that nothing is exchanged between them.
@@ -157,7 +157,7 @@ def cut_weight(weight: Weight, part: WeightPart) -> Weight:
 
 
 def cut_bias(bias: torch.Tensor | None, part: WeightPart, share: Share) -> torch.Tensor | None:
-    """If a linear is divided by columns, only one process adds the bias to the sum."""
+    """The bias of this process. If a linear is divided by columns, only one process adds the bias to the sum."""
     if bias is None or (part.columns != WHOLE and share.tensor[0] != 0):
         return None
     return bias[part.rows].clone()

@@ -1,4 +1,4 @@
-"""What a side computes on the way to its log-probs, and the tensors it holds; taken when two sides disagree.
+"""Values that a side computes on the way to its log-probs, and the tensors it holds; taken when two sides disagree.
 
 Belongs here: the snapshot, and taking the trainer's. Does not belong here: the engine's (`sglang_plugin.taps`),
 comparing two snapshots (`parity.locate`).

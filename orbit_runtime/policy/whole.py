@@ -60,7 +60,7 @@ class WholeMasters:
         return 0.0
 
     def after_update(self) -> None:
-        """From now on passes multiply by the rounded current masters."""
+        """Makes passes multiply by the rounded current masters."""
         with torch.no_grad():
             for name, weight in self.applied.items():
                 weight.copy_(self.parameters[name].bfloat16())

@@ -2,8 +2,6 @@
 
 A shared prompt is recomputed with each completion, and a decode step recomputes the whole row: correct, but slow.
 
-Belongs here: laying the rows out, and the adapter of each row. Does not belong here: sampling (`rollout`).
-
 Legend: `B` rows, `S` positions, `Q` requested positions, `T` packed tokens, `N` hidden size.
 """
 

@@ -11,8 +11,6 @@ is that of the unrounded input (Bengio et al. 2013, arXiv 1308.3432), using the 
 
 Order of operations: that of compressed-tensors, so codes are bit-identical to its own: `q = round(clamp(x / s))`.
 An engine that multiplies by a reciprocal instead rounds a few values near a tie to the neighbouring code.
-
-Belongs here: rounding x. Does not belong here: weights, products, the choice of affected linears (`policy.load`).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ E4M3_EPSILON = 0.125
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a linear's input is rounded: the same for all tokens, or with a static scale, a tensor of the layer."""
+    """How a linear's input is rounded: per token, or with a static scale, a tensor of the layer."""
 
     kind: Literal["FP8Token", "FP8Block", "FP8Static", "NVFP4Token", "NVFP4Divide", "NVFP4Multiply"]
 
@@ -61,7 +59,7 @@ class Rounding:
 
 
 class ActivationProduct(Protocol):
-    """The same interface as in `linear`."""
+    """A product with a rounded input; the same interface as in `linear`."""
 
     def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor: ...
 
@@ -115,7 +113,7 @@ def _e4m3(x: Tensor) -> Tensor:
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """For a token of zeros any scale is valid."""
+    """The scale, or 1 where it is 0: any scale is valid for a token of zeros."""
     return torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
 
 

@@ -3,8 +3,6 @@
 `qweight` int32 `[K, N/8]` and `qzeros` int32 `[K/g, N/8]` pack eight *rows* of the weight per word, interleaved:
 nibble `ORDER[i]` holds row 8j+i. Codes and zero points are unsigned 0..15; `scales` F16 `[K/g, N]`. Oracle for the
 layout: compressed-tensors' `AutoAWQConverter`, bit for bit.
-
-Belongs here: reading that layout. Does not belong here: the arithmetic (`int4_asymmetric`), `gemv` and other versions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""BF16: the weight as the checkpoint stores it. The oracle is the file itself; widening to fp32 is exact.
-
-Belongs here: the BF16 format. Does not belong here: any other format, or the layer that multiplies.
-"""
+"""BF16: the weight as the checkpoint stores it. The oracle is the file itself; widening to fp32 is exact."""
 
 from __future__ import annotations
 

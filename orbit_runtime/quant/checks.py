@@ -1,7 +1,4 @@
-"""What every codec requires of checkpoint tensors before it uses them: present, of the right kind, with usable scales.
-
-Belongs here: the checks and their messages. Does not belong here: requirements of a single format.
-"""
+"""Checks of checkpoint tensors that all codecs share: present, of the right kind, with usable scales."""
 
 from __future__ import annotations
 

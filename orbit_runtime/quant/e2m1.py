@@ -1,7 +1,4 @@
-"""E2M1, the 4-bit float of NVFP4 and MXFP4: its sixteen values, two codes per byte, even column in the low nibble.
-
-Belongs here: codes to values and values to codes. Does not belong here: scales (`nvfp4`, `mxfp4`).
-"""
+"""E2M1, the 4-bit float of NVFP4 and MXFP4: its sixteen values, two codes per byte, even column in the low nibble."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class FrozenExpertLinear(nn.Module):
 
     @property
     def stack(self) -> ExpertStack:
-        """Shares the buffers."""
+        """The weights of all experts; shares the buffers."""
         return ExpertStack(self.format, {name: self._buffers[name] for name in self._packed_names})  # type: ignore[misc]
 
     def forward(self, x: Tensor, dispatch: Dispatch) -> Tensor:
@@ -188,7 +188,7 @@ class HeldDispatch(Dispatch):
 
 
 class _GatherHeld(torch.autograd.Function):
-    """`expert_linear._Gather` for a subset of the slots."""
+    """`_Gather` for a subset of the slots."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x_TK: Tensor, token_S: Tensor, slot_of_TC: Tensor) -> Tensor:
@@ -207,7 +207,10 @@ def _with_zero_row(rows: Tensor) -> Tensor:
 
 
 def build_held_dispatch(expert_TC: Tensor, held: range) -> HeldDispatch:
-    """Args: expert_TC: indices among all experts of the layer, of which this process has `held`."""
+    """Slots of the experts that this process holds.
+
+    Args: expert_TC: indices among all experts of the layer, of which this process has `held`.
+    """
     is_held = (expert_TC >= held.start) & (expert_TC < held.stop)
     whole = build_dispatch(torch.where(is_held, expert_TC - held.start, len(held)), len(held) + 1)
     # The number of slots determines the following sizes: the only value that the host reads here.

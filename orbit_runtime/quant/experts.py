@@ -1,8 +1,5 @@
 """The weights of one projection of all experts of a layer, each packed tensor stacked along a leading expert axis.
 
-Belongs here: stacking, and access to one expert as a weight that shares the memory.
-Does not belong here: multiplying (`grouped`), routing, which experts a rank holds.
-
 Legend: `E` experts, each with a weight `[N, K]`.
 """
 

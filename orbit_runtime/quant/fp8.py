@@ -3,8 +3,6 @@
 Oracle: compressed-tensors' `decompress`, rounded to BF16, bit for bit: `bf16(float32(q) * float32(scale))`, one fp32
 product and one rounding; wider dtypes widen that BF16 value. ModelOpt's own `dequantize` to BF16 rounds the F32 scale
 to BF16 first, but engines that serve its files multiply by the F32 scale, so the F32 product is right for them too.
-
-Belongs here: the format. Does not belong here: 128 x 128 blocks (`fp8_block`), activation scales (not in a weight).
 """
 
 from __future__ import annotations

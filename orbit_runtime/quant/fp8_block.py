@@ -4,9 +4,6 @@ Oracle: transformers' `Fp8Dequantize`, bit for bit; for a partial last block, wh
 `FP8BlockDequantizer`. Order of operations: `bf16(float32(q) * float32(scale))`, one fp32 product (rounded once) and one
 rounding to BF16; wider dtypes widen that BF16 value. Multiplying in BF16, as some code does, rounds an F32 scale first
 and gives a different weight. Despite its name, `weight_scale_inv` multiplies.
-
-Belongs here: this format under its three sets of names.
-Does not belong here: one scale per row or tensor (`fp8`), other block shapes, the layer that multiplies.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ minus one (`checkpoint_format: gptq`) or the zero point itself (`gptq_v2`); `sca
 Version 1: GPTQModel writes it by subtracting 0x11111111 from whole words, so a zero point of 0 borrows from its
 neighbour. Adding the same number to the word restores all eight; adding one to each nibble would not. A symmetric
 file has no zero point of 0.
-
-Belongs here: reading that layout. Does not belong here: the arithmetic (`int4_asymmetric`), other widths, `desc_act`.
 """
 
 from __future__ import annotations

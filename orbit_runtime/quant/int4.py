@@ -2,9 +2,6 @@
 
 Oracle: compressed-tensors' own `decompress`, bit for bit. Order of operations: `bf16(float32(q) * float32(scale))`, one
 rounding to nearest even (a BF16 multiplication does exactly this); wider dtypes widen that BF16 value, which is exact.
-
-Belongs here: the INT4 format.
-Does not belong here: other integer widths or packings, zero points, the layer that multiplies.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A layer that is recomputed in the backward pass need not multiply by its packed weights again: the results of those
 products are kept, in the order of the calls, and everything between them is recomputed.
-
-Belongs here: keeping and taking. Does not belong here: what is recomputed, and when (`policy.recompute`).
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Manifest:
     kind: str
     execution: int
     parts: Mapping[str, Part]
-    """By logical name, such as `master.safetensors`."""
+    """The parts by logical name, such as `master.safetensors`."""
     facts: Mapping[str, Any]
     """Small JSON values from the writer: step, policy version, digests."""
     written: float

@@ -1,7 +1,4 @@
-"""`python -m orbit_runtime.storage.delete URI`: deletes a whole run folder.
-
-Belongs here: checking that it is a run folder, and deleting it. Does not belong here: when to delete (the operator).
-"""
+"""`python -m orbit_runtime.storage.delete URI`: deletes a whole run folder."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ READ_BYTES = 2**20
 TELL_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 8.0
 UNREACHED_SECONDS = 30.0
-"""How long a source that never answered is tried, where no byte of a download has come yet."""
+"""Seconds for which a source that never answered is tried, if no byte of a download has arrived."""
 QUIET_TRIES = 4
-"""Consecutive tries without a new byte from which on the user is told."""
+"""Consecutive tries without a new byte after which the user is notified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Source(Protocol):
     """A source of files."""
 
     uri: str
-    """For messages; contains no credentials."""
+    """The address in messages; contains no credentials."""
     identity: str
     """Together with `RemoteFile.version`, identifies the content."""
 
@@ -98,7 +98,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to try, whom to notify, and when to give up."""
+    """Limits of retrying, and whom to notify."""
 
     deadline_seconds: float = 120.0
     """Seconds without a new byte before a StorageError."""

@@ -34,7 +34,9 @@ _log = logging.getLogger("orbit.storage")
 
 @dataclass(frozen=True, slots=True)
 class ExecutionRecord:
-    """Who took a number. Example: `ExecutionRecord(3, "quickstart", Process("gpu-7", …), True, 1.7e9, "a2", "6f…")`"""
+    """The process that took a number. Example: `ExecutionRecord(3, "quickstart", Process("gpu-7", …), True, 1.7e9,
+    "a2", "6f…")`
+    """
 
     execution: int
     run: str
@@ -112,7 +114,7 @@ class Execution:
         self._unlock()
 
     def withdraw(self, ended: str) -> None:
-        """Instead of `release`, for a first execution that wrote nothing but its claim: leaves no trace of it.
+        """Replaces `release` for a first execution that wrote nothing but its claim: leaves no trace of it.
 
         Removes its records, and the local folder if nothing else is in it. If another execution followed or the folder
         holds more, it is released as usual. `release` does nothing afterwards.

@@ -1,6 +1,5 @@
-"""What a failed call to the store means: whether to retry, and whose fault it is.
+"""Classifies failed calls to the store: whether to retry, and whose fault it is.
 
-Belongs here: reading the errors of obstore and of the operating system. Does not belong here: waiting (`store`).
 The text of a store's error may contain signatures and key ids, so only the facts extracted here reach a message.
 """
 

@@ -1,7 +1,4 @@
-"""A lock on a local file that the operating system releases when its holder dies.
-
-Belongs here: flock and its traps. Does not belong here: who may take over (`execution`), or waiting (`cache`).
-"""
+"""A lock on a local file that the operating system releases when its holder dies."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class HubAccess:
 
 
 def read_access(environ: Mapping[str, str]) -> HubAccess:
-    """From the variables that Hugging Face's own tools read, and the token that `hf auth login` keeps."""
+    """Reads the variables of Hugging Face's own tools, and the token that `hf auth login` keeps."""
     endpoint = (environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
     token = environ.get("HF_TOKEN", "").strip()
     if not token:
@@ -315,7 +315,7 @@ def _as_interruption() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The reason without the address: that of a redirect contains a signature."""
+    """The reason without the address: a redirect's contains a signature."""
     name = type(error).__name__
     words = {
         "ConnectError": "no connection",

@@ -98,7 +98,7 @@ _ERRORS: dict[Kind, type[OrbitError]] = {"model": ModelError, "prompts": DataErr
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Where an input is on this machine."""
+    """A local copy of an input."""
 
     path: Path
     """A folder; for prompts and code, possibly a file."""

@@ -1,7 +1,4 @@
-"""Identifies a process, so that another on the same machine can tell whether it still runs.
-
-Belongs here: facts from Linux's /proc, each `None` if unavailable. Does not belong here: what follows from them.
-"""
+"""Identifies a process, so that another on the same machine can tell whether it still runs."""
 
 from __future__ import annotations
 

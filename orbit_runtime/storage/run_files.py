@@ -1,7 +1,4 @@
-"""Files of a run folder that every reader of one needs: its rows, gathered into one file, and `run.json`.
-
-Belongs here: reading and joining JSON. Does not belong here: what it says (`observability`, `loop`).
-"""
+"""Files of a run folder that every reader of one needs: its rows, gathered into one file, and `run.json`."""
 
 from __future__ import annotations
 

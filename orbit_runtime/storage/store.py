@@ -302,7 +302,7 @@ class Store:
             raise self.explain(error, doing, key, seconds=self.monotonic() - started) from None
 
     def explain(self, error: Exception, doing: str, key: str = "", *, seconds: float = 0.0) -> OrbitError:
-        """Our error that tells what a failed call means, without the text of the store's own."""
+        """The error of a failed call, without the text of the store's own."""
         fault = read_fault(error)
         where = self.uri
         match fault.kind:

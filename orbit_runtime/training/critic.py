@@ -1,8 +1,4 @@
-"""A critic's updates: the value loss, and an optimiser of its own.
-
-Belongs here: updating what computes token values. Does not belong here: computing them (`values`), the policy's updates
-(`updater`), the value loss (`algorithms.losses`), advantages.
-"""
+"""A critic's updates: the value loss, and an optimiser of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from orbit_runtime.types import Sample
 
 
 class Critic:
-    """With several ranks, each rank has one, and all get the same calls in the same order."""
+    """The value model. Each of several ranks has one, and all get the same calls in the same order."""
 
     def __init__(self, passes: ValuePasses, settings: TrainerSettings, critic: CriticSettings) -> None:
         self._passes = passes

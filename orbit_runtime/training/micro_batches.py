@@ -1,8 +1,5 @@
 """Samples as the tensors of forward passes.
 
-Belongs here: the layout of one micro-batch, and the choice of the replica that computes it. Does not belong here: the
-size of micro-batches (`data.packing`), passes.
-
 Legend: `D` samples, `R` trained tokens of a micro-batch, `T` packed tokens, `L` layers with routed experts, `C` experts
 that a token goes to.
 """
@@ -52,7 +49,7 @@ class MicroBatch:
         return lay_out_experts(self.branches, routed, self.packed)
 
     def told(self) -> TeacherReport:
-        """What the teacher said of the trained tokens as their rollouts ended, on the device for one pass."""
+        """The teacher's report on the trained tokens, made as their rollouts ended, on the device for one pass."""
         found = []
         for column, dtype in ((0, np.int32), (1, np.float32)):
             parts = []

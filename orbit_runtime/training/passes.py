@@ -47,7 +47,7 @@ to run backward from."""
 
 
 class Passes(Protocol):
-    """With several ranks, every rank calls every method, in the same order."""
+    """Passes over micro-batches. Every one of several ranks calls every method, in the same order."""
 
     @property
     def device(self) -> torch.device: ...

@@ -1,8 +1,4 @@
-"""Settings that determine the arithmetic of a step, besides the policy and the samples.
-
-Belongs here: plain values, which are also sent to other processes. Does not belong here: deriving them from a manifest
-(`loop.build`).
-"""
+"""Settings that determine the arithmetic of a step, besides the policy and the samples."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ class TeacherSettings:
 
     type: TeacherType
     measure: Measure | None
-    """None to compare the log-probs of the sampled tokens."""
+    """The distance to measure; None to compare the log-probs of the sampled tokens."""
     decay: float | None = None
     """Decay of an averaged teacher."""
     every_steps: int | None = None

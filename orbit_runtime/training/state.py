@@ -1,8 +1,4 @@
-"""Trainer state as bytes: masters, AdamW moments and counters in one safetensors file.
-
-Belongs here: what an exact resume of the optimiser needs, and its strict parsing.
-Does not belong here: where the bytes go (`storage`), the rest of a checkpoint (`loop.keep`).
-"""
+"""Trainer state as bytes: masters, AdamW moments and counters in one safetensors file."""
 
 from __future__ import annotations
 

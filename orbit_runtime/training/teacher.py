@@ -1,8 +1,5 @@
 """A teacher: the policy's base with no adapter, with another adapter, or with an earlier state of the policy's adapter;
-or servers, which said what they find likeliest as the rollouts ended.
-
-Belongs here: the teacher's passes, and how a teacher made from the policy follows it. Does not belong here: the
-divergence (`algorithms.distillation`), reading an adapter's files (`adapters.foreign`), policy updates (`updater`).
+or servers, which reported the likeliest tokens as the rollouts ended.
 
 Legend: `R` trained tokens of a micro-batch, `N` hidden size.
 """
@@ -26,7 +23,7 @@ from orbit_runtime.types import TEACHER_SLOT, Sampling
 
 
 class Teacher:
-    """On the policy's base it uses no dropout, and its tokens go to the same experts as the policy's."""
+    """A teacher on the policy's base. It uses no dropout, and its tokens go to the same experts as the policy's."""
 
     def __init__(self, policy: Policy, settings: TeacherSettings) -> None:
         """A previously trained adapter is already in its slot (`adapters.foreign.load_foreign`)."""
@@ -44,7 +41,9 @@ class Teacher:
         return self._settings.measure is not None
 
     def told(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | TeacherReport:
-        """Of the trained tokens: hidden states `[R, N]`, without gradient; or what servers said."""
+        """The teacher's view of the trained tokens: hidden states `[R, N]`, without gradient, or
+        the servers' report.
+        """
         if self._settings.type == "Served":
             return micro.told()
         with torch.no_grad(), self._policy.injected.selection.use(self._slot):

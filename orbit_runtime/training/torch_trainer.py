@@ -1,8 +1,4 @@
-"""The torch trainer: a whole policy in this process, which the torch engine may share.
-
-Belongs here: publishing, proof and checkpoints of that policy's adapter, or of the whole model. Does not belong here:
-the arithmetic of a step (`updater`).
-"""
+"""The torch trainer: a whole policy in this process, which the torch engine may share."""
 
 from __future__ import annotations
 

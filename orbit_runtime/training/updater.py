@@ -400,7 +400,7 @@ class Updater:
         return all_R[micro.trained_R]
 
     def column(self, name: Computed, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """As `Trainer.column`: of the samples that this replica computes, by their index."""
+        """See `Trainer.column`: values of the samples that this replica computes, by their index."""
         read = self._reader(name)
         columns: dict[int, array[float]] = {}
         parts = pack_micro_batches(samples_D, self._settings.micro_batch_tokens)

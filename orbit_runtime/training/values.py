@@ -1,8 +1,5 @@
 """The value model of a critic: a second adapter around the layers of the policy's base, and a head over what they give.
 
-Belongs here: its parameters, its passes, and the interface between them and an update, with its implementation by a
-policy in this process. Does not belong here: updates (`critic`), ranks (`megatron`).
-
 Legend: `R` trained tokens of a micro-batch, `N` hidden size.
 """
 
@@ -78,7 +75,7 @@ class ValuePasses(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """What this process holds of the value model."""
+        """The parameters of the value model that this process holds."""
         ...
 
     @property

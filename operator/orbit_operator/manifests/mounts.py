@@ -1,7 +1,4 @@
-"""Volume claims and ConfigMaps that a manifest names in its URIs, and where the pod finds them.
-
-Belongs here: `pvc://` and `configmap://` as volumes and as paths. Does not belong here: other volumes (`pod`).
-"""
+"""Volume claims and ConfigMaps that a manifest names in its URIs, and where the pod finds them."""
 
 from __future__ import annotations
 

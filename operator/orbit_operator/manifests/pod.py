@@ -25,7 +25,7 @@ TOKEN_FOLDER = "/run/orbit"
 """An in-memory folder shared by the two containers of a `Split` pod only."""
 ENGINE_PORT = 9401
 TERMINATION_FILE = "/dev/termination-log"
-"""Where the kubelet looks for a container's termination message."""
+"""File in which the kubelet looks for a container's termination message."""
 AVOIDANCE_WEIGHT = 100
 """The maximum: any other node is preferred to one that failed, yet a cluster of one node can still continue."""
 
@@ -135,7 +135,7 @@ def container_security() -> Object:
 
 
 def _engine_variables() -> list[Object]:
-    """Where the engine's agent listens, and the file with the token that it accepts."""
+    """The address at which the engine's agent listens, and the file with the token that it accepts."""
     return [
         {"name": "ORBIT_ENGINE_URL", "value": f"http://127.0.0.1:{ENGINE_PORT}"},
         {"name": "ORBIT_TOKEN_FILE", "value": f"{TOKEN_FOLDER}/token"},
@@ -143,7 +143,7 @@ def _engine_variables() -> list[Object]:
 
 
 def _ray_variables(source: RunSource, attempt: int) -> list[Object]:
-    """For a run over several nodes: the address of its ranks."""
+    """The address of the ranks of a run over several nodes."""
     if source.manifest.spec.placement.nodes == 1:
         return []
     return [

@@ -1,8 +1,4 @@
-"""The RayCluster with the trainer's ranks, for an attempt over several nodes. KubeRay creates its pods.
-
-Belongs here: its head, which holds no rank, and one group of nodes for the ranks. Does not belong here: the run's own
-pod (`pod`), which joins the cluster and starts the ranks, and whose exit code is the attempt's.
-"""
+"""The RayCluster with the trainer's ranks, for an attempt over several nodes. KubeRay creates its pods."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ API_VERSION = "ray.io/v1"
 COMPONENT = "ranks"
 AGENT_PORT = 9500
 HEAD_RESOURCES = {name: {"cpu": "1", "memory": "4Gi"} for name in ("requests", "limits")}
-"""For Ray's daemons, and an object store that takes 30 % of the memory."""
+"""Resources for Ray's daemons, and for an object store that takes 30 % of the memory."""
 
 
 def build_ray_cluster(source: RunSource, attempt: int, settings: Settings) -> Object:

@@ -1,7 +1,4 @@
-"""What every object of a run is built from, and what these objects have in common.
-
-Belongs here: names, labels, the owner. Does not belong here: any one kind of object.
-"""
+"""The input of every object of a run, and what these objects have in common."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def cleanup_name(run: str) -> str:
 
 
 def run_folder(uri: object, name: str) -> str:
-    """Where a run keeps its artifacts, given `storage.uri`."""
+    """The folder of a run's artifacts, given `storage.uri`."""
     return f"{str(uri or '').rstrip('/')}/{name}"
 
 

@@ -1,7 +1,4 @@
-"""How the GPU time of an attempt was spent: useful, lost or waiting.
-
-Belongs here: the seconds of one attempt, and sums over attempts. Does not belong here: limits on them (`deadlines`).
-"""
+"""Splits the GPU time of an attempt into useful, lost and waiting."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How long a run may compute, and how long an attempt may take to start.
-
-Belongs here: which time counts, and when a limit is reached. Does not belong here: ending anything (`plan`).
-"""
+"""Deadlines: how long a run may compute, and how long an attempt may take to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an attempt ended, which budget is charged, and who must act.
+"""Classifies how an attempt ended, which budget is charged, and who must act.
 
 Belongs here: exit codes, termination messages, pod and Job conditions, each turned into a `Verdict`.
 Does not belong here: whether to try again (`restart`).
@@ -183,7 +183,7 @@ def _judge_exit(end: ContainerEnd, pod: PodFacts) -> Verdict:
 
 
 def _judge_killed(end: ContainerEnd, pod: PodFacts) -> Verdict:
-    """The verdict on a process that was killed without a request to stop; the pod tells by whom."""
+    """The verdict on a process that was killed without a request to stop; the pod shows by whom."""
     if pod.disruption or pod.reason:
         verdict = _judge_pod(pod)
         return Verdict("Failed", verdict.reason, "infra", verdict.owner, _tell_kill(verdict.message, end),

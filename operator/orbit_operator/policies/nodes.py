@@ -1,8 +1,4 @@
-"""When a run over several nodes takes the nodes for its ranks, and when it releases them.
-
-Belongs here: which RayCluster is missing, and which is unused. Does not belong here: the contents of one
-(`manifests.ray_cluster`).
-"""
+"""Decides when a run over several nodes takes the nodes for its ranks, and when it releases them."""
 
 from __future__ import annotations
 

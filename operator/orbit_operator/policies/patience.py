@@ -1,7 +1,6 @@
-"""When to look again at objects that are not watched.
+"""Times to look again at objects that are not watched.
 
-Belongs here: that one moment. A queue's decision on a Job, and the reason why a pod or container is not created, are in
-objects that are not watched. Does not belong here: reading them (`observe`), or acting on them.
+They show a queue's decision on a Job, and the reason why a pod or container is not created.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from orbit_operator.facts import JobFacts, PodFacts
 
 PATIENCE_SECONDS = 10.0
-"""If something takes longer than this, there is a reason to look for."""
+"""Seconds after which something counts as delayed, so that its reason is looked for."""
 
 
 def look_again(job: JobFacts | None, pod: PodFacts | None, now: float) -> float | None:

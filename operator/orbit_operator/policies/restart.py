@@ -1,7 +1,4 @@
-"""Whether a run may be tried again, when, and which nodes to avoid.
-
-Belongs here: the two budgets, back-off, the nodes to avoid. Does not belong here: what an ending means (`failure`).
-"""
+"""Whether a run may be tried again, when, and which nodes to avoid."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ AVOIDED_NODES = 4
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What the attempts so far have used of each budget."""
+    """The part of each budget that the attempts so far have used."""
 
     user: int = 0
     infra: int = 0
@@ -35,7 +32,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """What follows from the attempts so far: another one at `not_before` or later, or the end because of `refused`."""
+    """The consequence of the attempts so far: another one at `not_before` or later, or the end because of `refused`."""
 
     not_before: float
     avoid_nodes: tuple[str, ...] = ()
@@ -77,7 +74,7 @@ def num_spent(attempts: Sequence[Attempt], retired: Mapping[str, float]) -> Spen
 
 
 def decide_restart(attempts: Sequence[Attempt], spent: Spent, lifecycle: Lifecycle, uid: str) -> Next:
-    """What follows when no attempt is live. `attempts` are all over, in order."""
+    """Decides what follows when no attempt is live. `attempts` are all over, in order."""
     if not attempts:
         return Next(0.0)
     last = attempts[-1]

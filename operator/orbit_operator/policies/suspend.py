@@ -1,8 +1,4 @@
-"""Whether a pod of a run is still alive.
-
-Belongs here: which pods may still write, and which are on an unreachable node.
-Does not belong here: what follows once they have stopped (`restart`, `deadlines`).
-"""
+"""Whether a pod of a run is still alive."""
 
 from __future__ import annotations
 

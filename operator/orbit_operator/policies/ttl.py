@@ -1,7 +1,4 @@
-"""When a finished run is deleted.
-
-Belongs here: that one moment. Does not belong here: its artifacts (a TTL never deletes them).
-"""
+"""Decides when a finished run is deleted."""
 
 from __future__ import annotations
 

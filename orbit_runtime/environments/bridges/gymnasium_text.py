@@ -1,7 +1,4 @@
-"""Gymnasium environments whose observations can be written as text, directly or by `render_mode="ansi"`.
-
-Belongs here: text to actions, observations to text. Does not belong here: which observation makes a good prompt.
-"""
+"""Gymnasium environments whose observations can be written as text, directly or by `render_mode="ansi"`."""
 
 from __future__ import annotations
 

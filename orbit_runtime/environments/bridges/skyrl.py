@@ -1,7 +1,4 @@
-"""Environments of SkyRL-Gym: text in, text out, with the package's own registry.
-
-Belongs here: mapping its `init` and `step` to ours. Does not belong here: its tokenisation, which is not used.
-"""
+"""Environments of SkyRL-Gym: text in, text out, with the package's own registry."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class VerifiersEpisode:
             await asyncio.gather(self._playing, return_exceptions=True)
 
     async def _next(self) -> Step:
-        """Its next request, or its end."""
+        """The next request, or the end of the episode."""
         assert self._playing is not None
         asking = asyncio.ensure_future(self._policy.asked.get())
         await asyncio.wait((asking, self._playing), return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,5 @@
-"""Another model's judgement of a completion, by a rubric: over an OpenAI-compatible endpoint, each verdict asked once.
-
-Belongs here: the question, reading the verdict, patience with a busy server. Does not belong here: time limits, which
-apply to every reward.
+"""Another model's judgement of a completion, by a rubric: over an OpenAI-compatible endpoint, each
+verdict asked once.
 """
 
 from __future__ import annotations

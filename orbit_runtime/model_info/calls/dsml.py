@@ -7,8 +7,6 @@
     </｜DSML｜tool_calls>
 
 A parameter with `string="true"` is text as it stands; another is JSON.
-
-Belongs here: this syntax. Does not belong here: the template that describes it to the model (`model_info.settings`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a format of calls consists of, and values by a JSON schema, for formats that write no types.
-
-Belongs here: what the files beside it share. Does not belong here: any one format, the choice among them (`known`).
-"""
+"""The parts of a tool-call format, and values by a JSON schema, for formats that write no types."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class NotACall(ValueError):
-    """The message says to the policy what is wrong with a call."""
+    """A call is invalid; the message explains it to the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class CallFormat:
 
     name: str
     openings: tuple[str, ...]
-    """Each of them begins the part of a text that calls tools, which goes on to the text's end."""
+    """Strings that begin the part of a text that calls tools; it ends with the text."""
     split: Callable[[str], list[str]]
     """The part of a text from an opening on → the text of each call; the end of the last may be missing."""
     parse: Callable[[str, Schemas], Written]
@@ -42,7 +39,7 @@ class CallFormat:
     first: str = ""
     """An opening that counts only where the whole text begins with it, in a text of a model of this format."""
     fits: Callable[[str], bool] = lambda body: True
-    """Whether a call looks like this format's. Only asked where several formats have the same opening."""
+    """Whether a call looks like this format's. Only used if several formats have the same opening."""
     call_id: Callable[[str], str] = lambda body: ""
     """The id that the policy gave a call, by which the template names its result; empty in formats without ids."""
     message: Callable[[str], Mapping[str, Any]] = lambda text: {"content": text}
@@ -54,7 +51,7 @@ class CallFormat:
 
 
 def types_of(schema: object) -> frozenset[str]:
-    """JSON types that a schema allows; empty if it does not say."""
+    """JSON types that a schema allows; empty if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if options := schema.get("anyOf") or schema.get("oneOf"):
@@ -110,7 +107,7 @@ def load(text: str) -> Any:
 
 
 def load_arguments(text: str, of: str) -> Any:
-    """JSON of a call's arguments; nothing stands for none. Raises NotACall."""
+    """Parses a call's arguments; empty text means none. Raises NotACall."""
     try:
         return load(text) if text.strip() else {}
     except ValueError as error:

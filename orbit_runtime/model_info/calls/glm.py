@@ -6,8 +6,6 @@
     </tool_call>
 
 A value is text as it stands where the schema says string, else JSON. GLM-4.7 leaves the line breaks out.
-
-Belongs here: this syntax. Does not belong here: others in the same tags (`hermes`, `qwen_coder`).
 """
 
 from __future__ import annotations
@@ -33,9 +31,10 @@ _NAME = re.compile(r"\s*[\w.\-/:]{1,128}\s*\Z")
 
 
 def parse(body: str, schemas: Schemas) -> Written:
-    """
+    """Parses a call.
+
     Raises:
-        NotACall: it does not follow the syntax, names an argument twice, or gives one that is not what its schema says.
+        NotACall: it does not follow the syntax, names an argument twice, or gives one that its schema does not allow.
     """
     name = body.partition(_KEY)[0].strip()
     if not _NAME.match(name):

@@ -5,8 +5,6 @@
 
 (without the line break). An answer is several messages, each with a channel; the prompt ends with `<|start|>assistant`.
 The function may also stand before the channel, as chat templates write it. `<|call|>` ends the model's turn.
-
-Belongs here: this syntax. Does not belong here: rendering a conversation (`data.chat`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Calls as Hermes and Qwen2.5 and 3 write them: a JSON object in tags.
 
-    <tool_call>
-    {"name": "add", "arguments": {"a": 1}}
-    </tool_call>
-
-Belongs here: this syntax. Does not belong here: others in the same tags (`glm`, `qwen_coder`).
+<tool_call>
+{"name": "add", "arguments": {"a": 1}}
+</tool_call>
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
     <|tool_calls_section_end|>
 
 The id holds the tool's name, and a number that counts the calls of a conversation. The template names a result by it.
-
-Belongs here: this syntax. Does not belong here: how tools are described to the model (`data.typescript`).
 """
 
 from __future__ import annotations

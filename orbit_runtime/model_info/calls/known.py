@@ -1,7 +1,4 @@
-"""The formats that are read, and which of them a text or a chat template is in.
-
-Belongs here: the choice. Does not belong here: a format's syntax (the files beside it).
-"""
+"""The formats that are read, and which of them a text or a chat template is in."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from orbit_runtime.model_info.calls.format import CallFormat
 FORMATS = {
     each.name: each for each in (kimi.FORMAT, harmony.FORMAT, dsml.FORMAT, qwen_coder.FORMAT, glm.FORMAT, hermes.FORMAT)
 }
-"""Those whose signs say more come first."""
+"""All formats; those with more specific openings come first."""
 
 
 def format_of(template: str) -> CallFormat | None:

@@ -9,8 +9,6 @@
     </tool_call>
 
 A value stands between two line breaks. It has no type: the tool's schema gives it, and without one it is text.
-
-Belongs here: this syntax. Does not belong here: others in the same tags (`hermes`, `glm`).
 """
 
 from __future__ import annotations
@@ -37,9 +35,10 @@ _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def parse(body: str, schemas: Schemas) -> Written:
-    """
+    """Parses a call.
+
     Raises:
-        NotACall: it does not follow the syntax, names a parameter twice, or gives one that is not what its schema says.
+        NotACall: it does not follow the syntax, names a parameter twice, or gives one that its schema does not allow.
     """
     head = _HEAD.match(body)
     if head is None:

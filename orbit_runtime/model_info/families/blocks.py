@@ -1,6 +1,5 @@
 """The parts that families share: grouped-query attention, gated MLPs, routed experts, embedding and head.
 
-Belongs here: weights of one layer by name. Does not belong here: which layer is of which kind (the families).
 Shapes of linears are `[out, in]`.
 """
 
@@ -111,7 +110,7 @@ def router(place: WeightPlace, hidden: int, count: int, *, correction: bool) -> 
 
 
 def mtp_extras(place: WeightPlace, config: Config) -> Iterator[Weight]:
-    """What a DeepSeek-style multi-token-prediction layer has in addition to an ordinary layer."""
+    """Weights that a DeepSeek-style multi-token-prediction layer has in addition to those of an ordinary layer."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield place.plain("embed_tokens.weight", (vocabulary, hidden), split=True)
     yield place.linear("eh_proj", hidden, 2 * hidden, "mtp", "eh.in")

@@ -1,4 +1,4 @@
-"""What is not supported: one table of rows, which `orbit validate`, `orbit plan`, the operator and a run ask.
+"""Limits of what is supported: one table of rows, used by `orbit validate`, `orbit plan`, the operator and a run.
 
     combinations   format x family x adapter x engine x trainer
     manifests      what a manifest says by itself: whole models, three processes
@@ -48,7 +48,7 @@ class SupportRow[S]:
     what: str
     """The field under `spec` that the fix names first; empty if there is none."""
     beside: str
-    """With what it is not supported, for readers."""
+    """The other part of an unsupported combination, for readers."""
     when: Callable[[S], bool | Words | None]
     """Whether it applies; or the words that the texts have in braces."""
     why: str

@@ -1,4 +1,4 @@
-"""What the pinned versions support together: format x family x adapter x engine x trainer, with a reason per limit.
+"""Combinations that the pinned versions support: format x family x adapter x engine x trainer, with a reason per limit.
 
 Belongs here: one row per limit; what the tests compare works otherwise. Does not belong here: memory, checking a file.
 """
@@ -45,7 +45,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """When a row applies: every field that is set must match; an empty field matches anything."""
+    """Condition of a row: every field that is set must match; an empty field matches anything."""
 
     format: tuple[str, ...] = ()
     family: tuple[str, ...] = ()
@@ -57,13 +57,13 @@ class Only:
     on_gpu: bool = False
     on_cpu: bool = False
     without_marlin_fp4: bool = False
-    """Only on a GPU whose compute capability is known, and not one of `MARLIN_FP4`."""
+    """Matches only a GPU whose compute capability is known, and not one of `MARLIN_FP4`."""
     deterministic: bool = False
-    """Only if the manifest requests determinism."""
+    """Matches only if the manifest requests determinism."""
     adapts_down: bool = False
-    """Only with `down_proj`."""
+    """Matches only with `down_proj`."""
     teacher: bool = False
-    """Only with a teacher that ranks cannot ask."""
+    """Matches only with a teacher that ranks cannot ask."""
 
     def __call__(self, asked: Combination) -> bool:
         names = ("format", "family", "adapter", "experts", "engine", "trainer")
@@ -80,7 +80,7 @@ COMPARED = Only(
     format=FORMATS,
     family=("qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v4", "gpt_oss"),
 )
-"""What the tests compare with transformers, family by family and format by format."""
+"""Combinations that the tests compare with transformers, family by family and format by format."""
 FAMILY_NAMES = COMPARED.family
 UNNAMED_FIX = "name the checkpoint of another family or format in model.uri"
 LIMITS: tuple[SupportRow[Combination], ...] = (
@@ -233,7 +233,7 @@ class Support:
 
 
 def find_support(asked: Combination) -> Support:
-    """The worst state of all rows that match, and the reasons for it. What no row names is `missing`.
+    """The worst state of all rows that match, and the reasons for it; `missing` if no row matches.
 
     Args:
         asked: a family or format left empty is unknown: only rows for every one are asked.

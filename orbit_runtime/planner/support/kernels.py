@@ -1,4 +1,5 @@
-"""Which kernels of SGLang 0.5.23 multiply by a packed base on a GPU: what they round, activations or the base itself.
+"""Kernels of SGLang 0.5.23 that multiply by a packed base on a GPU, and what they round: activations or the base
+itself.
 
 Belongs here: formats → the flags and variables that ask for kernels which round nothing, and what is rounded all the
 same; layouts of routed experts → the runners of SGLang that multiply by them. Does not belong here: the trainer's own
@@ -25,7 +26,7 @@ LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v4")
 """Families whose attention reads the weights of `kv_b_proj` or `o_a_proj` itself, so that they must not be repacked."""
 FP8_VARIABLE, DEEPGEMM_VARIABLE = "SGLANG_FORCE_FP8_MARLIN", "SGLANG_ENABLE_JIT_DEEPGEMM"
 PLUGIN_VARIABLE = "ORBIT_SGLANG_WEIGHT_ONLY"
-"""Of Orbit's plug-in (`sglang_plugin.hooks`): the same for FP8 that compressed-tensors wrote."""
+"""Variable of Orbit's plug-in (`sglang_plugin.hooks`): weight-only FP8 for files that compressed-tensors wrote."""
 EXCHANGE = "moe-a2a-backend"
 """The engine argument that sends tokens to experts by programs which multiply with DeepGEMM alone."""
 NVFP4_FLAG, MXFP4_FLAG, EXPERTS_FLAG = "--fp4-gemm-backend", "--flashinfer-mxfp4-moe-precision", "--moe-runner-backend"
@@ -60,7 +61,7 @@ EXPERT_KERNELS = {
     "MXFP4GptOss": ExpertKernels("marlin"),
     "MXFP4": ExpertKernels("marlin"),
 }
-"""By the layout of the experts, as `quant` names it."""
+"""Kernels by the layout of the experts, as `quant` names it."""
 FP8_BLOCKS, MXFP4 = {"deepseek_v4": "FP8BlockV4"}, {"deepseek_v4": "MXFP4V4", "gpt_oss": "MXFP4GptOss"}
 """Family → its own layout."""
 LORA_RUNNERS = {layout: kernels.lora for layout, kernels in EXPERT_KERNELS.items() if kernels.lora}
@@ -68,7 +69,7 @@ LORA_RUNNERS = {layout: kernels.lora for layout, kernels in EXPERT_KERNELS.items
 
 @dataclass(frozen=True, slots=True)
 class EngineKernels:
-    """What a server on a GPU is asked for."""
+    """Kernels that a server on a GPU is started with."""
 
     arguments: tuple[str, ...]
     variables: Mapping[str, str]
@@ -147,7 +148,8 @@ def _reporting_runner(model: ModelFacts, formats: Collection[str]) -> list[str]:
 
 def expert_layouts(model: ModelFacts) -> tuple[str, ...]:
     """Layouts of the routed experts, as `quant` names them. INT4 with zero points, which SGLang computes alike, is not
-    told apart."""
+    distinguished.
+    """
     experts = [each for each in model.weights if each.weight.is_linear and each.weight.role in EXPERTS]
     return tuple(sorted({_layout(each, model) for each in experts}))
 
@@ -170,7 +172,7 @@ def _formats(model: ModelFacts, roles: Collection[Role]) -> set[str]:
 
 
 def _has_weight_only_fp8(model: ModelFacts) -> bool:
-    """Not beside latent attention, and not in blocks that compressed-tensors wrote."""
+    """False beside latent attention, and for blocks that compressed-tensors wrote."""
     if model.architecture.family in LATENT:
         return False
     return not (model.quantised_by == "compressed-tensors" and _has_blocks_of_fp8(model, DENSE))

@@ -1,7 +1,4 @@
-"""What a manifest may not combine, whatever the machine: a whole model's weights, replayed routers, three processes.
-
-Belongs here: those rows. Does not belong here: contradictions among fields that no model would mend (`spec`).
-"""
+"""Combinations that no machine supports: a whole model's weights, replayed routers, three processes."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class ManifestFacts:
 
 
 def read_manifest(spec: RunSpec, model: ModelFacts, trainer: str) -> ManifestFacts:
-    """With what the headers of a checkpoint tell."""
+    """The manifest's facts, with those from the headers of a checkpoint."""
     shape = model.architecture
     replays = bool(shape.num_experts) and shape.family != "deepseek_v4"
     return ManifestFacts(spec, model.precision, shape.num_experts, replays, trainer)

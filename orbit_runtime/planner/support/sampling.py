@@ -1,4 +1,4 @@
-"""Which sampling settings each kind of engine supports with log-probs of the distribution that it samples from.
+"""Sampling settings that each kind of engine supports with log-probs of the distribution that it samples from.
 
 One row for each setting, or combination of settings, that a kind of engine lacks, and why. `orbit validate`,
 `orbit plan`, the operator and a run use it: `docs/decisions/0015-sglang-numbers.md`.
@@ -34,7 +34,7 @@ IS_SET: dict[str, Callable[[Sampling], bool]] = {
 
 @dataclass(frozen=True)
 class Lack:
-    """What one kind of engine does not support: a setting, or several together."""
+    """A setting, or several together, that one kind of engine does not support."""
 
     fields: tuple[str, ...]
     """The message names the first."""
@@ -56,8 +56,9 @@ LACKS: dict[Kind, tuple[Lack, ...]] = {
     "SGLang, deterministic": (*(Lack((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
     "vLLM": (Lack(("minP", "topP"), "it cuts by minP first, so it leaves more to topP than the trainer assumes"),),
 }
-"""For SGLang 0.5.23, from its `layers/sampler.py`, `sampling/penaltylib` and `managers/schedule_batch.py`; for
-vLLM 0.32, from its documentation: no vLLM was run with these settings."""
+"""Limits of SGLang 0.5.23, from its `layers/sampler.py`, `sampling/penaltylib` and `managers/schedule_batch.py`; and of
+vLLM 0.32, from its documentation: no vLLM was run with these settings.
+"""
 
 
 def sampling_problems(sampling: Sampling, kind: Kind, name: str) -> Iterator[Problem]:

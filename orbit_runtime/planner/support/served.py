@@ -28,7 +28,7 @@ UNNAMED = (".compressor.", ".indexer.")
 """Parts of DeepSeek-V4's attention whose linears SGLang matches by no target."""
 
 Place = Literal["CPU", "GPU", "attached"]
-"""Where the servers are."""
+"""Location of the servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ServedAdapter:
 
     @property
     def combination(self) -> Combination:
-        """What rows about kinds are asked with; the family and the format are not known here."""
+        """The combination for rows about kinds of engines; the family and the format are not known here."""
         packed = "MXFP4" if "MXFP4V4" in self.layouts and self.place == "GPU" else ""
         return Combination(
             packed, "deepseek_v4" if packed else "", self.type, served_experts(self.experts, self.layers),
@@ -148,7 +148,7 @@ UNADAPTABLE = {
     **dict.fromkeys(("FP8", "FP8BlockCT"), "FP8 that is not in blocks of its original publisher's"),
     "NVFP4": "NVFP4 of compressed-tensors",
 }
-"""Layouts in words, where their name alone does not say what is wrong with them."""
+"""Layout → description, if its name alone does not show what is wrong with it."""
 LAYERS: tuple[SupportRow[ServedAdapter], ...] = (
     SupportRow("adapter.lora.rslora", "SGLang", lambda asked: asked.type == "LoRA" and asked.rslora,
         "SGLang scales a LoRA by alpha / rank", "leave it out"),
@@ -185,7 +185,7 @@ def check_served(asked: ServedAdapter) -> None:
 
 
 def served_problems(model: ModelFacts, job: Job, machine: Machine) -> Iterator[Problem]:
-    """What the servers cannot apply of a manifest's adapter, by the headers of its checkpoint."""
+    """Parts of a manifest's adapter that the servers cannot apply, by the headers of its checkpoint."""
     if job.in_process or job.adapter == "Full" or not job.samples:
         return iter(())
     adapted = adapted_weights(model.architecture, job)

@@ -1,4 +1,4 @@
-"""What Orbit needs to know of a model family beyond transformers' modules: checkpoint names, experts, special layers.
+"""Model families: checkpoint names, experts and special layers that transformers' modules do not describe.
 
 Belongs here: one file per family that differs, and the table.
 Does not belong here: sizes and roles of weights (`model_info.families`), arithmetic that all families share.

@@ -2,8 +2,6 @@
 
 Its compressors turn runs of neighbouring tokens into entries of their own, so a sequence must occupy a row of its own
 from its first token on (`policy.whole_rows`). Attention, hyper-connections and routers are transformers' own modules.
-
-Belongs here: names, the grouped projection. Does not belong here: the layout and decoding of whole rows.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Family:
     kept_fp32: tuple[str, ...] = ()
     """Parts of names of parameters that stay in fp32 for every compute dtype; routers always do."""
     gate_weights: GateWeights | None = None
-    """How its routers weigh chosen experts; None if unknown, so that they cannot be given another choice."""
+    """Computes how its routers weigh chosen experts; None if unknown, so that they cannot be given another choice."""
     packs: bool = True
     """Whether several sequences can share a row, separated by attention alone."""
 

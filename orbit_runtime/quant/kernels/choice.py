@@ -5,9 +5,6 @@
 | `Torch` | the codec, then a torch matmul: the twin, the only path on a CPU and whenever no kernel applies |
 | `Dequantize` | a kernel writes BF16 by runs of rows, then a torch matmul |
 | `Fused` | a kernel dequantises in registers and multiplies |
-
-Belongs here: the choice, its override by `ORBIT_KERNELS`, one log line per choice.
-Does not belong here: kernels; this module imports none of them, so it works without Triton.
 """
 
 from __future__ import annotations

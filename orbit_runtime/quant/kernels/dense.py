@@ -1,7 +1,5 @@
 """Multiplies each token by its expert's dense matrix, in one product.
 
-Belongs here: torch's grouped product, allowing tokens without an expert. Does not belong here: the source of matrices.
-
 Legend: `T` tokens, `E` experts, matrices `[E, K, N]`.
 """
 

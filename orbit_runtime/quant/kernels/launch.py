@@ -126,14 +126,14 @@ GRADIENT_TILES = (
     Tiles(128, 64, 128, 8, 4),
     Tiles(256, 64, 128, 8, 3),
 )
-"""With a fourth stage, the tiles of 128 x 64 x 64 take 8 bytes of local memory for FP8 blocks on capability 10.0."""
+"""Tiles for the gradient. A fourth stage would make 128 x 64 x 64 spill 8 bytes for FP8 blocks on capability 10.0."""
 DEQUANTIZE_BLOCK = WeightTile(16, 512)
 DEQUANTIZE_FP8_BLOCK = WeightTile(64, 128)
 """Inside one block of 128 x 128, so that a program reads only one scale."""
 
 
 def packed_argument(operands: Operands) -> Packed:
-    """Strides are those of contiguous tensors; a single weight is a stack of one."""
+    """The kernels' argument. Strides are those of contiguous tensors; a single weight is a stack of one."""
     form = operands.form
     codes, scale, extra = operands.tensors
     return Packed(

@@ -1,7 +1,6 @@
 """Packed tensors in the form that kernels read: the checkpoint's memory under other dtypes, nothing copied.
 
-Belongs here: from a layout's buffers to the arguments of a kernel, or None if no kernel reads them.
-Does not belong here: kernels, launching, the values of formats. Does not import Triton.
+Does not import Triton.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The kernels as products that autograd functions call: `linear.Product` and `grouped.GroupedProduct`.
-
-Belongs here: that adaptation. Does not belong here: autograd, the choice between products (`choice`).
-"""
+"""The kernels as products that autograd functions call: `linear.Product` and `grouped.GroupedProduct`."""
 
 from __future__ import annotations
 

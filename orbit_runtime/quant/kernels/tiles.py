@@ -42,7 +42,7 @@ class Packed(NamedTuple):
 
 @triton.jit
 def of_expert(w, expert):
-    """Where the expert's own weight begins. In 64 bits: a stack is larger than 2^31 bytes."""
+    """The offset of the expert's own weight, in 64 bits: a stack is larger than 2^31 bytes."""
     e = expert.to(tl.int64)
     return (
         w.codes + e * w.codes_stride,

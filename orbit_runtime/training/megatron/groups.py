@@ -24,7 +24,8 @@ from orbit_runtime.policy.shares import Share
 
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """How many ranks divide each dimension; the remaining factor of `world` is the number of data-parallel replicas.
+    """Number of ranks that divide each dimension; the remaining factor of `world` is the number of data-parallel
+    replicas.
 
     Example: matrices and experts in two, on two ranks: `GroupSizes(world=2, tensor=2, expert=2)`.
     """
@@ -75,7 +76,7 @@ class Groups:
     sizes: GroupSizes
     tensor: ProcessGroup
     expert: ProcessGroup
-    """Ranks that divide the experts: those of `tensor`, together with neighbouring replicas or context parts."""
+    """Ranks that divide the experts: the group `tensor`, together with neighbouring replicas or context parts."""
     tokens: ProcessGroup
     """Ranks of one `expert` group with the same place in `tensor` and different tokens."""
     pipeline: ProcessGroup

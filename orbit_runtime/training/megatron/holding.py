@@ -1,4 +1,4 @@
-"""What a rank holds of a set of parameters, as the files see it that all ranks write and read together.
+"""The values of a set of parameters that a rank holds, at their places in the files that all ranks write and read.
 
 Belongs here: copying a rank's values to and from their places in a window of a file. Does not belong here: where values
 lie (`outline`), files (`trainer`), passes and updates (`rank`).
@@ -31,12 +31,12 @@ from orbit_runtime.training.megatron.outline import (
 from orbit_runtime.training.state import MOMENTS
 
 BUILT: tuple[What, ...] = ("rotations", "applied")
-"""Not held as they lie in files."""
+"""Kinds that are built, because they are not held as the files have them."""
 
 
 @dataclass(slots=True)
 class Filled:
-    """What a rank wrote of a window."""
+    """Result of a rank that wrote into a window."""
 
     bytes: int = 0
     sent: list[tuple[int, np.ndarray[Any, Any]]] = field(default_factory=list)
@@ -158,6 +158,10 @@ class Holding:
         self, window: FileWindow, size: int, filled: Filled, *, told: bool
     ) -> Iterator[tuple[Spot, int, Tensor]]:
         """Views of this rank's values that lie in the window, each with its entry and its first byte there.
+
+        Args:
+            size: bytes of a value in the file.
+            told: leave out values that another rank writes.
 
         Args:
             size: bytes of a value in the file.

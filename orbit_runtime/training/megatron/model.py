@@ -1,9 +1,6 @@
 """A rank's part of a model: a `Policy` whose passes all ranks of the replica compute together.
 
 Every rank of a replica gets the same tokens, and all ranks of its last stage get the same log-probs.
-
-Belongs here: loading a part and connecting it to the parts of the other ranks. Does not belong here: steps
-(`training`).
 """
 
 from __future__ import annotations

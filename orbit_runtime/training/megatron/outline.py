@@ -1,4 +1,4 @@
-"""What the process that leads the ranks knows of their adapter: its tensors, their names in files, and who holds them.
+"""The leading process's description of the ranks' adapter: its tensors, their names in files, and who holds them.
 
 Belongs here: where each rank's values lie in a file that all write together. Does not belong here: the values
 themselves (`rank`), file formats (`adapters`, `training.state`).
@@ -23,13 +23,13 @@ from orbit_runtime.adapters.masters import MasterPlace, Masters
 from orbit_runtime.digests import PIECE_BYTES
 
 WINDOW_BYTES = 1 << 26
-"""What is on its way at a time, if a rank or a reader cannot share the memory that all is written to."""
+"""Bytes transferred at a time, if a rank or a reader cannot share the memory that all is written to."""
 
 What = Literal["master", "exp_avg", "exp_avg_sq", "lora", "rotations", "applied"]
 """fp32 masters and moments; LoRA factors and OFT rotations as they are published, BF16; and what the newest `score`
 multiplied by."""
 Holder = Literal["policy", "critic"]
-"""Whose parameters a file holds."""
+"""Owner of a file's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,10 @@ Outline = Mapping[str, HeldParameter]
 
 
 def outline_of(injected: Injected, masters: Masters) -> dict[str, HeldParameter]:
-    """Args: masters: those of the adapter that is outlined: the model's own, or a further one (`add_masters`)."""
+    """What a rank holds of each parameter.
+
+    Args: masters: those of the adapter that is outlined: the model's own, or a further one (`add_masters`).
+    """
     owner, config = masters.owner, masters.config
     return {
         f"{name}.{kind}": HeldParameter(MasterPlace(kind, layer.part, shape), owner[name], layer.file_names(kind))
@@ -94,7 +97,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """An entry, and where its first byte lies; outside the window if the window begins within the entry."""
+    """An entry, and the position of its first byte; outside the window if the window begins within the entry."""
 
     what: What
     key: str
@@ -109,7 +112,7 @@ class FileWindow:
     start: int
     """First byte in the file."""
     pieces: tuple[int, ...]
-    """Their sizes in bytes."""
+    """Sizes of its pieces in bytes."""
     spots: tuple[Spot, ...]
     """Positions count from the window's first byte."""
     holder: Holder = "policy"
@@ -169,7 +172,7 @@ def build_divided(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Where the values that a rank holds of a parameter lie in each of its entries: runs of `length` values."""
+    """Positions of a rank's values of a parameter in each of its entries: runs of `length` values."""
 
     rows: range | None
     """Indices of the entries, of which the rank holds the same runs each; None if the parameter is one entry."""
@@ -179,7 +182,7 @@ class Runs:
 
     @property
     def num_values(self) -> int:
-        """In one entry."""
+        """Number of values in one entry."""
         return len(self.starts) * self.length
 
 

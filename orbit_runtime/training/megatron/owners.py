@@ -1,8 +1,5 @@
-"""Which rank updates a parameter that several ranks hold: one of them, which alone has its complete gradient and its
+"""Chooses, among the ranks that hold a parameter, the one that updates it: only it has the complete gradient and the
 moments.
-
-Belongs here: the choice of owners, gradients on their way to them, updated values on their way back. Does not belong
-here: passes, the optimiser (`training.updater`).
 
 This is stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), by whole parameters: an update is computed on the
 tensors it would be computed on anyway, so its bits do not depend on how parameters are dealt to owners.
@@ -77,7 +74,7 @@ class Owners:
             yield name, tuple(ranks)
 
     def collect_gradients(self) -> None:
-        """Completes the gradients of parameters that this rank owns; those of others are of no use afterwards."""
+        """Completes the gradients of parameters that this rank owns; other ranks' are of no use afterwards."""
         for name, master in self._masters.items():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)

@@ -90,7 +90,9 @@ class RankPasses:
         return Begun(loss_of(each.micro, logprobs_R, entropy_R, distances_R), pipeline.take_entered())
 
     def _met(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | None:
-        """If routers also see other ranks' tokens, either all of these tokens are given experts or none are."""
+        """The experts of all tokens that this rank's routers see; None if none are given. Either all of these tokens
+        are given experts or none are.
+        """
         routing, group = self.routing, self._groups.tokens
         if routing is None or group.size() == 1:
             return routed_TLC

@@ -5,9 +5,6 @@ stages after it, then finishes one for each that it begins, so that it never hol
 there are stages. Megatron-Core's schedule does the same, but it allocates on `cuda` by name and relies on models that
 accept a hidden state as input; ours are transformers' models.
 
-Belongs here: sending, receiving and the order. Does not belong here: what a stage computes (`policy`), sums over ranks
-(`passes`).
-
 Legend: `T` this rank's tokens, `N` hidden size.
 """
 

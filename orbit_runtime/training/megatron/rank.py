@@ -79,13 +79,13 @@ class RankSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainerRankFacts:
-    """What a rank reports once it is ready."""
+    """Reported by a rank once it is ready."""
 
     outline: Outline
     policy: PolicyFacts
     sizes: GroupSizes
     critic: Outline
-    """Of the critic's parameters; empty without a critic."""
+    """The critic's parameters; empty without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class RankScore:
     """The most probable token at each position."""
     base_top: tuple[int, ...]
     applied: AppliedPieces
-    """Of this rank's part; ranks that hold the same part must agree."""
+    """Pieces of this rank's part; ranks that hold the same part must agree."""
     scalings: frozenset[float | None]
     critic: Mapping[str, Pieces]
     """The critic's parameters that other ranks hold too → pieces of this rank's values; empty without a critic."""
@@ -150,7 +150,7 @@ class MegatronRank:
         self._holdings["policy"].built = self._built
         self._applied: AppliedPieces = {}
         self._scalings: Mapping[str, set[float | None]] = {}
-        """Of the newest `score`: what was applied, and each module's scaling."""
+        """Module → scalings that the newest `score` applied."""
         self._newest = Newest()
         self._probing = ExitStack()
 
@@ -166,7 +166,7 @@ class MegatronRank:
         return self._updater.update(samples_D)
 
     def column(self, name: Computed, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
-        """Of this replica's samples, by their index; one of its ranks returns them."""
+        """Column `name` of this replica's samples, by their index; one of its ranks returns it."""
         columns = self._updater.column(name, samples_D)
         return columns if self._groups.leads and self._groups.tensor.rank() == 0 else {}
 
@@ -199,8 +199,9 @@ class MegatronRank:
         return torch.empty(0), torch.empty(0, dtype=torch.long)
 
     def _built(self, what: What, key: str, row: int | None) -> Tensor | None:
-        """As `Holding.built`. Nothing that was applied is kept: it is built again, and its hash tells whether it has
-        the values that the newest `score` multiplied by."""
+        """See `Holding.built`. Nothing that was applied is kept: it is built again, and its hash shows whether it has
+        the values that the newest `score` multiplied by.
+        """
         module, _, kind = key.rpartition(".")
         experts = WHOLE if row is None else slice(row, row + 1)
         build, layer = self.policy.injected.selection.applied_masters[TRAINER_SLOT], self.policy.injected.layers[module]
@@ -216,7 +217,7 @@ class MegatronRank:
         return values if row is None else values[0]
 
     def explain(self, values: Mapping[str, Sent], scaling: float | None) -> list[str]:
-        """How the values that the newest `score` applied here differ from the published ones, one sentence per
+        """Differences between the values that the newest `score` applied here and the published ones, one sentence per
         parameter.
 
         Args:
@@ -242,7 +243,7 @@ class MegatronRank:
         return told + explain_tensors(published, applied)
 
     def begin_probing(self, probe: Probe, seed: int) -> None:
-        """From now on the masters hold an untrained probe adapter."""
+        """Replaces the masters' values by those of an untrained probe adapter."""
         self._probing.enter_context(self._masters.probing(probe, seed))
 
     def end_probing(self) -> None:
@@ -275,11 +276,11 @@ class MegatronRank:
         self._newest = Newest()
 
     def fill(self, window: FileWindow, dtype: torch.dtype, opening: MemoryOpening, start: int) -> Filled:
-        """As `Holding.fill`."""
+        """See `Holding.fill`."""
         return self._holdings[window.holder].fill(window, dtype, opening, start)
 
     def take(self, window: FileWindow, opening: MemoryOpening, start: int, data: bytes | None) -> bool:
-        """As `Holding.take`."""
+        """See `Holding.take`."""
         return self._holdings[window.holder].take(window, opening, start, data)
 
     def counters(self, holder: Holder) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Where a divided layer begins and ends: its input is complete on every rank, its output is a sum over ranks.
+"""Enters and leaves divided layers: the input is complete on every rank, the output is a sum over ranks.
 
 Inside, ranks compute with their part of the matrices or experts and exchange nothing. Each rank's gradient of the
 input is one term of a sum, and so is its gradient of every parameter that all ranks hold (`gradients`).
@@ -49,7 +49,7 @@ class Regions:
         self._pipeline = pipeline
         self._layers: Sequence[nn.Module] = ()
         self._open: _Gathered | None = None
-        """What the region that was entered last has gathered, if the backward pass is to gather it again."""
+        """Tokens gathered by the region that was entered last, if the backward pass is to gather them again."""
         self.num_tokens = 0
         self._counts: list[int] = []
         """Token counts of the current pass, for each rank in `groups.tokens`."""
@@ -163,7 +163,9 @@ class Regions:
         return whole[None, : self.num_tokens]  # type: ignore[no-any-return]
 
     def _gathers_again(self) -> bool:
-        """Not where the layer's whole forward pass is repeated: that gathers again as well."""
+        """Whether the backward pass gathers again; not if the layer's whole forward pass is repeated, which gathers as
+        well.
+        """
         is_repeated = any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
         return torch.is_grad_enabled() and not is_repeated
 

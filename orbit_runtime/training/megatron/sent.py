@@ -2,8 +2,6 @@
 
 Megatron-Core replaces the function that unpickles torch's storages with one of its own, so a tensor from a rank would
 import all of Megatron-Core, with its warnings, into the process that leads the run.
-
-Belongs here: conversion to bytes and back. Does not belong here: what is sent.
 """
 
 from __future__ import annotations

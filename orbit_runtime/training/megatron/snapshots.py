@@ -1,8 +1,4 @@
-"""The snapshot of a divided trainer: what each rank records of one pass, assembled for `parity.locate`.
-
-Belongs here: which results of a divided model are slices, sums or runs of tokens, and how each tensor is divided.
-Does not belong here: what is recorded (`policy.snapshot`), comparing (`parity`).
-"""
+"""The snapshot of a divided trainer: what each rank records of one pass, assembled for `parity.locate`."""
 
 from __future__ import annotations
 

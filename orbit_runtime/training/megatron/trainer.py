@@ -78,7 +78,7 @@ WINDOW = "window"
 SHARED_WINDOWS = 16
 """Windows of a large file that ranks write where it is read: enough to hash one while they write the next."""
 PARTS: Mapping[Holder, str] = {"policy": PART, "critic": CRITIC_PART}
-"""Where a checkpoint has the state of each."""
+"""Owner → name of its state in a checkpoint."""
 
 
 class Ranks(Protocol):
@@ -251,8 +251,8 @@ class MegatronTrainer:
         )
 
     def explain(self, files: Mapping[str, Buffer]) -> str:
-        """How the values that the newest `score` applied differ from the published ones, rank by rank; empty if they do
-        not.
+        """Differences between the values that the newest `score` applied and the published ones, rank by rank; empty if
+        there are none.
 
         Sends every rank whole layers, one after another; each rank compares its part.
 
@@ -378,7 +378,7 @@ class MegatronTrainer:
                 self._load_part(holder, outline, parts[PARTS[holder]])
 
     def _load_part(self, holder: Holder, outline: Outline, part: Buffer) -> None:
-        """Puts one window after another where every rank reads its parts of it."""
+        """Writes one window after another to memory from which every rank reads its parts."""
         _, counters = parse_state(part, {key: outline[key].place.shape for key in master_keys(outline)})
         file, data = self._state_file(holder, counters), memoryview(part).cast("B")
         # Behind the header tensors lie as they would be written now.
