@@ -1,7 +1,4 @@
-"""The console script `orbit`, which is also `python -m orbit_runtime`.
-
-Belongs here: what Ctrl-C does while the command line is imported. Does not belong here: the command line (`cli`).
-"""
+"""The console script `orbit`, which is also `python -m orbit_runtime`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SCHEME = "tree:"
 _BATCH_BYTES = 1 << 20
 """Small pieces are handed to another thread together: handing one over takes as long as hashing 30 KiB."""
 IN_FLIGHT_BYTES = 2 * PIECE_BYTES
-"""What waits to be hashed at most, if it is more than a piece."""
+"""Most bytes that wait to be hashed, if a piece is not larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def tree_digest(files: Mapping[str, Iterable[Piece]]) -> str:
 
 
 def is_older_scheme(digest: str) -> bool:
-    """It cannot be compared with one that is made here: equal content has another digest."""
+    """Whether it is of an older scheme, and so cannot be compared with one that is made here."""
     return not digest.startswith(SCHEME)
 
 

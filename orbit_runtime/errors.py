@@ -1,4 +1,4 @@
-"""Every way a run can end badly: one exception per exit code, each saying what is wrong, where, and what to do.
+"""Errors that end a run: one exception per exit code, each with what is wrong, where, and what to do.
 
 Belongs here: `OrbitError`, its children and the exit codes of the command line and the pod.
 Does not belong here: printing (`cli`), or deciding when to retry (`storage`, the operator).
@@ -30,7 +30,7 @@ class OrbitError(Exception):
         self.where = where
         self.fix = fix
         self.about: dict[str, str | int] = {}
-        """Where among ranks it happened, as far as it is known: `rank, device, stage, collective, last_step`."""
+        """Facts about where among ranks it happened, if known: `rank, device, stage, collective, last_step`."""
         super().__init__(message)
 
     def __str__(self) -> str:

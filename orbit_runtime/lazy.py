@@ -1,7 +1,4 @@
-"""Names of a package that are imported on first access, so that the rest of it does not need their dependencies.
-
-Belongs here: that. Does not belong here: which names (the packages).
-"""
+"""Names of a package that are imported on first access, so that the rest of it does not need their dependencies."""
 
 from __future__ import annotations
 

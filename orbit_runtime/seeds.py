@@ -1,6 +1,5 @@
 """Counter-based randomness: every draw of a run is a pure function of the seed and of what it is for.
 
-Belongs here: 64-bit stream keys. Does not belong here: drawing from them (the caller holds the vector library).
 There is no global generator anywhere: the order in which work happens cannot change what is drawn.
 """
 

@@ -55,7 +55,7 @@ class Prompt:
     prompt_id: str
     """Stable across runs: the source's name and the row's number in it."""
     visit: int
-    """How often this prompt was drawn before (the epoch, from 0): each visit samples other tokens."""
+    """Number of earlier draws of this prompt (the epoch, from 0): each visit samples other tokens."""
     messages: tuple[Mapping[str, Any], ...]
     """Chat messages: `role`, `content` (text or a list of parts), and any other fields that the chat template reads."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Request:
     so_far: Completion | None = None
     """An unfinished completion to continue, under any adapter; its tokens count, and are returned with the new ones."""
     deadline_seconds: float | None = None
-    """From `submit` on. A completion that is not done by then is returned as it is, as `deadline`."""
+    """Seconds since `submit`. A completion that is not done by then is returned as it is, as `deadline`."""
     alternatives: int = 0
     """Most probable tokens to report for each position."""
     is_streamed: bool = False
@@ -123,14 +123,16 @@ class Completion:
     request_id: int
     token_ids_T: array[int]
     logprobs_T: array[float]
-    """Under the distribution they were drawn from (`algorithms.distribution`); at temperature 0 the model's own."""
+    """Log-probs under the distribution they were drawn from (`algorithms.distribution`); at temperature 0 the model's
+    own.
+    """
     versions_T: array[int]
     """Read from the slot that the forward pass applied, not from the request; `BASE_VERSION` for the base."""
     finish_reason: FinishReason
     text: str
     """Decoded text, without the stop string or the token that ended it."""
     routed_experts: RoutedExperts | None = None
-    """Experts of the prompt's tokens and the sampled ones; None if not asked for."""
+    """Experts of the prompt's tokens and the sampled ones; None if not requested."""
     alternatives: tuple[array[int], array[float]] | None = None
     """`Request.alternatives` for each token, flattened: ids and log-probs; id -1 for a missing one."""
 
@@ -171,9 +173,9 @@ class Rollout:
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
-    """What its environment counted, such as `tool_calls` and `tool_errors`."""
+    """The environment's counts, such as `tool_calls` and `tool_errors`."""
     teacher_logprobs_T: array[float] | None = None
-    """Of a teacher behind endpoints, in fp32; 0.0 where the mask is 0. None: no such teacher was asked for them."""
+    """Log-probs of a teacher behind endpoints, in fp32; 0.0 where the mask is 0. None without such a teacher."""
     teacher_top: TopTokens | None = None
     cohort: str = ""
     """Advantages compare a prompt's rollouts of equal cohort: the sides of a game, or the depths of a tree."""
@@ -184,7 +186,7 @@ class Rollout:
 
     @property
     def trains(self) -> bool:
-        """It was scored, and the policy chose a token of it."""
+        """Whether it was scored, and the policy chose a token of it."""
         return self.reward is not None and 1 in self.loss_mask_T.tobytes()
 
 
@@ -224,10 +226,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class AdapterManifest:
-    """What a publish wrote: every file of the adapter, with the digests of its pieces."""
+    """The files of a published adapter, with the digests of their pieces."""
 
     files: Mapping[str, Pieces]
-    """By file name: `adapter_config.json`, `adapter_model.safetensors` and, for OFT, `rotations.safetensors`."""
+    """File name → pieces: `adapter_config.json`, `adapter_model.safetensors` and, for OFT, `rotations.safetensors`."""
 
     @property
     def digest(self) -> str:
@@ -253,7 +255,7 @@ class AdapterSink(AdapterMemory, Protocol):
         """Writes one whole file of `size` bytes; returns the digest of each piece (those of `digests`, in order)."""
 
     def fill(self, name: str, sizes: Sequence[int], write: Iterable[int]) -> Pieces:
-        """Reserves a file of these parts. `write` fills it at `places[name]`, and yields how much of it is there."""
+        """Reserves a file of these parts. `write` fills it at `places[name]`, and yields the number of bytes there."""
 
 
 class StateWriter(Protocol):
@@ -263,7 +265,7 @@ class StateWriter(Protocol):
         """Adds a part of `size` bytes. Another thread may request its pieces, more than once, until `wait` returns."""
 
     def wait(self) -> None:
-        """Returns once nothing is read any more, whether writing succeeded or failed."""
+        """Returns once the state is not being read, whether writing succeeded or failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +301,7 @@ class Scored:
     applied_digest: str | None
     """Digest of the adapter tensors that the layers multiplied by in these very passes; `None` if none was applied."""
     cached: Cached | None = None
-    """The tokens after `prefix_length` again, after a cached prefix; None if not asked for or not supported."""
+    """The tokens after `prefix_length` again, after a cached prefix; None if not requested or not supported."""
     top_T: tuple[int, ...] | None = None
     """Entry t is the most probable token given those before t; entry 0 is -1. None if not reported."""
     routed_experts: RoutedExperts | None = None
@@ -363,6 +365,11 @@ class Copy(Protocol):
         Args:
             prefix_length: score the tokens after this many again, with the leading ones from the prefix cache if it
                 holds them from an earlier call.
+            standing: other adapters whose digests will be requested: a server reports them with these readings.
+
+        Args:
+            prefix_length: score the tokens after this many again, with the leading ones from the prefix cache if it
+                holds them from an earlier call.
             standing: other adapters whose digests will be asked for: a server reports them with these readings.
         """
 
@@ -383,7 +390,7 @@ class ServerReading:
     missed: int
     """Adapters that did not arrive by the intended transport, and were loaded from files."""
     exposition: str
-    """Its own metrics in Prometheus' text format; empty if it does not respond."""
+    """The server's own metrics in Prometheus' text format; empty if it does not respond."""
     memory_bytes: int | None
     """Memory in use on its device, or on a CPU by its processes; None if it is on another machine or unknown."""
 
@@ -416,6 +423,8 @@ class Engine(Protocol):
         """Aborts these requests, or all: each is returned through `completions` with the tokens it has.
 
         A request that ended by itself meanwhile keeps its finish reason; an id that is not in flight is ignored.
+
+        A request that ended by itself meanwhile keeps its finish reason; an id that is not in flight is ignored.
         """
 
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
@@ -442,7 +451,7 @@ class Engine(Protocol):
 
 
 class TokenSource(Protocol):
-    """Where an episode gets its tokens from: the engine, under the step's policy."""
+    """The source of an episode's tokens: the engine, under the step's policy."""
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
         """Samples one completion of these tokens. `key` as in `Request`.

@@ -1,7 +1,4 @@
-"""Checks of values and functions supplied by users, each with one clear error.
-
-Belongs here: refusing, with the place and the fix. Does not belong here: using accepted values.
-"""
+"""Checks of values and functions supplied by users, each with one clear error."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ def plain(answer: Any, where: str) -> Any:
 
 
 def num_taken(function: Callable[..., Any], most: int) -> int:
-    """How many of `most` positional arguments the function takes."""
+    """Number of positional arguments that the function takes, at most `most`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

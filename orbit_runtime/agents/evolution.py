@@ -25,7 +25,7 @@ from orbit_runtime.seeds import stream_key
 
 
 class EvolutionPhase(StrEnum):
-    """What a pipeline is doing."""
+    """The current activity of a pipeline."""
 
     INIT = "init"
     EVALUATING = "evaluating"
@@ -103,7 +103,7 @@ class _Progress:
 
     population: list[Any]
     scores: list[float | None]
-    """None for individuals not evaluated yet."""
+    """Score of each individual; None if it is not evaluated yet."""
     history: list[EvolutionEpoch] = field(default_factory=list)
     best: Any = None
     best_score: float = -math.inf

@@ -1,7 +1,4 @@
-"""`TrajectoryItem`, and reading the parts of an item that may be a plain dict.
-
-Belongs here: what an item is. Does not belong here: collections of them (`trajectory`), changing them (`transforms`).
-"""
+"""`TrajectoryItem`, and reading the parts of an item that may be a plain dict."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ class TrajectoryItem:
     """
 
     state: Any
-    """What the agent saw: text, messages, numbers."""
+    """The agent's observation: text, messages, numbers."""
     action: Any = ""
-    """What it did in response."""
+    """The agent's response to it."""
     reward: float | None = 0.0
     """The reward of the action; None if unknown."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +115,7 @@ _NO_TEXT = ("reward", "score", "metadata")
 
 
 def text_of(item: object, where: str) -> str:
-    """What identifies an item: state and action, or everything in a dict but scores and metadata."""
+    """The text that identifies an item: state and action, or everything in a dict but scores and metadata."""
     if isinstance(item, str):
         return item
     if isinstance(item, TrajectoryItem):

@@ -156,7 +156,7 @@ class _Kept:
         return list(map(hash, combinations([rank for rank in prefix if rank >= self._first_shared], depth)))
 
     def _part_keys(self, ranks: tuple[int, ...], parts: int) -> tuple[int, ...]:
-        """None if there are no parts."""
+        """One key for each part; empty if there are no parts."""
         if not parts:
             return ()
         codes = [0] * parts

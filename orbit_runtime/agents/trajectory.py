@@ -1,8 +1,4 @@
-"""Collects what an agent does: which items are kept, in what form, and their files.
-
-Belongs here: the dataset and its strategies. Does not belong here: the file formats (`files`), changing data
-(`transforms`).
-"""
+"""Collects what an agent does: which items are kept, in what form, and their files."""
 
 from __future__ import annotations
 

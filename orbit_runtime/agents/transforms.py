@@ -1,7 +1,5 @@
 """Functions from data to new data. Each takes trajectory items and plain dicts, does not change its input, and uses a
 seed for random draws.
-
-Belongs here: augmenting, filtering, splitting. Does not belong here: near-duplicates (`near_duplicates`).
 """
 
 from __future__ import annotations

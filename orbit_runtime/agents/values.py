@@ -1,7 +1,4 @@
-"""Values of items as JSON with an exact round trip, including NaN, infinities and tuples, in valid files.
-
-Belongs here: one value ↔ JSON. Does not belong here: files and columns (`files`).
-"""
+"""Values of items as JSON with an exact round trip, including NaN, infinities and tuples, in valid files."""
 
 from __future__ import annotations
 

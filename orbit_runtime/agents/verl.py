@@ -51,12 +51,12 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class VeRLConfig:
-    """What is trained, and how."""
+    """Settings of a training run."""
 
     algorithm: VeRLAlgorithm = VeRLAlgorithm.GRPO
     """A member or its value, `"grpo"` or `"ppo"`."""
     epochs: int = 1
-    """How often each prompt is used."""
+    """Number of times that each prompt is used."""
     batch_size: int = 32
     """Prompts per step."""
     learning_rate: float = 1e-3

@@ -100,7 +100,13 @@ def find_server_gpus(run: OrbitRun, model: ModelFacts | None) -> int | None:
 
 
 def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:
-    """How a trainer in several processes would divide the model on this machine; None if one process trains.
+    """The division of the model among a trainer's processes on this machine; None if one process trains.
+
+    Args:
+        model: None if not known yet.
+
+    Raises:
+        UnsupportedError: (78) the model cannot be divided by these sizes, or not by this version.
 
     Args:
         model: None if not known yet.

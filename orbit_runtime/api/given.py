@@ -1,7 +1,4 @@
-"""Functions and prompt rows passed from Python in place of those that a manifest names.
-
-Belongs here: the manifest that records this. Does not belong here: calling the functions (`workers`, `algorithms`).
-"""
+"""Functions and prompt rows passed from Python in place of those that a manifest names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The resources of this machine, found without torch: GPUs as the driver names them, and main memory.
-
-Belongs here: querying the driver and the kernel. Does not belong here: judging (`planner`, `doctor`).
-"""
+"""The resources of this machine, found without torch: GPUs as the driver names them, and main memory."""
 
 from __future__ import annotations
 
@@ -18,7 +15,9 @@ CUDA_SHARE = 0.97
 
 
 def this_machine(placement: Placement) -> Machine:
-    """Its GPUs; without any, the CPU and its memory.
+    """This machine's GPUs; without any, the CPU and its memory.
+
+    In a `Split` pod, the GPUs of the whole pod: this container sees only the trainer's GPUs and half of the memory.
 
     In a `Split` pod, those of the whole pod: this container sees only the trainer's GPUs and half of the memory.
     """

@@ -1,8 +1,4 @@
-"""Loads a manifest from a file, a mapping, or another manifest, with overrides from Python.
-
-Belongs here: that, and remembering the folder in which its relative paths start. Does not belong here: reading and
-checking (`spec`).
-"""
+"""Loads a manifest from a file, a mapping, or another manifest, with overrides from Python."""
 
 from __future__ import annotations
 

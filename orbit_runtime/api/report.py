@@ -57,7 +57,7 @@ class Compared:
     changed: Mapping[str, tuple[Any, Any]]
     """Fields of the manifest that differ: the baseline's value, and this run's."""
     loss: float | None = None
-    """For demonstrations: mean of its last held-out losses. Lower is better."""
+    """Mean of its last held-out losses, for demonstrations. Lower is better."""
 
 
 class Report:

@@ -1,8 +1,4 @@
-"""`run`: trains from Python as `orbit run` does, optionally with functions of this process.
-
-Belongs here: what happens between a manifest and the loop's first line, for every caller. Does not belong here: the
-loop, what is shown (`observability.progress`).
-"""
+"""`run`: trains from Python as `orbit run` does, optionally with functions of this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A policy's answers, from a run folder.
-
-Belongs here: samples as people and programs read them. Does not belong here: training records (`data.records`).
-"""
+"""A policy's answers, from a run folder."""
 
 from __future__ import annotations
 

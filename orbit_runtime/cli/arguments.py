@@ -1,8 +1,4 @@
-"""Arguments that several commands have.
-
-Belongs here: their help texts, and what a shell offers after TAB for a manifest or a run folder (typer completes
-commands and options). Does not belong here: commands.
-"""
+"""Arguments that several commands have."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ def complete_runs(incomplete: str) -> list[str]:
 
 
 def _paths(incomplete: str, is_wanted: Callable[[Path], bool]) -> list[str]:
-    """As the user writes them; a folder that is not wanted itself ends in a slash."""
+    """Paths in the user's own spelling; a folder that is not wanted itself ends in a slash."""
     head, slash, tail = incomplete.rpartition("/")
     found = []
     try:

@@ -1,7 +1,4 @@
-"""Progress bars and stages on standard error for commands that take a while.
-
-Belongs here: the bar, the stage. Does not belong here: a run's progress (`observability`).
-"""
+"""Progress bars and stages on standard error for commands that take a while."""
 
 from __future__ import annotations
 
@@ -30,7 +27,9 @@ NOTE_SECONDS = 30.0
 
 @contextmanager
 def bytes_bar(title: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int, str], None]]:
-    """`show(bytes done, all bytes, what)`: a bar, or a line every `NOTE_SECONDS` if standard error is no terminal."""
+    """Yields `show(bytes done, all bytes, what)`: a bar, or a line every `NOTE_SECONDS` if standard error is no
+    terminal.
+    """
     columns = (
         TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
         TimeRemainingColumn(), TextColumn("{task.fields[what]}"),
@@ -52,7 +51,7 @@ def bytes_bar(title: str, clock: Callable[[], float] = time.monotonic) -> Iterat
 
 @contextmanager
 def steps_bar(title: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int], None]]:
-    """`show(steps done, all steps)`: a bar, or a line every `NOTE_SECONDS` if standard error is no terminal."""
+    """Yields `show(steps done, all steps)`: a bar, or a line every `NOTE_SECONDS` if standard error is no terminal."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         is_due = _now_and_then(clock)
@@ -66,7 +65,7 @@ def steps_bar(title: str, clock: Callable[[], float] = time.monotonic) -> Iterat
 
 @contextmanager
 def stages(title: str) -> Iterator[Callable[[str], None]]:
-    """`stage(name)`: what a command does now, shown at once as `orbit run` shows it; nothing of it is left at the end.
+    """Yields `stage(name)`, which shows at once, like `orbit run`, what a command does now; cleared at the end.
 
     No other bar can be shown meanwhile.
     """
@@ -99,7 +98,7 @@ def _now_and_then(clock: Callable[[], float]) -> Callable[[], bool]:
 def asking_bar(
     note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """`show(model, its samples so far, all its samples)`: a bar where standard error is a terminal, else lines.
+    """Yields `show(model, its samples so far, all its samples)`: a bar if standard error is a terminal, else lines.
 
     Args:
         note: takes the lines: one when a model begins, one every `NOTE_SECONDS`, and one when it has ended.

@@ -1,7 +1,4 @@
-"""Answers of several models side by side in a terminal, all as they come.
-
-Belongs here: columns, and reading every answer at once. Does not belong here: the conversation (`chat`).
-"""
+"""Answers of several models side by side in a terminal, all as they come."""
 
 from __future__ import annotations
 
@@ -25,15 +22,15 @@ _PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 @dataclass
 class ModelAnswer:
-    """As much of it as there is."""
+    """The part of an answer received so far."""
 
     text: str = ""
     reason: str = INTERRUPTED
-    """Why it ended, as the API says."""
+    """Why it ended, in the API's words."""
 
 
 Pieces = Generator[tuple[str, str | None]]
-"""Of an answer; with the last one why it ended. Who stops reading ends the request."""
+"""Yields pieces of an answer, the last one with the reason for its end. Closing it ends the request."""
 
 
 def is_wide(console: Console) -> bool:
@@ -41,12 +38,19 @@ def is_wide(console: Console) -> bool:
 
 
 def printable(text: str) -> str:
-    """With pictures in place of what would command a terminal: a model may have learnt to write it."""
+    """The text with visible symbols in place of control characters: a model may have learnt to write them."""
     return text.translate(_PICTURES)
 
 
 def show_beside(console: Console, asked: Mapping[str, Pieces], note: str) -> dict[str, ModelAnswer]:
-    """Each answer under its name. Ctrl-C ends all of them.
+    """Shows the answers beside each other as they arrive, and returns each under its name. Ctrl-C ends all of them.
+
+    Args:
+        asked: nothing of them has been read yet.
+        note: one line below.
+
+    Raises:
+        Exception: the first error of an answer.
 
     Args:
         asked: nothing of them has been read yet.
@@ -95,7 +99,7 @@ def show_beside(console: Console, asked: Mapping[str, Pieces], note: str) -> dic
 
 @dataclass(frozen=True)
 class _Columns:
-    """What is drawn at each turn of the screen: the ends of the answers, as far as they fit."""
+    """Draws one frame of the screen: the ends of the answers, as far as they fit."""
 
     console: Console
     answers: Mapping[str, ModelAnswer]

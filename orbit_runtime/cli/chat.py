@@ -26,11 +26,11 @@ FIRST_SECONDS = 600.0
 
 
 class ChatOptions(NamedTuple):
-    """What the command line says."""
+    """The options of `orbit chat`."""
 
     source: str | None
     model: str | None
-    """Without a run: the base's address; with `base_url` the model's name."""
+    """The base's address, if there is no run; with `base_url`, the model's name."""
     adapter: str | None
     step: int | None
     base_url: str | None
@@ -38,7 +38,7 @@ class ChatOptions(NamedTuple):
     compare: bool
     prompt: str | None
     settings: Mapping[str, Any]
-    """Of sampling, as OpenAI's API names them."""
+    """Settings of sampling, under their names in OpenAI's API."""
 
 
 Conversations = Mapping[str, list[dict[str, str]]]
@@ -192,7 +192,7 @@ def _questions(is_terminal: bool) -> Iterator[str]:
 def _answer(
     client: httpx.Client, talks: Conversations, question: str, settings: Mapping[str, Any], *, as_json: bool
 ) -> None:
-    """Of each model. Ctrl-C ends the answers where they are."""
+    """Shows each model's answer. Ctrl-C ends the answers where they are."""
     import json
     from secrets import randbelow
 
@@ -227,7 +227,7 @@ def _answer(
 
 
 def _one_by_one(asked: Mapping[str, Pieces], *, as_json: bool, printed: Callable[[str], str]) -> dict[str, ModelAnswer]:
-    """One below the other. After Ctrl-C those that come later are not asked for."""
+    """Shows the answers one below the other. After Ctrl-C the remaining ones are not requested."""
     from orbit_runtime.cli.beside import INTERRUPTED, ModelAnswer
 
     answers: dict[str, ModelAnswer] = {}

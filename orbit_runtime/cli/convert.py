@@ -1,7 +1,4 @@
-"""`orbit convert`: prints what a conversion wrote and how far it is from its source.
-
-Belongs here: arguments and tables. Does not belong here: the work (`checkpoints`).
-"""
+"""`orbit convert`: prints what a conversion wrote and how far it is from its source."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The report file of a bug in Orbit: what its authors need, and nothing of the user's secrets.
-
-Belongs here: gathering and writing it. Does not belong here: deciding what is a bug (`main`).
-"""
+"""The report file of a bug in Orbit: what its authors need, and nothing of the user's secrets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`orbit data prepare`: its signature, and what it prints.
-
-Belongs here: arguments and words. Does not belong here: the work (`data.preparation`).
-"""
+"""`orbit data prepare`: its signature, and what it prints."""
 
 from __future__ import annotations
 

@@ -140,7 +140,9 @@ def check_extras() -> list[Finding]:
 
 
 def check_ranks() -> list[Finding]:
-    """What a model in parts takes: ranks on Ray over Megatron-Core, SGLang's servers beside them, shared memory."""
+    """Checks the parts of a divided model: ranks on Ray over Megatron-Core, SGLang's servers beside them, shared
+    memory.
+    """
     from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
     wanted = (("megatron-core", "megatron"), ("ray", "ray"))

@@ -1,4 +1,4 @@
-"""`orbit eval`: asks models what a manifest or a run says, and tells what came of it.
+"""`orbit eval`: evaluates models on the prompts of a manifest or a run, and reports the scores.
 
 Belongs here: which models are meant, the folder, printing. Does not belong here: asking (`evaluation`), engines
 (`loop`).
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Models(NamedTuple):
-    """Which models are asked, as the command line has them."""
+    """The models to evaluate, from the command line."""
 
     weights_dir: str | None = None
     steps: str | None = None
@@ -43,7 +43,7 @@ class Models(NamedTuple):
     api_key_env: str | None = None
     model: str | None = None
     against: str | None = None
-    """Which of them, or of those that the folder has, the others are compared with; None: the first."""
+    """The model that the others are compared with, of these or those in the folder; None: the first."""
 
 
 def evaluate(
@@ -346,7 +346,7 @@ def _interval(found: Estimate | None, spec: str = ".3f") -> str:
 
 
 def _console() -> Console:
-    """What is no terminal breaks no lines."""
+    """The console; if it is no terminal, lines are not broken."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=250)

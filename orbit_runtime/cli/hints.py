@@ -1,7 +1,4 @@
-"""What the command line says to a user who is new: examples below each help, and the command that another word means.
-
-Belongs here: words only; a test parses every example. Does not belong here: commands (`main`, `apart`, `data`).
-"""
+"""Hints for new users of the command line: examples below each help, and the right command for a wrong word."""
 
 from __future__ import annotations
 
@@ -83,7 +80,7 @@ class Command(TyperCommand):
 
 
 def _command_of(arguments: Sequence[str]) -> str:
-    """The parser does not always say where it stopped, such as at an option without its value."""
+    """The command that was called, which the parser does not always name, such as at an option without its value."""
     words = [each for each in arguments if not each.startswith("-")]
     found = [" ".join(words[:count]) for count in (2, 1) if " ".join(words[:count]) in EXAMPLES]
     return f"orbit {found[0]}" if found else "orbit"
@@ -94,7 +91,7 @@ def _no_type(ctx: object) -> None:
 
 
 def usage_error(error: Any, arguments: Sequence[str]) -> UsageError:
-    """Of the parser's exception: which command, and where to read on."""
+    """Converts the parser's exception: names the command and where to read on."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else _command_of(arguments)
     message = error.format_message().rstrip(".")

@@ -1,7 +1,4 @@
-"""`orbit init`: a manifest to start from.
-
-Belongs here: writing the file. Does not belong here: its content, which is made from the manifest's own description.
-"""
+"""`orbit init`: a manifest to start from."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ def init(
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing: a file beside it, then a rename."""
+    """Writes all of the file or nothing: a file beside it, then a rename."""
     import tempfile
 
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -1,7 +1,4 @@
-"""`orbit inspect`: prints what a checkpoint, an adapter or a shipped card holds.
-
-Belongs here: finding the place, and tables. Does not belong here: what is found out (`checkpoints`).
-"""
+"""`orbit inspect`: prints what a checkpoint, an adapter or a shipped card holds."""
 
 from __future__ import annotations
 

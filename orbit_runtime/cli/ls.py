@@ -1,7 +1,4 @@
-"""`orbit ls`: the runs in a store.
-
-Belongs here: one line per run. Does not belong here: judging a run (`observability.report`).
-"""
+"""`orbit ls`: the runs in a store."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ COMMANDS: Mapping[str, Callable[..., int | None]] = {
     "agent": agent,
     "doctor": doctor,
 }
-"""In the order of the help. A command returns its exit code, or None for 0."""
+"""Commands in the order of the help. A command returns its exit code, or None for 0."""
 
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MAX_PROMPTS = 64
-"""Of a file of prompts, how many are answered."""
+"""Most prompts of a file that are answered."""
 
 
 def merge(

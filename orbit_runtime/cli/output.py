@@ -1,7 +1,4 @@
-"""Printing results: JSON for programs, short tables for people.
-
-Belongs here: how a result looks. Does not belong here: what it says.
-"""
+"""Printing results: JSON for programs, short tables for people."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def format_bytes(count: int | None) -> str:
 
 
 def before_and_after(facts: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Of what a run is about: its beginning, its end, and what lies between, from `Report.to_json`.
+    """First value, last value and change of a run's main metric, from `Report.to_json`.
 
     A reward is the mean of several steps where the run has them: one batch may have other prompts than another.
     """

@@ -1,7 +1,4 @@
-"""`orbit parity`: prints how far trainer and engine are apart, and where they part.
-
-Belongs here: the table. Does not belong here: measuring (`parity`), building both sides (`loop`).
-"""
+"""`orbit parity`: prints how far trainer and engine are apart, and where they part."""
 
 from __future__ import annotations
 

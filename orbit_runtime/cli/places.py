@@ -1,7 +1,4 @@
-"""Where a model or an adapter lies: an address on the command line → a folder, a store, or a shipped card.
-
-Belongs here: the schemes. Does not belong here: reading what lies there, addresses within a manifest (`plan`).
-"""
+"""Addresses of models and adapters on the command line: a folder, a store, or a shipped card."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def local_folder(uri: str, *, precision: str = "Auto", option: str | None = None
 
 
 def needed_folder(uri: str, *, precision: str = "Auto") -> Path:
-    """`local_folder` for commands that read every byte.
+    """Returns `local_folder` for commands that read every byte.
 
     Raises:
         ModelError: it lies elsewhere, or is not there.

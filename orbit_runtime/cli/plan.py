@@ -1,7 +1,4 @@
-"""`orbit plan`: what a run takes on a machine and whether it fits.
-
-Belongs here: printing. Does not belong here: the arithmetic (`planner`), finding the facts (`api.before`).
-"""
+"""`orbit plan`: what a run takes on a machine and whether it fits."""
 
 from __future__ import annotations
 

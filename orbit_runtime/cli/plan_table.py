@@ -34,11 +34,11 @@ FITS = {
     "planned": "fits; the notes say what has not run on hardware",
     "missing": "fits, but this version cannot run it yet",
 }
-"""By the state of support; what is refused does not fit."""
+"""State of support → words; what is refused does not fit."""
 
 
 def print_plan(made: Plan, console: Console | None = None) -> None:
-    """Everything that a person asks for, on standard output."""
+    """Prints the whole plan for a person on standard output."""
     console = console or Console(highlight=False, soft_wrap=True)
     for line in _head(made):
         console.print(line, markup=False)
@@ -104,7 +104,7 @@ def _cell(size: int | None, unit: int) -> str:
 
 
 def _bar(made: Plan, phase: Phase, *, colour: bool) -> Text:
-    """`|` stands where the device ends; what goes beyond it is drawn behind."""
+    """A bar for one phase: `|` marks the end of the device's memory; anything beyond it is drawn behind."""
     totals = [made.total(each) for each in PHASES]
     full = max(made.capacity or 0, *totals) if made.problems else made.capacity or max(totals)
     cells: list[tuple[str, str]] = []

@@ -1,7 +1,4 @@
-"""`orbit replay`: trains a run's recorded rollouts again and says whether the same adapter comes out.
-
-Belongs here: what is printed. Does not belong here: training them (`loop.replay`).
-"""
+"""`orbit replay`: trains a run's recorded rollouts again and checks whether the adapter is the same."""
 
 from __future__ import annotations
 

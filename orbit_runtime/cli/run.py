@@ -1,4 +1,4 @@
-"""`orbit run` and `orbit sft`: check the manifest, the installation and that it fits, train, say what came of it.
+"""`orbit run` and `orbit sft`: check the manifest, the installation and that it fits, train, report the result.
 
 Belongs here: the order of those, and their words. Does not belong here: training (`loop`).
 """
@@ -59,7 +59,7 @@ def _run(file: Path, out: str | None, overrides: Sequence[str], *, dry_run: bool
 
 
 def run_with(manifest: OrbitRun, train: Callable[[Progress], RunResult], *, as_json: bool) -> int:
-    """Shows a run while it trains and says what came of it; returns the exit code."""
+    """Shows a run while it trains and prints its result; returns the exit code."""
     import json
 
     from orbit_runtime.observability.logs import configure_logs
@@ -145,7 +145,13 @@ def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:
 def describe_processes(
     run: OrbitRun, server_gpus: int | None = None, ranks: Layout | None = None
 ) -> list[dict[str, Any]]:
-    """For `--dry-run`: one entry per process, `name, count, argv, environment`, in the order they would start.
+    """The processes for `--dry-run`: one entry each, `name, count, argv, environment`, in the order they would start.
+
+    With the torch trainer and engine everything but the rewards runs in the one process of `orbit run`.
+
+    Args:
+        server_gpus: GPUs of each SGLang server, or its processes on a CPU; None: unknown before the model is there.
+        ranks: how a trainer in several processes divides the model; None: one process trains.
 
     With the torch trainer and engine everything but the rewards runs in the one process of `orbit run`.
 
@@ -187,7 +193,7 @@ def _of_rollouts(
 
 
 def _ranks(layout: Layout) -> list[dict[str, Any]]:
-    """In the order of their parents: whoever ends takes with him what is below."""
+    """The ranks' processes, parents first: one that ends takes along those after it."""
     python, workers = sys.executable, "orbit_runtime.workers"
     return [
         {
@@ -218,7 +224,7 @@ def _ranks(layout: Layout) -> list[dict[str, Any]]:
 
 
 def _sglang(run: OrbitRun, server_gpus: int | None) -> dict[str, Any]:
-    """What decides its size; the other arguments follow from the model's files."""
+    """An SGLang server and the arguments that decide its size; the others follow from the model's files."""
     size = "as many GPUs as replicas leave it" if server_gpus is None else f"a process for each of {server_gpus}"
     python = os.environ.get("ORBIT_SGLANG_PYTHON") or sys.executable
     return {

@@ -1,4 +1,4 @@
-"""`orbit serve`: base and adapters behind an OpenAI-compatible port, until it is told to stop.
+"""`orbit serve`: base and adapters behind an OpenAI-compatible port, until it is stopped.
 
 Belongs here: arguments, the token, stopping. Does not belong here: what is answered (`serve`).
 """
@@ -96,7 +96,7 @@ def serve(
 
 
 def check_named(source: str | None, model: str | None, adapters: Sequence[str]) -> None:
-    """What is wrong with these names on this machine is said before torch is imported, which takes seconds.
+    """Checks the names on this machine before torch is imported, which takes seconds.
 
     Raises:
         UsageError: neither or both of run and model are named, an address is none, or a local folder is not there.
@@ -123,10 +123,10 @@ def check_named(source: str | None, model: str | None, adapters: Sequence[str]) 
 
 
 def fetch_named(model: str | None) -> Path | None:
-    """Downloads a model that is elsewhere, before torch is imported: a hub that is out of reach is said at once, and
-    Ctrl-C ends it. None: the model is on this machine, or a run names it.
+    """Downloads a remote model before torch is imported, so that an unreachable hub is reported at once and Ctrl-C ends
+    it. None: the model is on this machine, or a run names it.
 
-    Raises: as `fetch_input`.
+    Raises: see `fetch_input`.
     """
     from orbit_runtime.cli.places import local_folder
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
 
 CHILD_PATIENCE_SECONDS = 2400.0
-"""Longer than ranks may take to start (`workers.ranks.group`), whose error says more."""
+"""Seconds to wait for a side: more than ranks may take to start (`workers.ranks.group`), whose error says more."""
 
 
 TokenFile = Annotated[
@@ -80,8 +80,12 @@ def _run_side(
     end_with_input: bool,
     as_json: bool,
 ) -> int:
-    """Answers until SIGINT or SIGTERM, after the call that is under way. Returns 0, or 75 where it was
-    stopped before it listened.
+    """Answers until SIGINT or SIGTERM, and finishes the current call. Returns 0, or 75 if it was stopped before it
+    listened.
+
+    Raises:
+        UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
+            taken. OrbitError: see `orbit run` with this manifest before its first step.
 
     Raises:
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is

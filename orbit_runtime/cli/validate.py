@@ -1,7 +1,4 @@
-"""`orbit validate`: is this manifest right, do the prompts and rewards that it names exist, and what does it say.
-
-Belongs here: the summary of a manifest. Does not belong here: finding its problems (`spec`, `environments.asked`).
-"""
+"""`orbit validate`: is this manifest right, do the prompts and rewards that it names exist, and what does it say."""
 
 from __future__ import annotations
 

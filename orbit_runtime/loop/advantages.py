@@ -1,4 +1,4 @@
-"""From a step's groups to the samples it trains on: what the algorithm needs is scored, then advantages are computed.
+"""Turns a step's groups into the samples it trains on: scores what the algorithm needs, then computes advantages.
 
 Belongs here: what an algorithm is given. Does not belong here: its formulas (`algorithms`).
 """
@@ -61,7 +61,7 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
 
 
 def _taught(trainer: Trainer, samples_D: Sequence[Sample], groups_P: Sequence[Group]) -> Sequence[array[float]]:
-    """Log-probs of the teacher: from the rollouts, where servers were asked as these ended; else the trainer's."""
+    """The teacher's log-probs: from the rollouts if servers were asked as these ended, else from the trainer."""
     told_D = [each.teacher_logprobs_T for group in groups_P for each in group.rollouts_G if each.trains]
     found_D = [each for each in told_D if each is not None]
     # Also where no rollout trains: then there is nobody to ask, and a trainer without a teacher is not.
@@ -82,10 +82,9 @@ def _that_teach(objective: Objective, groups_P: Sequence[Group]) -> Sequence[Gro
 def mean_advantages(
     objective: Objective, groups_P: Sequence[Group], samples_D: Sequence[Sample]
 ) -> dict[tuple[str, int, int], float]:
-    """What each rollout that trains was trained with, on average over its tokens, for people.
+    """Mean advantage over the tokens of each rollout that trains, for people.
 
     Args: samples_D: what `build_batch` made of the groups.
-
     Returns: by prompt, visit and sample.
     """
     rollouts_D = [
@@ -138,7 +137,7 @@ def _valued(
 
 
 def shaped_reward(spec: RunSpec, objective: Objective, rollout: Rollout) -> float | None:
-    """What a rollout is worth before it pays for its distance from the reference."""
+    """The value of a rollout before the penalty for its distance from the reference."""
     if rollout.reward is None or objective.overlong_penalty == 0:
         return rollout.reward
     return rollout.reward - overlong_penalty(
@@ -152,7 +151,7 @@ def shaped_reward(spec: RunSpec, objective: Objective, rollout: Rollout) -> floa
 def _penalties(
     kl: KL, objective: Objective, samples_D: Sequence[Sample], groups_P: Sequence[Group]
 ) -> Iterator[list[list[float]]]:
-    """What each trained token of each rollout pays; nothing where it does not train."""
+    """The penalty of each trained token of each rollout; 0 where it does not train."""
     samples = iter(samples_D)
     for group in groups_P:
         of_group = [next(samples) if rollout.trains else None for rollout in group.rollouts_G]

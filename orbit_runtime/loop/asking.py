@@ -37,7 +37,7 @@ class SamplingPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OnePolicy:
-    """A policy that stays the same for as long as the engine is asked."""
+    """A policy that does not change while the engine is in use."""
 
     name: str | None
     version: int
@@ -145,7 +145,7 @@ class Asking:
         so_far: Completion | None,
         who: Hashable = None,
     ) -> Completion:
-        """Waits for a completion. It comes back as `abort` if the policy changed meanwhile or `end` was called.
+        """Waits for a completion. Its finish reason is `abort` if the policy changed meanwhile or `end` was called.
 
         Args:
             who: the name by which `end` finds this request.
@@ -167,6 +167,12 @@ class Asking:
 
     async def switch(self, policy: SamplingPolicy) -> None:
         """Samples everything under this policy from now on; returns when nothing samples from an older one.
+
+        Requests in flight are aborted, and their episodes request the remaining tokens. Keys and values of the tokens
+        so far are recomputed, so no token depends on keys and values of another policy.
+
+        Raises:
+            OrbitError: the error that ended the engine: it may hold requests that nobody waits for.
 
         Requests in flight are aborted, and their episodes ask for the rest. Keys and values of the tokens so far are
         then recomputed, so no token depends on keys and values of another policy.
@@ -191,7 +197,9 @@ class Asking:
         return {question.who for question in self._open.values()}
 
     async def end(self, who: Collection[Hashable]) -> None:
-        """Aborts these callers' requests in flight; returns when none of them is sampled any more.
+        """Aborts these callers' requests in flight; returns when none of them is being sampled.
+
+        A caller may have made several, and some that were not submitted yet: those are cancelled.
 
         A caller may have made several, and some that were not submitted yet: those are cancelled.
         """
@@ -263,7 +271,7 @@ class Asking:
 
 
 def _checked(completion: Completion, question: _Question) -> Completion:
-    """Raises GateError if new tokens carry another version than asked for, or if the earlier ones changed."""
+    """Raises GateError if new tokens carry another version than requested, or if the earlier ones changed."""
     assert question.policy is not None
     asked = question.policy.version
     before = question.so_far.versions_T if question.so_far else _NO_VERSIONS

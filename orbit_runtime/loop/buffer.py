@@ -26,7 +26,7 @@ class Paid:
     """A completion, whole or as far as it got, and the request that it answers."""
 
     key: int
-    """As in `Request`; it identifies the turn."""
+    """The key of its `Request`; it identifies the turn."""
     prompt_ids_T: tuple[int, ...]
     completion: Completion
 

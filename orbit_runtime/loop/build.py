@@ -60,7 +60,10 @@ def build_parts(
     materials: EpisodeMaterials,
     closing: ExitStack,
 ) -> Parts:
-    """Fetches the model, and wires everything. What must be closed is pushed on `closing`.
+    """Fetches the model and connects all parts. Pushes what must be closed on `closing`.
+
+    Args:
+        given: its functions replace those that the manifest names.
 
     Args:
         given: its functions stand in the place of those that the manifest names.
@@ -158,7 +161,7 @@ def build_parts(
 
 
 def build_stream(table: PromptTable, spec: RunSpec) -> PromptStream:
-    """As `data` says how prompts are drawn."""
+    """The prompt stream that `spec.data` describes."""
     data, weights = spec.data, [each.weight for each in spec.data.prompts]
     asked = data.difficulty if spec.algorithm.type != "SFT" else None
     return PromptStream(

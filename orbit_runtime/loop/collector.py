@@ -30,7 +30,7 @@ from orbit_runtime.workers.child.heartbeat import sign
 from orbit_runtime.workers.child.signals import StopFlag
 
 STOP_SECONDS = 0.2
-"""How often to look for a stop request: a completion may take hours, and a pod's grace period is short."""
+"""Seconds between checks for a stop request: a completion may take hours, and a pod's grace period is short."""
 END_SECONDS = 60.0
 """Limit for shutting down: long enough for a decode step, or for servers to abort what they sample."""
 
@@ -95,7 +95,7 @@ class Collector:
         self.begin(step, prompts_P, wanted)
 
     def switch(self, policy: Publication) -> None:
-        """Makes `policy` the one that samples; returns when nothing samples from an older policy any more."""
+        """Samples from `policy` from now on; returns when nothing samples from an older policy."""
         self._loop.run(self._asking.switch(policy))
 
     def take(self, step: int, stop: StopFlag) -> Collected | None:
@@ -291,7 +291,7 @@ class OwnThread:
 
 
 class CallersThread:
-    """Goes on while its caller waits in `run` or `wait`, and stands still otherwise."""
+    """A thread that runs only while its caller waits in `run` or `wait`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

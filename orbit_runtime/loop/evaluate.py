@@ -1,8 +1,4 @@
-"""Local models that an evaluation measures on the torch engine: the base, and adapters that a run kept.
-
-Belongs here: loading them, and putting one policy at a time into the engine. Does not belong here: what they are asked
-(`evaluation`), a run's own evaluations (`measure`).
-"""
+"""Local models that an evaluation measures on the torch engine: the base, and adapters that a run kept."""
 
 from __future__ import annotations
 
@@ -63,7 +59,7 @@ class LocalSubject:
 def open_models(
     run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[NamedAdapter], *, base: bool
 ) -> list[LocalSubject]:
-    """The base, if asked for, and every adapter, all on one engine.
+    """Opens the base, if requested, and every adapter, all on one engine.
 
     Args:
         run: has absolute paths; its `adapter` describes every adapter.

@@ -1,9 +1,4 @@
-"""Beginning a run with an adapter from another training: `spec.adapter.initFrom`.
-
-Belongs here: finding the adapter, checking it against this run's base and `adapter`, and making the trainer's first
-state from it. Does not belong here: continuing another run with its optimizer and steps (`origin`), the content of
-files (`checkpoints`).
-"""
+"""Beginning a run with an adapter from another training: `spec.adapter.initFrom`."""
 
 from __future__ import annotations
 
@@ -36,7 +31,7 @@ class Initial:
     """Digest of the adapter's files."""
 
     def to_json(self) -> dict[str, Any]:
-        """For `run.json`; a restart before the first checkpoint uses the same adapter."""
+        """The entry in `run.json`; a restart before the first checkpoint uses the same adapter."""
         return {"uri": self.folder.place, "digest": self.digest}
 
 

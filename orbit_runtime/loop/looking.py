@@ -1,8 +1,4 @@
-"""Inspects both sides to find why they differ: the trainer's ranks, and the layers of every copy of the engine.
-
-Belongs here: what to ask, and in which order. Does not belong here: measuring whether they differ (`parity`), comparing
-the readings (`parity.locate`).
-"""
+"""Inspects both sides to find why they differ: the trainer's ranks, and the layers of every copy of the engine."""
 
 from __future__ import annotations
 

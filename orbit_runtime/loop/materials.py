@@ -1,4 +1,4 @@
-"""What a run works on, opened before torch is imported: a wrong path or a missing reward is reported in a second.
+"""The inputs of a run, opened before torch is imported: a wrong path or a missing reward is reported in a second.
 
 Belongs here: what the caller passes besides the manifest, prompts or demonstrations, the processes of rewards and
 environment, and their order. Does not belong here: reading files (`data`), starting processes (`workers`), the model
@@ -38,7 +38,7 @@ from orbit_runtime.workers.user_code.reward_protocol import RewardScorer
 
 @dataclass(frozen=True)
 class Given:
-    """What a caller passes besides the manifest."""
+    """Values that a caller passes besides the manifest."""
 
     rewards: Mapping[str, Callable[..., Any]] | None = None
     """Functions by reward name."""
@@ -87,7 +87,7 @@ class Materials:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeMaterials(Materials):
-    """For a run with rewards."""
+    """The inputs of a run with rewards."""
 
     scorer: RewardScorer
     pool: EnvironmentPool | None
@@ -95,18 +95,18 @@ class EpisodeMaterials(Materials):
     reference_fields: tuple[str, ...]
     """Columns that the shipped rewards read."""
     held_out: tuple[EvalTask, ...]
-    """What the policy is measured on while it trains."""
+    """Tasks by which the policy is evaluated while it trains."""
     teacher: AdapterFolder | None
     """The adapter that teaches, as it was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationMaterials(Materials):
-    """For a run that learns from demonstrations."""
+    """The inputs of a run that learns from demonstrations."""
 
     demonstrations: Sequence[Demonstration]
     trained: PromptTable
-    """Those of the table that are trained on."""
+    """The rows of the table that are trained on."""
     measured: Sequence[Prompt]
     """The others, which the policy is measured on."""
 
@@ -114,8 +114,16 @@ class DemonstrationMaterials(Materials):
 def open_episode_materials(
     run: OrbitRun, names: Names, inputs: Inputs, given: Given, show: Show, closing: ExitStack
 ) -> EpisodeMaterials:
-    """Fetches and reads the prompts, and starts rewards and environment, those of the run's evaluations too. Pushes
-    what must be closed on `closing`.
+    """Fetches and reads the prompts, and starts rewards and environment, also of the run's evaluations. Pushes what
+    must be closed on `closing`.
+
+    Args: run: with absolute paths; its `Auto` fields have no effect here.
+    Raises:
+        DataError, ManifestError, UsageError: see `environments.asked.check_local_inputs`.
+        UnsupportedError: (78) the package of the environment's type is not installed.
+        ModelError: (66) there is no adapter that teaches.
+        CredentialsError: (77) a variable that an endpoint needs is not set.
+        StorageError: an input cannot be fetched.
 
     Args: run: with absolute paths; what `Auto` becomes on this machine does not matter.
 

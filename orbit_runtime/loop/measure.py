@@ -1,4 +1,4 @@
-"""A run's own evaluations: the same held-out prompts, asked before, during and after training.
+"""Evaluations within a run: the same held-out prompts before, during and after training.
 
 Belongs here: when an evaluation is due, asking while training episodes run, what is kept of it. Does not belong here:
 playing and scoring (`evaluation`), models outside a run (`evaluate`).
@@ -110,7 +110,7 @@ def check_held_out_sampling(run: OrbitRun) -> None:
 
 
 def build_held_out(spec: RunSpec, tasks: Sequence[EvalTask], tokenizer: Tokenizer) -> HeldOut | None:
-    """None if there are no tasks. Raises DataError if a prompt leaves no room for an answer."""
+    """The run's evaluations; None if there are no tasks. Raises DataError if a prompt leaves no room for an answer."""
     for task in tasks:
         encode = partial(tokenizer.encode_many, tools=task.pool.tools if task.pool else ())
         longest = spec.model.max_sequence_length - task.sampling.max_new_tokens

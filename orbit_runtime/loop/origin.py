@@ -1,8 +1,4 @@
-"""Beginning a new run from another run's checkpoint: `spec.checkpoint.resumeFrom`.
-
-Belongs here: finding that checkpoint, and what a new run takes over from it. Does not belong here: continuing a run in
-its own folder (`resume`).
-"""
+"""Beginning a new run from another run's checkpoint: `spec.checkpoint.resumeFrom`."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ class Origin:
         return int(self.bundle.facts["step"])
 
     def to_json(self) -> dict[str, Any]:
-        """For `run.json` of the new run; a restart before its first own checkpoint uses the same origin."""
+        """The entry in the new run's `run.json`; a restart before its first own checkpoint uses the same origin."""
         digest = self.bundle.facts["adapter_digest"]
         return {"uri": self.uri, "checkpoint": self.bundle.prefix.rstrip("/"), "adapter_digest": digest}
 

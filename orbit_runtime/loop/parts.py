@@ -1,7 +1,4 @@
-"""The parts of a run, built and checked.
-
-Belongs here: the records that stages take. Does not belong here: building the parts (`build`), what they do.
-"""
+"""The parts of a run, built and checked."""
 
 from __future__ import annotations
 

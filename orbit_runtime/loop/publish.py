@@ -151,7 +151,7 @@ class Publisher:
 
 
 def _begun(call: Callable[[], None]) -> Future[None]:
-    """In a thread that nobody waits for if the caller fails meanwhile: the engine's end ends the call as well."""
+    """Runs the call in a thread that may be abandoned if the caller fails: the engine's end ends the call as well."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="orbit-load")
     begun = pool.submit(call)
     pool.shutdown(wait=False)
@@ -228,7 +228,10 @@ class PolicyVersions:
         return self._active
 
     def activate(self, publication: Publication) -> None:
-        """Activates it and unloads its predecessor, which nothing may sample from any more.
+        """Activates a version and unloads its predecessor, from which nothing may be sampling.
+
+        Raises:
+            GateError: it is not newer than the active one. A policy never goes back.
 
         Raises:
             GateError: it is not newer than the active one. A policy never goes back.
@@ -248,7 +251,7 @@ _log = logging.getLogger("orbit.loop")
 
 
 class Keeper:
-    """One thread that runs the work it is given in order, while the loop goes on.
+    """Runs work in order in one thread, beside the loop.
 
     Consumes: the adapter of a publish, then the checkpoint of its step. Waits for: nothing but the store. Unblocks: the
     loop, which waits for it before it publishes again, and the trainer, which does not change state that is still being

@@ -1,8 +1,4 @@
-"""Continuing a run from its folder: whether it is the same run, and from which checkpoint.
-
-Belongs here: comparing the manifests of then and now, choosing a checkpoint, restoring every part from it.
-Does not belong here: reading and verifying bytes (`storage`).
-"""
+"""Continuing a run from its folder: whether it is the same run, and from which checkpoint."""
 
 from __future__ import annotations
 

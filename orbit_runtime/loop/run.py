@@ -414,8 +414,9 @@ def told_where_memory_ran_out(show: Show) -> Iterator[None]:
 
 
 def end_stalled(store: Store, execution: Execution, show: Show, webhooks: list[Webhook]) -> Callable[[Stall], None]:
-    """What to do once a `Stall` is found: the run folder gets the stacks, and a process that belongs to the run ends
-    with 83. In any other, such as a notebook's, the user is told and decides."""
+    """The reaction to a `Stall`: the run folder gets the stacks, and a process that belongs to the run ends with 83. In
+    any other, such as a notebook's, the user is told and decides.
+    """
 
     def ended(stall: Stall) -> None:
         step = show.step_now or 0

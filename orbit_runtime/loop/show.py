@@ -1,8 +1,4 @@
-"""What a run displays while it runs: terminal, status port and metrics, fed from one place.
-
-Belongs here: passing the same facts to every display, and a step's messages. Does not belong here: how they look
-(`observability`).
-"""
+"""The display of a running run: terminal, status port and metrics, fed from one place."""
 
 from __future__ import annotations
 
@@ -107,7 +103,7 @@ class StartTimes:
         self._seconds: dict[str, float] = {}
 
     def stage(self, name: str) -> None:
-        """A stage begins. One that had already been left goes on: its times are added."""
+        """Begins a stage, or continues one that had been left: its times are added."""
         if self._tell is None:
             return
         now = self._clock()

@@ -1,7 +1,4 @@
-"""What changes during a run, and the part of it that a checkpoint stores as facts.
-
-Belongs here: counters and the current publication. Does not belong here: tensors (`trainer`), prompt cursor (`data`).
-"""
+"""The state that changes during a run, and the part of it that a checkpoint stores as facts."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class RunState:
     publishes: int = 0
     publishes_proven: int = 0
     resumed: int = 0
-    """How often this run was continued from a checkpoint."""
+    """Number of times that this run was continued from a checkpoint."""
     policy_version: int = 0
     """Version to publish first: 0, or the checkpoint's."""
     expected_digest: str | None = None
@@ -80,7 +77,7 @@ class RunState:
             self.warnings.append(message)
 
     def facts(self) -> dict[str, Any]:
-        """For the report; `restore` reads back what a resumed run continues from."""
+        """The facts for the report; `restore` reads those from which a resumed run continues."""
         return {
             "publishes": self.publishes,
             "publishes_proven": self.publishes_proven,

@@ -58,7 +58,7 @@ class Measured:
 
     @property
     def is_worse(self) -> bool:
-        """By more than chance does."""
+        """Whether it is worse by more than chance."""
         return self.teacher - self.student < -ERRORS * self.error
 
     def to_json(self) -> dict[str, Any]:
@@ -71,8 +71,8 @@ class Measured:
 
 
 def check_teacher(parts: Parts) -> list[str]:
-    """Before a run's first step; returns warnings. Other teachers than adapters and servers are what the policy is at
-    first.
+    """Measures a run's teacher before its first step; returns warnings. Adapters and servers only: other teachers equal
+    the policy at first.
 
     Raises:
         GateError: (84) its log-probs are not finite, or it earns less than the policy.
@@ -138,7 +138,7 @@ def _compare(played: Sequence[Played], taught: Sequence[Played]) -> Measured | N
 # --- answers ---
 
 TEACHER_VERSION = -2
-"""What tokens carry that a teacher sampled in preflight; they are not trained on."""
+"""Policy version of tokens that a teacher sampled in preflight; they are not trained on."""
 _NAMES = count()
 
 

@@ -161,8 +161,12 @@ class Answer:
         return Ask(f"{_PREFIX}-{next(_NUMBERS)}.", self.request, tuple(self.tokens))
 
     def add(self, piece: TokenPiece) -> None:
-        """Raises GateError if a token was skipped or repeated, if there are more tokens than asked for, or if a
-        finished completion has none."""
+        """Adds tokens.
+
+        Raises:
+            GateError: a token was skipped or repeated, there are more than requested, or a finished
+                completion has none.
+        """
         if piece.total is not None and piece.total != len(self.tokens) - self._before + len(piece.token_ids_T):
             raise GateError(
                 f"the engine counts {piece.total} tokens of request {self.request.request_id}, but told "
@@ -222,7 +226,7 @@ class Answer:
 CALL_TOKENS, MOST_PROMPTS = 512, 16
 """Limits of one call with several prompts."""
 AGAIN_SECONDS = 1.0
-"""A server that is told to abort a request it has not begun may forget that, so it is told again after this time."""
+"""Seconds before an abort is repeated: a server may forget one for a request that it has not begun."""
 
 
 @dataclass(frozen=True)

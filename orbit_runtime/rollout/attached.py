@@ -35,9 +35,9 @@ _log = logging.getLogger("orbit.rollout")
 
 ATTACH_SECONDS = 60.0
 RETURN_SECONDS = 600.0
-"""How long a server that was lost may take to come back."""
+"""Seconds in which a lost server may return."""
 REFUSED_SECONDS = 5.0
-"""How long connections to a teacher may be refused at the start, where nothing suggests that it is about to listen."""
+"""Seconds for which a teacher may refuse connections at the start, if nothing suggests that it is about to listen."""
 POLL_SECONDS, LONGEST_POLL_SECONDS = 0.5, 8.0
 """The first pause between two questions whether a server answers, which doubles, and the longest."""
 Method = Literal["Auto", "Folder", "Upload"]
@@ -45,12 +45,12 @@ Method = Literal["Auto", "Folder", "Upload"]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """As the manifest has it."""
+    """A server's address, from the manifest."""
 
     url: str
     method: Method = "Auto"
     headers: Mapping[str, str] = field(default_factory=dict)
-    """It must be asked with them."""
+    """Headers sent with every request."""
 
     @property
     def is_local(self) -> bool:
@@ -59,7 +59,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run needs of a server."""
+    """A run's requirements on a server."""
 
     adapter: AdapterConfig | None
     """None: it only scores tokens, by its own model."""
@@ -70,7 +70,7 @@ class Wanted:
     targets: tuple[str, ...] = ()
     """Last parts of the adapted modules' names."""
     architectures: tuple[str, ...] | None = None
-    """Of the run's own model; None: another may be served."""
+    """Architectures of the run's own model; None if another may be served."""
     tolerance: float = 0.0
     is_resumed: bool = False
     """Whether an earlier execution of the run may have left adapters on the servers."""
@@ -106,7 +106,7 @@ class AttachedServer:
         self._refused_seconds = seconds if refused_seconds is None else min(seconds, refused_seconds)
         self._headers = headers or {}
         self._left = threading.Event()
-        """Nobody waits for it any more."""
+        """Set once nobody waits for the server."""
 
     @property
     def url(self) -> str:
@@ -117,7 +117,10 @@ class AttachedServer:
         return self._headers
 
     def start(self) -> None:
-        """Waits until it answers, and says so at the beginning and whenever the time has doubled.
+        """Waits until the server answers; reports this at the beginning and whenever the time has doubled.
+
+        Raises:
+            EngineDiedError: (82) it did not answer in time, or the wait was given up.
 
         Raises:
             EngineDiedError: (82) it did not answer in time, or nobody waits any more.
@@ -165,7 +168,7 @@ class AttachedServer:
         self._left.set()
 
     def memory_bytes(self) -> None:
-        """It may be another machine's."""
+        """None: it may be on another machine."""
 
 
 def attach_engine(
@@ -178,7 +181,16 @@ def attach_engine(
     attach_seconds: float = ATTACH_SECONDS,
     refused_seconds: float | None = None,
 ) -> ServedEngine:
-    """Attaches to all of them, or to none.
+    """Attaches to all endpoints, or to none.
+
+    Args:
+        folder: where adapters are handed over; the servers see it under this path.
+        refused_seconds: see `AttachedServer`, at the start only.
+
+    Raises:
+        EngineDiedError: one does not answer (82).
+        UnsupportedError: one cannot serve this run, or two are of different versions (78).
+        ModelError: one serves another model or tokenizer (66).
 
     Args:
         folder: where adapters are handed over; the servers see it under this path.
@@ -284,7 +296,7 @@ def check_alike(abouts: Mapping[str, About], where: str = "spec.rollout.endpoint
 
 
 async def _recognise(wire: Wire, endpoint: Endpoint, wanted: Wanted) -> Api:
-    """SGLang tells of itself under `/server_info`, vLLM under `/version`."""
+    """Chooses the server's interface: SGLang answers `/server_info`, vLLM `/version`."""
     try:
         info: Any = await wire.get("/server_info")
     except GateError:

@@ -130,7 +130,9 @@ class DecodePlan:
         return self._length
 
     def _mask(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What rows see, `[B, 1, 1, S]`, and what they do not see, `[B·K, 1, S]`; None if every row sees everything."""
+        """Masks of the keys that rows see, `[B, 1, 1, S]`, and do not see, `[B·K, 1, S]`; None if every row sees
+        everything.
+        """
         if window not in self._masks:
             keys, newest = np.arange(self._length), self._positions_B[:, None]
             visible = keys <= newest

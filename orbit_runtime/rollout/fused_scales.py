@@ -1,8 +1,5 @@
 """Projections that SGLang multiplies as one matrix, and the one scale that it has for them.
 
-Belongs here: whether a checkpoint's scales allow that. Does not belong here: scales by row, group or block, which stay
-with their weights.
-
 SGLang 0.5.23 takes the first or largest of the scales of `q_proj`, `k_proj` and `v_proj` (gate and up, and the experts'
 likewise). In NVFP4 the other weights then have other values (`modelopt_quant.py`: "Accuracy may be affected"), and FP8
 with a scale for a whole tensor is quantised anew (`requantize_with_max_scale`), except by the weight-only classes of

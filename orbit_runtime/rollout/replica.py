@@ -40,17 +40,18 @@ TRIES = 3
 CHECKS = 3
 """Consecutive checks without progress after which a server counts as hung."""
 PATIENCE_SECONDS = 60.0
-"""When a request takes longer, its server is checked for progress."""
+"""Seconds after which a request's server is checked for progress."""
 HEALTH_SECONDS = 1.0
 """Interval between health checks of a server that is busy with an adapter's bytes."""
 Whose = Literal["Ours", "Others", "Resumed"]
 """`Ours`: Orbit starts it with the run's model, which may be in another folder after a restart. `Others`: it outlives
-the run, and an adapter that stands there is another run's. `Resumed`: likewise, but one that stands there under a new
-name was left by this run when it was killed."""
+the run, and the adapters that it holds are another run's. `Resumed`: likewise, but an adapter under a new name was left
+by this run when it was killed.
+"""
 
 
 class Replica:
-    """For one event loop. `name` identifies it to people."""
+    """One server of an engine, within one event loop. `name` identifies it to people."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Replica:
 
     @property
     def _busy_seconds(self) -> float:
-        """How long a server may show no progress because it works on its adapters' bytes."""
+        """Seconds for which a server may show no progress because it works on its adapters' bytes."""
         return seconds_for(self.num_bytes())
 
     @property
@@ -141,7 +142,7 @@ class Replica:
         return found
 
     async def read(self) -> ServerReading:
-        """For metrics: a server that is lost or refuses to report is not an error here."""
+        """Reads the server's metrics: a server that is lost or refuses to report is not an error here."""
         told = ""
         if self.is_up:
             with suppress(LostError, GateError):

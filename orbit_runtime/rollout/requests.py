@@ -1,6 +1,5 @@
-"""What all engines share: checks of requests and slot names, a completion's end and text, and sampling without a loop.
-
-Belongs here: what no engine does differently. Does not belong here: queues, which each engine has.
+"""Shared by all engines: checks of requests and slot names, a completion's end and text, and
+sampling without a loop.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Rows:
         self.routed: list[list[np.ndarray]] = []
         """Experts of its tokens so far, if recorded."""
         self.alternatives: list[Alternatives | None] = []
-        """Alternatives of its tokens so far, if asked for."""
+        """Alternatives of its tokens so far, if requested."""
         self.most_alternatives = 0
         self.keys_C = np.zeros(capacity, np.uint64)
         self.generated_C = np.zeros(capacity, np.int64)

@@ -1,4 +1,4 @@
-"""The engine over servers: an `Engine` whose slots and passes are those of one or several servers, asked over HTTP.
+"""The engine over servers: an `Engine` whose slots and passes are on one or several servers, reached over HTTP.
 
 Belongs here: slots, sleep and readings of all copies at once, the proof's view of one copy, and starting an engine with
 servers of its own. Does not belong here: the queue of requests (`answer_queue`), one server's life (`replica`), its
@@ -65,7 +65,7 @@ class ServedEngine:
         self.desk = desk
         self._sleeping = tuple(sleeping)
         self.loaded: dict[str, LoadedAdapter] = {}
-        """What every copy must hold; replicas look here."""
+        """Adapters that every copy must hold; replicas read this."""
         self._retired: set[str] = set()
         self.replicas: tuple[Replica, ...] = ()
         self.explaining = threading.Lock()
@@ -78,7 +78,7 @@ class ServedEngine:
         self._queue = AnswerQueue(self.loop, tokenizer, max_running_requests)
 
     def attach(self, replicas: Sequence[Replica]) -> list[About]:
-        """The servers, which answer by now; once.
+        """Connects the replicas, whose servers must answer by now; call it once. Returns the servers' descriptions.
 
         Raises:
             EngineDiedError: one is not there, or runs a plug-in that cannot be asked.
@@ -181,7 +181,7 @@ class ServedEngine:
         self.desk.drop(name)
 
     def _everywhere(self, work: Any) -> None:
-        """On all copies at once; where some fail, all have ended before the first failure is raised."""
+        """Runs `work` on all copies at once; if some fail, all have ended before the first failure is raised."""
 
         async def all_of_them() -> None:
             tasks = [replica.ask(partial(work, replica)) for replica in self.replicas]
@@ -192,7 +192,9 @@ class ServedEngine:
         self.call(all_of_them())
 
     def _version(self, adapter: str | None) -> int:
-        """The proof of the publish ties name and bytes; the plug-in tells by which name each token was sampled."""
+        """The policy version of an adapter. The publish's proof ties name and bytes; the plug-in reports the name that
+        sampled each token.
+        """
         return BASE_VERSION if adapter is None else self.slot(adapter).adapter.version
 
     # --- completions ---
@@ -216,14 +218,14 @@ class ServedEngine:
         return self._queue.under_way
 
     def listen(self, tell: Callable[[], None] | None) -> None:
-        """`tell` is called whenever pieces have come, of several servers or one."""
+        """Makes the engine call `tell` whenever pieces have arrived from one or several servers."""
         self._queue.listen(tell)
 
     def news(self) -> News | None:
         return self._queue.news()
 
     def kinds(self) -> set[str]:
-        """Of its servers, as `planner.support.sampling` names them."""
+        """Kinds of its servers, as `planner.support.sampling` names them."""
         abouts = [replica.about for replica in self.replicas if replica.about]
         return {
             "SGLang without plug-in" if about.kind == "SGLang" and about.plugin is None else about.kind
@@ -231,7 +233,7 @@ class ServedEngine:
         }
 
     def revive(self) -> None:
-        """Brings back those of our own servers that have died, before somebody asks them."""
+        """Restarts those of our own servers that have died."""
         for replica in self.replicas:
             if replica.is_up and not replica.server.is_alive():
                 self.loop.call_soon_threadsafe(replica.begin_revival)
@@ -320,7 +322,7 @@ class ServedCopy:
         return _difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")
 
     def snapshot(self, token_ids_T: Sequence[int], adapter: str | None) -> Snapshot:
-        """What the server's layers hold, and compute for these tokens; for one caller at a time.
+        """The tensors that the server's layers hold, and what they compute for these tokens; for one caller at a time.
 
         Raises:
             GateError: the plug-in gave no answer.
@@ -379,7 +381,7 @@ class OwnServer(ServerHandle, Protocol):
 
     @property
     def taps(self) -> Path | None:
-        """Folder through which the plug-in is asked what a pass computed; None if it is on another machine."""
+        """Folder for requests to the plug-in about a pass; None if it is on another machine."""
         ...
 
 

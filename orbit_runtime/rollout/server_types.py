@@ -96,15 +96,15 @@ class TokenPiece:
     token_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
     finish_reason: FinishReason | None
-    """None if more will come."""
+    """None if more tokens will come."""
     total: int | None = None
     """Tokens by the server's count, including this piece; None if it does not report a count."""
     adapter: str | None = None
     """Adapter that the server's plug-in says was applied, empty for the bare base; None if not reported."""
     routed_experts: RoutedExperts | None = None
-    """Experts of all inputs of the completion, with its last piece; None if not asked for."""
+    """Experts of all inputs of the completion, with its last piece; None if not requested."""
     alternatives: Alternatives | None = None
-    """Alternatives of these tokens; None if not asked for."""
+    """Alternatives of these tokens; None if not requested."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ class About:
     plugin: int | None = None
     """Version of the facts that Orbit's plug-in reports; None if it runs without the plug-in."""
     unhooked: tuple[str, ...] = ()
-    """What the plug-in could not hook."""
+    """Hooks that the plug-in could not install."""
 
 
 Sleeping = Literal["cache", "weights", "graphs"]
-"""What a server can release while it sleeps."""
+"""Resources that a server can release while it sleeps."""
 
 
 class ServerHandle(Protocol):
@@ -153,7 +153,7 @@ class ServerHandle(Protocol):
     def is_alive(self) -> bool: ...
 
     def describe(self) -> str:
-        """Where to look for the cause of its end, for an error message."""
+        """Names the place of its log, for an error message."""
         ...
 
     def stop(self) -> None:
@@ -189,7 +189,7 @@ class Api(Protocol):
         ...
 
     async def names(self) -> frozenset[str]:
-        """Adapters that it says it holds."""
+        """Names of the adapters that it reports."""
         ...
 
     async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
@@ -216,12 +216,13 @@ class Api(Protocol):
         ...
 
     async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> Likeliest:
-        """For each token from `start` (at least 1) on, the base's `count` likeliest tokens in its place, as the server
-        orders them. Only their places are checked, not what stands there."""
+        """The base's `count` likeliest tokens at each position from `start` (at least 1) on, as the server orders them.
+        Only the positions are checked.
+        """
         ...
 
     async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
-        """By adapter: what the plug-in reads in the slots; None if it runs without the plug-in.
+        """Adapter → what the plug-in reads in the slots; None if the server runs without the plug-in.
 
         Args:
             num_bytes: size of the adapters that it holds and must hash first.
@@ -235,7 +236,7 @@ class Api(Protocol):
     async def wake(self, parts: Sequence[Sleeping]) -> None: ...
 
     async def exposition(self) -> str:
-        """Its metrics, in Prometheus' text format."""
+        """The server's metrics, in Prometheus' text format."""
         ...
 
     async def text(self, token_ids_T: Sequence[int]) -> str | None:
@@ -263,14 +264,14 @@ def number(value: Any) -> float:
 
 
 MOST_LOGPROB, MOST_MASS = 1e-3, 1.0 + 1e-3
-"""What rounding may make of a log-prob of 0, and of probabilities that add up to 1."""
+"""Bounds, with rounding, of a log-prob of 0, and of probabilities that add up to 1."""
 MISSING = (float("nan"), -1)
 """Stands for a token that a server did not name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """As a server told it, the likeliest first; not checked."""
+    """A server's likeliest tokens, the likeliest first; not checked."""
 
     logprobs_RK: np.ndarray
     ids_RK: np.ndarray
@@ -329,7 +330,7 @@ def check_likeliest(
 
 
 def _problems(ids_RK: np.ndarray, logprobs_RK: np.ndarray, vocabulary: int) -> Iterator[tuple[str, np.ndarray, str]]:
-    """What may be wrong, with the entries of which it is true, and what to do."""
+    """Yields each possible fault, the entries that have it, and the fix."""
     count = ids_RK.shape[1]
     yield (
         "the server named fewer",

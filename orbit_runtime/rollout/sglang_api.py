@@ -52,7 +52,7 @@ TAGS: Mapping[Sleeping, str] = {"cache": "kv_cache", "weights": "weights", "grap
 
 
 class SGLangApi:
-    """For SGLang 0.5."""
+    """The interface of SGLang 0.5."""
 
     takes_prompts = True
     ends_one = True
@@ -193,7 +193,7 @@ class SGLangApi:
         return _read_experts(meta, self._routed, len(ask.input_T) + sampled - 1)
 
     def _interval(self, ask: Ask) -> int:
-        """Tokens between events. A server that repeats the whole completion in each event is asked for few of them."""
+        """Tokens between events; many if the server repeats the whole completion in each event."""
         if ask.request.is_streamed:
             return 1
         return INTERVAL if self._incremental else max(INTERVAL, ask.max_new_tokens // FEW)
@@ -239,8 +239,9 @@ class SGLangApi:
         ]
 
     async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> Likeliest:
-        """SGLang may read what lies before `start` from its cache. It sends arrays; earlier versions than 0.5.23 do not
-        know that they are asked for, and send lists."""
+        """See `Api.likeliest`. SGLang may read positions before `start` from its cache. It sends arrays; versions
+        before 0.5.23 do not know this option, and send lists.
+        """
         body = {
             "input_ids": list(token_ids_T),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
@@ -330,7 +331,7 @@ def _read_top(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...] | None:
 
 
 def _read_lists(meta: Mapping[str, Any], count: int) -> Likeliest | None:
-    """The first entry is the token before those that were asked about."""
+    """Likeliest tokens from lists. The first entry is the token before the requested ones."""
     found = (meta.get("input_top_logprobs") or [])[1:]
     return from_rows(found, count) if all(isinstance(each, list) for each in found) else None
 

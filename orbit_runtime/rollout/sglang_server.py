@@ -43,12 +43,12 @@ MIN_PROBE_SECONDS, MAX_PROBE_SECONDS = 2.0, 30.0
 """A busy server needs long to answer; but another process may have taken its port, and never answer."""
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = {"0.0.0.0": LOOPBACK, "::": "[::1]"}
-"""Addresses that stand for all of a machine's, and where a server at one of them is asked from this machine."""
+"""Addresses that mean all of a machine's → the address for requests from this machine."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a run needs of its server."""
+    """Settings of a run's own server."""
 
     model: Path
     device: str
@@ -71,11 +71,11 @@ class ServerSettings:
     expert_formats: tuple[str, ...] = ()
     """Formats that these experts are packed in."""
     sleep: Literal["None", "Cache", "All"] = "None"
-    """What it must be able to release while it sleeps. Not run on hardware."""
+    """Resources that it must be able to release while it sleeps. Not run on hardware."""
     deterministic: bool = False
     """Whether each request brings the seed of its draws. Not run on hardware."""
     adapter_slots: int = 4
-    """Adapters on the device at a time: the newest policy, those still running, that of preflight, the bare base."""
+    """Adapters on the device at the same time: the newest policy, those still running, preflight's, the bare base."""
     kv_tokens: int | None = None
     """Capacity of its KV cache; None: what free memory allows, or on a CPU enough for every running sequence."""
     memory_fraction: float | None = None
@@ -118,7 +118,7 @@ class SGLangServer:
         self._token = token or new_token()
         self._log = log
         self.taps = log.parent / "taps"
-        """Folder through which the plug-in is asked what a pass computed, and answers."""
+        """Folder for requests to the plug-in about a pass, and its answers."""
         self._process: WatchedServer | None = None
         self._is_ended = False
         self._port = 0
@@ -195,7 +195,7 @@ class SGLangServer:
             self._process.stop()
 
     def end(self) -> None:
-        """Stops it for good, from any thread: a start that is under way fails, and so does every later one."""
+        """Stops it permanently, from any thread: a start in progress fails, and so does every later one."""
         self._is_ended = True
         self.stop()
 
@@ -300,7 +300,7 @@ def expert_arguments(experts: str, device: str, formats: Collection[str]) -> lis
 
 
 def local_host(host: str) -> str:
-    """As it stands in an address for requests from this machine."""
+    """The host in an address for requests from this machine."""
     return EVERYWHERE.get(host, f"[{host}]" if ":" in host else host)
 
 

@@ -1,7 +1,4 @@
-"""Tokens reported before their completion ends, for streaming.
-
-Belongs here: the record, and the extra methods of such an engine. Does not belong here: completions (`types.Engine`).
-"""
+"""Tokens reported before their completion ends, for streaming."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any, Protocol
 from orbit_runtime.types import FLOATS, TOKENS, Engine
 
 Alternatives = tuple[array[int], array[float]]
-"""As in `Completion.alternatives`."""
+"""See `Completion.alternatives`."""
 NONE = (-1, float("-inf"))
 """Placeholder for a missing alternative."""
 LEAST_LOGPROB = -1e4
@@ -48,7 +45,7 @@ class News:
     token_ids_T: array[int]
     logprobs_T: array[float]
     alternatives: Mapping[int, Alternatives]
-    """By request, for those that asked for alternatives: alternatives of all its new tokens, over all its entries."""
+    """Request → alternatives of all its new tokens, over all its entries; for requests that asked for them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled as bytes: the engine does so after every step, and an array's own way takes twenty times as long.
@@ -77,7 +74,9 @@ class StreamingEngine(Engine, Protocol):
         ...
 
     def listen(self, tell: Callable[[], None] | None) -> None:
-        """Args: tell: called between completions, from the consumer's thread, when `news` may have something."""
+        """Makes the engine call `tell`, between completions and from the consumer's thread, when `news` may have
+        something.
+        """
         ...
 
     def news(self) -> News | None:

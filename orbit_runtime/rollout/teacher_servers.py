@@ -1,8 +1,4 @@
-"""Servers that say how likely they find tokens which another model sampled, or which ones they find likeliest instead.
-
-Belongs here: sending a sequence to the server that has least to do, and what its answer must be. Does not belong here:
-attaching them (`attached`), when they are asked (`sides.teacher`).
-"""
+"""Servers as a teacher: they score tokens that another model sampled, or name the tokens that they find likeliest."""
 
 from __future__ import annotations
 
@@ -20,10 +16,11 @@ from orbit_runtime.rollout.streaming import LEAST_LOGPROB
 from orbit_runtime.types import FLOATS, TopTokens
 
 SEQUENCES = 32
-"""That one server is sent at the same time: more wait there as well as here, and hold its memory."""
+"""Sequences sent to one server at the same time: waiting there, they would hold its memory too."""
 ENTRY_BYTES, ANSWER_BYTES = 80, 1 << 30
-"""What one likeliest token takes at most in a server's JSON, and what the answers of one server under way may take
-together: there are fewer of them at a time where they are longer."""
+"""Most bytes of one likeliest token in a server's JSON, and of all answers of one server at the same time: long answers
+reduce the number of concurrent requests.
+"""
 
 
 class ServedTeacher:
@@ -32,13 +29,9 @@ class ServedTeacher:
     def __init__(
         self, engine: ServedEngine, where: str, *, top_k: int | None = None, vocabulary: int = 0, longest: int = 1
     ) -> None:
-        """
-        Args:
-            engine: attached to the servers, without an adapter.
-            where: the manifest names them.
-            top_k: how many tokens `top_tokens` tells; None: only `logprobs` is asked.
-            vocabulary: of the policy, whose ids they are.
-            longest: tokens that a sequence may have.
+        """Args:     engine: attached to the servers, without an adapter.     where: names them in the manifest.
+        top_k: number of tokens that `top_tokens` returns; None if only `logprobs` is called.     vocabulary: the
+        policy's, whose ids the tokens are.     longest: most tokens of a sequence.
         """
         self.engine = engine
         self.top_k = top_k
@@ -49,7 +42,12 @@ class ServedTeacher:
         self._free = asyncio.Semaphore(max(1, min(SEQUENCES, fit)) * len(engine.replicas))
 
     def check(self, token_ids_T: Sequence[int]) -> None:
-        """Asks each server once, before the first step.
+        """Sends each server one request, before the first step.
+
+        Raises:
+            UnsupportedError: (78) one reports no likeliest tokens, or fewer.
+            GateError: (84) one sent another kind of answer.
+            EngineDiedError: (82) one does not answer.
 
         Raises:
             UnsupportedError: (78) one tells no likeliest tokens, or not as many.
@@ -117,7 +115,7 @@ class ServedTeacher:
         return check_likeliest(told, token_ids_T, places_R, vocabulary=self._vocabulary, where=self._where)
 
     async def _ask[T](self, work: Callable[[Replica], Awaitable[T]]) -> T:
-        """Of a server that is up, where there is one; where one is lost, of another or, once it is back, the same."""
+        """Runs `work` on an available server; if that one is lost, on another or, once it is back, on the same."""
         async with self._free:
             for attempt in range(TRIES * len(self.engine.replicas)):
                 replica = self._least_busy()

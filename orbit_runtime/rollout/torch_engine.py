@@ -154,7 +154,7 @@ class TorchEngine:
         return (self,)
 
     def sleep(self) -> None:
-        """Nothing to release: it computes with the trainer's own weights, and keeps no cache between calls."""
+        """Does nothing: the engine computes with the trainer's own weights, and keeps no cache between calls."""
 
     def wake(self) -> None: ...
 
@@ -196,7 +196,7 @@ class TorchEngine:
         return self._under_way
 
     def listen(self, tell: Callable[[], None] | None) -> None:
-        """`tell` is called after each step of the batch."""
+        """Makes the engine call `tell` after each step of the batch."""
         self._tell = tell
 
     def news(self) -> News | None:
@@ -322,7 +322,7 @@ class ReplaceableEngine:
         self._tell: Callable[[], None] | None = None
 
     def replace(self, engine: TorchEngine) -> None:
-        """From now on requests go to this engine. Slots of the previous one are not carried over.
+        """Sends all later requests to this engine. Slots of the previous one are not carried over.
 
         Call `check_replaceable` before, and `let_go` afterwards.
         """
@@ -372,7 +372,7 @@ class ReplaceableEngine:
         return engines[0].under_way if len(engines) == 1 else {each for engine in engines for each in engine.under_way}
 
     def listen(self, tell: Callable[[], None] | None) -> None:
-        """`tell` is called after each step of the batches."""
+        """Makes the engines call `tell` after each step of their batches."""
         self._tell = tell
 
     def news(self) -> News | None:

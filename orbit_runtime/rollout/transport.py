@@ -285,7 +285,7 @@ class FolderDesk:
                 (home / EXPLAIN_FILE).unlink()
 
     def drop(self, name: str) -> None:
-        """The files go too: a server that loads a name again by itself finds nothing."""
+        """Also deletes the files, so that a server that reloads a name by itself finds nothing."""
         del self._adapters[name]
         shutil.rmtree(self.home(name))
 

@@ -37,7 +37,7 @@ COLD = 0.25
 
 
 class VllmApi:
-    """For vLLM 0.32."""
+    """The interface of vLLM 0.32."""
 
     takes_prompts = False
     ends_one = False
@@ -114,8 +114,9 @@ class VllmApi:
     async def _prompt_logprobs(
         self, token_ids_T: Sequence[int], adapter: str | None, count: int
     ) -> list[Mapping[str, Mapping[str, Any]]]:
-        """By token id, for each token of the sequence; nothing useful for the first. vLLM reads nothing from its cache
-        for such a request."""
+        """For each token of the sequence, token id → log-prob; nothing useful for the first. vLLM reads nothing from
+        its cache for such a request.
+        """
         body = {
             "model": adapter or self._model,
             "prompt": list(token_ids_T),

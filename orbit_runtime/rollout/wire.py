@@ -1,4 +1,4 @@
-"""HTTP to one server: JSON in, JSON out, and what may go wrong on the way told apart.
+"""HTTP to one server: JSON in, JSON out, with a separate error for each kind of failure.
 
 Belongs here: connections, which failures mean that the server is lost, and the questions that every kind of server
 answers alike. Does not belong here: what only one kind is asked.
@@ -38,7 +38,7 @@ def build_client() -> httpx.AsyncClient:
 
 
 class Wire:
-    """To one server, wherever it is now: a restarted one has another port."""
+    """A connection to one server, at its current address: a restarted one has another port."""
 
     def __init__(self, client: httpx.AsyncClient, server: ServerHandle, where: str = "spec.rollout.endpoints") -> None:
         """Args: where: the manifest names the server."""
@@ -107,7 +107,7 @@ class Wire:
         return answer.text
 
     async def answers(self, path: str, seconds: float) -> bool:
-        """With 200, in this time."""
+        """Whether it answers 200 in this time."""
         try:
             return (await self._send("GET", path, timeout=seconds)).status_code == 200
         except LostError:
@@ -153,7 +153,7 @@ class Wire:
 
 
 async def exposition(wire: Wire) -> str:
-    """Metrics in Prometheus' text format, where every kind tells them. Raises LostError or GateError."""
+    """Metrics in Prometheus' text format, at the path that all servers share. Raises LostError or GateError."""
     return await wire.text("/metrics", METRICS_SECONDS)
 
 
@@ -180,7 +180,10 @@ def why_not_serving(url: str, *, seconds: float, headers: Mapping[str, str] | No
 
 
 def asks_for_token(url: str, *, seconds: float, headers: Mapping[str, str]) -> bool | None:
-    """Whether the server there was given the token in `headers`: it answers requests with it, and refuses others.
+    """Whether the server was given the token in `headers`: it answers requests with it, and refuses others.
+
+    Another program may listen at a server's address, and answer `/health` as well, but cannot know the token. The token
+    is only sent if a request without it is refused. None if the server does not answer now.
 
     Another program may listen where a server of ours was to listen, and answer `/health` as well; it cannot know the
     token. It is only sent where a request without it is refused. None: the server does not say now.

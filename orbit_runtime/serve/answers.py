@@ -37,7 +37,7 @@ class ChoicePart:
     token_ids_T: array[int] = field(default_factory=lambda: array(TOKENS))
     logprobs_T: array[float] = field(default_factory=lambda: array(FLOATS))
     finish_reason: FinishReason | None = None
-    """None if more will come."""
+    """None if more tokens will come."""
     text: str = ""
     """The whole text, once it has ended."""
     alternatives: Alternatives | None = None
@@ -45,7 +45,7 @@ class ChoicePart:
 
 @dataclass
 class SentText:
-    """How much of one choice its client has. The cost of a piece depends only on what is new."""
+    """The part of one choice that its client has. The cost of a piece depends only on what is new."""
 
     stops: tuple[str, ...] = ()
     characters: int = 0
@@ -109,7 +109,7 @@ class ResponseForm:
 
     @property
     def held_back(self) -> tuple[str, ...]:
-        """Strings at which a streamed text ends: tool calls are not part of it either."""
+        """Strings at which a streamed text ends: a client gets no tool calls as text either."""
         return (*self.stops, *openings(self._own)) if self.tools else self.stops
 
     @property
@@ -214,7 +214,7 @@ class ResponseForm:
         return {"content": content, "refusal": None}
 
     def _top(self, part: ChoicePart, which: slice) -> list[list[tuple[str, float]]]:
-        """The most probable tokens at each of these positions; empty if not asked for."""
+        """The most probable tokens at each of these positions; empty if not requested."""
         if not self.top or part.alternatives is None:
             return []
         ids, logprobs = part.alternatives

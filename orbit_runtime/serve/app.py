@@ -160,7 +160,7 @@ class Routes:
         await _answer(send, said)
 
     async def reload(self, body: bytes, _receive: Receive, send: Send) -> None:
-        """Makes the name stand for the base, and the base's own name for the model that the server started with."""
+        """Puts the base under the name, and the model that the server started with under the base's own name."""
         asked = parse_body(ReloadBody, body)
         name = self._find(asked.model or self._engine.name_to_reload()).name
         said = await self._engine.change(name)

@@ -86,7 +86,7 @@ class EngineClient:
             ended: called with the model's name and each finished choice.
         """
         self.failure = ""
-        """Why no requests are accepted any more."""
+        """Why requests are refused; empty while they are accepted."""
         self._models = {served.name: served for served in models}
         self._base = base
         self._send = send
@@ -144,9 +144,9 @@ class EngineClient:
     async def change(
         self, name: str, *, adapter: str | None = None, checkpoint: str | None = None
     ) -> dict[str, object]:
-        """Puts an adapter or a whole model under a name; with neither, the name stands for the base again.
+        """Puts an adapter or a whole model under a name; with neither, the base again.
 
-        Raises APIError if it was refused; the name then stays what it was.
+        Raises APIError if it was refused; the name then keeps its model.
         """
         call, self._next_id = self._next_id, self._next_id + 1
         self._calls[call] = asyncio.get_running_loop().create_future()

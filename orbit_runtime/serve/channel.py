@@ -25,7 +25,7 @@ from orbit_runtime.workers.child.frames import Frames, frame
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a front starts with."""
+    """The settings that a front starts with."""
 
     model_folder: str
     """Folder with its tokenizer."""
@@ -125,7 +125,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """To the front: a call's result, and what every name stands for from now on."""
+    """To the front: a call's result, and the new meaning of every name."""
 
     call: int
     result: dict[str, Any]

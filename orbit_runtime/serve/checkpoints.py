@@ -1,4 +1,4 @@
-"""A whole model in place of the base: what is checked before it is loaded, and the proof that it is what answers.
+"""A whole model in place of the base: checked before it is loaded, then proven to be the one that answers.
 
 Belongs here: comparing a checkpoint with the served base, its files with their recorded digests, and its weights in the
 engine with its files. Does not belong here: replacing the base (`policies`), reading a model (`policy`).
@@ -140,10 +140,14 @@ def load_checked(load: Callable[[Path], Policy], folder: Path) -> Policy:
 def prove_checkpoint(
     engine: Engine, policy: Policy, folder: Path, canary_T: Sequence[int], *, limit: float
 ) -> ModelProof:
-    """
+    """Proves that the engine computes with the files' values.
+
     Args:
         engine: over `policy`.
-        limit: of the difference of one log-prob between two orders of summation.
+        limit: largest difference of one log-prob between two orders of summation.
+
+    Raises:
+        GateError: the engine computes with other values than those of the files, or with values that are not finite.
 
     Raises:
         GateError: the engine computes with other values than those of the files, or with values that are not finite.
@@ -225,7 +229,7 @@ def _compare_tokenizers(folder: Path, tokenizer: ChatTokenizer) -> str:
 
 
 def _compare_weights(policy: Policy, folder: Path) -> tuple[int, int]:
-    """How many tensors were compared, and how many are packed; raises GateError for one that differs."""
+    """Counts the compared tensors, and the packed ones among them; raises GateError for one that differs."""
     name_in_files = find_family(read_config(folder).get("model_type")).checkpoint_name
     files = read_folder(folder)
     compared, packed = 0, 0

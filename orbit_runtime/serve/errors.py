@@ -1,7 +1,4 @@
-"""Errors in the form that OpenAI's clients read: `{"error": {message, type, param, code}}`.
-
-Belongs here: the form, and the status of each kind. Does not belong here: raising them.
-"""
+"""Errors in the form that OpenAI's clients read: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 

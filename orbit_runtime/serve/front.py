@@ -1,7 +1,5 @@
 """The process that speaks HTTP, beside the one that holds the engine: `python -m orbit_runtime.serve.front FD`.
 
-Belongs here: its life cycle. Does not belong here: routes (`app`), the engine's end (`sampler`).
-
 It ends with the engine's process, however that ends, because its stream then ends.
 """
 
@@ -29,7 +27,7 @@ BACKLOG = 2048
 
 
 class Front:
-    """Receives records from the engine's process, and ends when told to or when that process has ended."""
+    """Receives records from the engine's process, and ends on its request or with it."""
 
     def __init__(self) -> None:
         import uvicorn

@@ -1,8 +1,4 @@
-"""The engine of a server if this process holds no model: SGLang servers, started or attached.
-
-Belongs here: what serving needs from them beyond a run. Does not belong here: starting and calling them (`rollout`,
-`sides.engines`), which name stands for which adapter (`policies`).
-"""
+"""The engine of a server if this process holds no model: SGLang servers, started or attached."""
 
 from __future__ import annotations
 
@@ -44,7 +40,7 @@ class ServedBase:
     policy: Policy | None = None
     """The model, if it is in this process."""
     replacing: Replacing | None = None
-    """What replacing the base needs, likewise."""
+    """The parts needed to replace the base, likewise."""
     most_adapters: int | None = None
     watch: Callable[[], None] = lambda: None
 

@@ -1,7 +1,4 @@
-"""The server's own metrics, for Prometheus.
-
-Belongs here: their names, and how they are counted. Does not belong here: a run's metrics (`observability`).
-"""
+"""The server's own metrics, for Prometheus."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What a model name stands for, and what a server was asked to serve. Torch-free: the process that speaks HTTP knows no
-more of a model, and commands check what they were given before they import torch.
-
-Belongs here: the record and the check. Does not belong here: slots and their proof (`policies`).
+"""Model names of a server and what they mean, and what a server was asked to serve. Torch-free: the HTTP process knows
+no more of a model, and commands check their arguments before they import torch.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ def check_one_source(source: str | None, model: str | None) -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """What one model name stands for."""
+    """The model behind one name."""
 
     name: str
     slot: str | None
-    """None for the base."""
+    """The adapter's slot; None for the base."""
     place: str
-    """Where it was read from."""
+    """The place it was read from."""
     version: int | None = None
     digest: str = ""
 

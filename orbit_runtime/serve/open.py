@@ -1,4 +1,4 @@
-"""From a run folder, a manifest, or a model and adapters to the models of a server.
+"""Opens the models of a server from a run folder, a manifest, or a model and adapters.
 
 Belongs here: what each of these says about base and adapters, loading them. Does not belong here: HTTP.
 """
@@ -43,13 +43,13 @@ EngineName = Literal["Auto", "Torch", "SGLang", "OpenAI"]
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """What to serve. Example: `ServeRequest(model="builtin://tiny-adder", adapters={"sums": "runs/a"})`"""
+    """The models to serve. Example: `ServeRequest(model="builtin://tiny-adder", adapters={"sums": "runs/a"})`"""
 
     source: str | None = None
     """A run folder, or a manifest's file."""
     model: str | None = None
     folder: Path | None = None
-    """Where `model` was downloaded to; None: it is fetched."""
+    """The folder into which `model` was downloaded; None: it is fetched."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     updates_from: tuple[str, ...] = ()
     engine: EngineName = "Auto"
@@ -80,7 +80,7 @@ class ServedModels:
 
 @dataclass(frozen=True)
 class _Source:
-    """What a run, or the command line, says about base and adapters."""
+    """Base and adapters, from a run or the command line."""
 
     folder: Path
     place: str
@@ -93,7 +93,7 @@ class _Source:
 
 
 def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None]) -> ServedModels:
-    """Loads what was asked for; the caller closes it.
+    """Loads the requested models; the caller closes the result.
 
     Raises:
         UsageError: neither or both of a run and a model were named.

@@ -49,7 +49,7 @@ Measured = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Replacing:
-    """What replacing the base needs."""
+    """Parts needed to replace the base."""
 
     folder: Path
     """Folder of the model that the server started with."""
@@ -157,8 +157,10 @@ class Policies:
         return {**served.to_json(), "tokenizer": found.tokenizer, "proof": proof.to_json()}
 
     def reset(self, name: str) -> dict[str, Any]:
-        """Makes `name` stand for the base from now on, and the base's own name for the model that the server started
-        with; returns the response.
+        """Puts the base under `name`, and the model that the server started with under the base's own name. Returns the
+        response.
+
+        Raises: see `load_checkpoint`.
 
         Raises: as `load_checkpoint`.
         """
@@ -229,7 +231,7 @@ class Policies:
         return bool(self._retired)
 
     def sweep(self) -> None:
-        """Empties slots without a name from which nothing samples any more. May take a while with servers."""
+        """Empties slots that have no name and from which nothing samples. May take a while with servers."""
         with self._sweeping:
             for slot in [*self._retired]:
                 # Refused until the last of its requests has ended.
@@ -325,8 +327,9 @@ class Policies:
         return (*ids, *ids[:4])
 
     def _measured(self, slot: str) -> tuple[tuple[int, ...], Measured | None]:
-        """For an adapter without a canary from a trainer: if the model is in this process, its training passes take the
-        trainer's place."""
+        """Measures an adapter that has no canary from a trainer: if the model is in this process, its training passes
+        replace the trainer's.
+        """
         canary_T = self._canary()
         policy = self.base.policy
         if policy is None:
@@ -393,7 +396,7 @@ def config_of(folder: AdapterFolder) -> AdapterConfig:
 
 
 def _kind(config: AdapterConfig) -> tuple[Any, ...]:
-    """What two adapters over one base must have in common; targets are checked by the tensors' names."""
+    """Properties that two adapters over one base must share; targets are checked by the tensors' names."""
     if config.type == "LoRA":
         return config.type, config.rank, config.scaling
     return config.type, config.block_size, config.parametrization
@@ -406,7 +409,7 @@ def _words(config: AdapterConfig) -> str:
 
 
 def _recorded(facts: Mapping[str, Any], vocabulary: int) -> tuple[tuple[int, ...], Measured] | None:
-    """What the trainer measured when it published; None if it recorded nothing.
+    """The trainer's measurements when it published; None if it recorded nothing.
 
     Raises:
         ModelError: the record is invalid.

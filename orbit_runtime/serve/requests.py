@@ -63,7 +63,7 @@ class ServeLimits:
     read_seconds: float = 30.0
     """Time limit for receiving a request's body."""
     drain_seconds: float = 30.0
-    """Time limit for requests in flight once the server is told to stop."""
+    """Time limit for requests in flight once the server is asked to stop."""
 
 
 class _Body(BaseModel):

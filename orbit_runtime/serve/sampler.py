@@ -71,7 +71,7 @@ class Sampler:
             self._loop.call_soon_threadsafe(self._line.send, Stop(seconds))
 
     def abort(self) -> None:
-        """Aborts all requests in flight; the front is told."""
+        """Aborts all requests in flight and reports that to the front."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._engine.abort)
 

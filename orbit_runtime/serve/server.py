@@ -1,7 +1,4 @@
-"""A running server, from its first request to the end of its last.
-
-Belongs here: the order of starting and stopping both processes. Does not belong here: routes (`app`).
-"""
+"""A running server, from its first request to the end of its last."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class RunningServer:
         return self._front.pid
 
     def check(self) -> None:
-        """Call it periodically while waiting: restarts servers that have died.
+        """Restarts servers that have died. Call it periodically while waiting.
 
         Raises:
             EngineDiedError: (82) the process that speaks HTTP has ended by itself.

@@ -1,7 +1,5 @@
-"""Shared by the processes of a run: the manifest as each reads it, its restrictions, and the facts that each reports.
-
-Belongs here: opening a manifest for a side, refusing what is supported in one process only. Does not belong here: a
-side's computations (`trainer_host`, `engine_host`).
+"""Shared by the processes of a run: the manifest as each reads it, its restrictions, and the facts
+that each reports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Trainer and inference as children of `orbit rl`: started with it, restarted if they die, ended with it.
-
-Belongs here: their life cycles. Does not belong here: calls to them (`connection`).
-"""
+"""Trainer and inference as children of `orbit rl`: started with it, restarted if they die, ended with it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from orbit_runtime.workers.system import HeldPort
 
 MOST_STARTS = 20
 END_SECONDS = 30.0
-"""Servers of an inference process are asked to end before they are killed."""
+"""Seconds in which an inference process may end its servers before they are killed."""
 SHOWN_LINES = 12
 ERROR = "error: "
 

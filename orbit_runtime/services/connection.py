@@ -131,7 +131,7 @@ class Connection:
         return self._exchange(f"/call/{name}", body)
 
     def look(self, name: str) -> Any:
-        """How the side is now, while calls go on; None if it does not answer."""
+        """The side's current state, read while calls are in progress; None if it does not answer."""
         try:
             answer = self._client.get(f"{self.url}/look/{name}", timeout=LOOK_SECONDS)
             return answer.json() if answer.status_code == 200 else None

@@ -2,9 +2,6 @@
 
 Whether they share it is tested, not configured: the orchestrator writes a word that only this store has; the side reads
 it and writes its answer beside it. To a side that does not see the store, bytes go over HTTP, through the orchestrator.
-
-Belongs here: that test, both ends of an address. Does not belong here: what is written (`trainer_host`), the place of
-an adapter or a state (`remote_trainer`).
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ def try_to_share(tell: Callable[..., Any], store: Store, execution: int) -> bool
 
 
 def travelling(files: Mapping[str, Buffer], is_shared: bool) -> dict[str, Part | Buffer]:
-    """What to send to a side: addresses if the files are in the store that it shares, else the files themselves."""
+    """Files in the form sent to a side: addresses if they are in the store that it shares, else the bytes."""
     return {**files.parts} if is_shared and isinstance(files, Stored) else dict(files)
 
 

@@ -1,7 +1,5 @@
-"""The inference process with the torch engine: runs the orchestrator's calls on the same torch engine as `orbit run`.
-
-Belongs here: building it from the manifest, and its calls. Does not belong here: HTTP (`host`), the client
-(`remote_engine`).
+"""The inference process with the torch engine: runs the orchestrator's calls on the same torch
+engine as `orbit run`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ Operation = tuple[str, Sequence[Any]]
 
 
 class EngineCalls:
-    """For one thread."""
+    """Calls of an engine, for one thread."""
 
     def __init__(
         self, build: Callable[[], TorchEngine], layers: Mapping[str, AdaptedLayer], teacher: AdapterFolder | None
@@ -96,7 +94,14 @@ class EngineCalls:
 
 
 def build_inference_host(asked: SideManifest, address: str, note: Callable[[str], None], closing: ExitStack) -> Host:
-    """The torch engine's, or that of SGLang's servers.
+    """Builds the host of the torch engine or of SGLang's servers.
+
+    Args:
+        address: of the process, and of servers beside it.
+        closing: ends the servers.
+
+    Raises:
+        OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
 
     Args:
         address: where the process listens, and servers beside it.

@@ -81,7 +81,7 @@ def chunks(parts: Frame) -> Iterator[bytes]:
 
 
 def unpack(data: Buffer) -> Any:
-    """Decodes a message; bytes come back as views of `data`. Raises DataError for what `pack` did not make."""
+    """Decodes a message; bytes are returned as views of `data`. Raises DataError if `pack` did not make it."""
     view = memoryview(data).cast("B")
     try:
         magic, length = _HEAD.unpack_from(view)

@@ -132,7 +132,7 @@ def _start_remote(inference: Connection, desk: RemoteDesk, order: EngineOrder) -
 
 
 def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None:
-    """For processes that both compute with torch.
+    """Checks that two processes that both compute with torch can work together.
 
     Raises:
         ModelError: (66) the two hold different bases.

@@ -106,7 +106,7 @@ class RemoteEngine:
         prefix_length: int | None = None,
         standing: Sequence[str] = (),
     ) -> list[Scored]:
-        """As in the torch engine, `prefix_length` has no effect, and digests are read when asked for."""
+        """See the torch engine: `prefix_length` has no effect, and digests are read on request."""
         return list(self._connection.call("score", tuple(token_ids_T), list(adapters)))
 
     # --- generation ---
@@ -129,7 +129,7 @@ class RemoteEngine:
                 self._new.append(("abort", ids))
 
     async def completions(self) -> AsyncGenerator[Completion]:
-        """The calls block, like the steps of an engine in this process: nothing is asked in between."""
+        """Yields completions. The calls block, like the steps of an engine in this process."""
         while True:
             await asyncio.sleep(0)
             if not self._ended and self._under_way:

@@ -49,7 +49,7 @@ class _Started:
 
 
 class ServerCalls:
-    """For one thread."""
+    """Calls of servers, for one thread."""
 
     def __init__(self, servers: Sequence[SGLangServer], desk: FolderDesk) -> None:
         """Args: servers: they respond by now."""
@@ -60,7 +60,7 @@ class ServerCalls:
         self._explaining = ExitStack()
 
     def reset(self) -> None:
-        """The servers hold no adapter and no request; one that does not obey is replaced once it is asked for."""
+        """Empties the servers of adapters and requests; one that fails to do so is replaced when it is needed."""
         self._carrying.close()
         self._explaining.close()
         for each in self._servers:
@@ -70,7 +70,7 @@ class ServerCalls:
             self._desk.drop(name)
 
     def start(self, index: int, lost: str | None) -> dict[str, Any]:
-        """Where to call this server: a process that runs, and not the one that was lost."""
+        """The address of this server: a running process other than the lost one."""
         each = self._servers[index]
         if each.boot == lost or not each.server.is_alive():
             each.renew()

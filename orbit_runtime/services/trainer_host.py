@@ -1,8 +1,4 @@
-"""The trainer's process: runs the orchestrator's calls on the same trainer side as `orbit run`.
-
-Belongs here: building it from the manifest, and its calls. Does not belong here: HTTP (`host`), the client
-(`remote_trainer`).
-"""
+"""The trainer's process: runs the orchestrator's calls on the same trainer side as `orbit run`."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from orbit_runtime.types import Probe
 
 
 class TrainerCalls:
-    """For one thread."""
+    """Calls of a trainer, for one thread."""
 
     def __init__(self, side: TrainerSide) -> None:
         self._side = side
@@ -48,7 +44,9 @@ class TrainerCalls:
         return adapter is not None
 
     def publish_to(self, folder: str, standing: Mapping[str, Part]) -> dict[str, Part] | None:
-        """Writes the adapter's files to a folder of the store. None, with nothing written, if others are `standing`."""
+        """Writes the adapter's files to a folder of the store. Returns None, and writes nothing, if others are
+        `standing`.
+        """
         buffer = AdapterBuffer()
         manifest = self._trainer.publish(buffer)
         parts = {name: Part(f"{folder}{name}", pieces) for name, pieces in manifest.files.items()}

@@ -1,4 +1,4 @@
-"""What SGLang loads into its own processes: the read-back that proves an adapter live, OFT, and support for CPUs.
+"""The plug-in in SGLang's own processes: the read-back that proves an adapter live, OFT, and support for CPUs.
 
 Belongs here: the only code that imports SGLang. Does not belong here: the client of the server (`rollout.sglang_api`).
 Of Orbit it imports only the adapters' maths, files and digests.

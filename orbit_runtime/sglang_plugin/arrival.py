@@ -2,8 +2,6 @@
 
 The same code parses them in every case, and SGLang takes LoRA's tensors through its own path for tensors that are
 already loaded.
-
-Belongs here: receiving. Does not belong here: sending (`rollout.transport`), OFT's use of the files (`rotation`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What SGLang needs in order to start from its ordinary wheels without a GPU.
+"""Makes SGLang start from its ordinary wheels without a GPU.
 
 Those wheels contain compiled CUDA code. A text model on `--device cpu` calls none of it, but importing SGLang refers to
 it, so it is replaced by stand-ins that raise when anything in them is called.

@@ -12,8 +12,6 @@ slots, loading and kernels are SGLang's own. OFT needs nothing more: its hook pr
 `wo_a`, by whose weight SGLang multiplies without calling the module, is not a target of Orbit (`o_a_proj`). Neither are
 the projections of compressors and indexer, which read the same input without rotation.
 
-Belongs here: hooks around SGLang's LoRA for this family's attention. Does not belong here: its experts
-(`experts`, `mxfp4_experts`), target names on a command line (`adapters.files`).
 GPU: not run on hardware.
 """
 

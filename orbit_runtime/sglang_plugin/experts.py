@@ -24,7 +24,7 @@ from orbit_runtime.sglang_plugin.rotation import LayerRotation
 FUSED = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 LORA = "sglang.srt.lora"
 LORA_LAYOUTS = ("SharedOuter", "PerExpert")
-"""Layouts that SGLang's buffers support; for others SGLang is told that its LoRA does not apply to experts."""
+"""Layouts that SGLang's buffers support; for others, its LoRA is configured not to apply to experts."""
 
 
 def hooks(layout: str) -> Iterator[tuple[str, Callable[..., Any], str]]:
@@ -55,7 +55,9 @@ def fused_layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leave_experts(manager: Any) -> None:
-    """SGLang wraps experts whenever `gate_proj`, `up_proj` and `down_proj` are targets, even those of a dense layer."""
+    """Keeps SGLang from wrapping experts, as it does whenever `gate_proj`, `up_proj` and `down_proj` are targets, even
+    those of a dense layer.
+    """
     model, names = manager.base_model, {name for name, _ in fused_layers(manager.base_model)}
     own = getattr(model, "should_apply_lora", None)
     model.should_apply_lora = lambda name: name not in names and (own is None or own(name))
@@ -69,7 +71,7 @@ def _show_wrappers(_: Any, manager: Any) -> None:
 
 
 def _around_wrapper(original: Callable[..., Tensor], wrapper: Any, x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """On a CPU, SGLang's own layer continues, with `_run_on_cpu` inside it."""
+    """SGLang's own layer, with `_run_on_cpu` inside it on a CPU."""
     if x.device.type != "cpu":
         return original(wrapper, x, *rest, **named)
     return wrapper.base_layer.forward(x, *rest, **named)  # type: ignore[no-any-return]

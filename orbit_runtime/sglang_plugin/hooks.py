@@ -107,7 +107,7 @@ def _facts(runner: Any) -> dict[str, Any]:
 
 
 def _received(own: dict[str, Any]) -> dict[str, Any]:
-    """Another rank's report with the values that it lent."""
+    """Another rank's report, with the values in memory that it shares."""
     try:
         return own | {"reports": readback.receive_reports(own["reports"])}
     except Exception as error:

@@ -1,7 +1,5 @@
 """`python -m orbit_runtime.sglang_plugin.launch ARGUMENTS`: an SGLang server with Orbit's plug-in.
 
-Belongs here: the order of the first imports. Does not belong here: the arguments (`rollout.sglang_server`).
-
 SGLang's children are spawned and import this file again, so its top-level code runs in each of them.
 """
 

@@ -5,7 +5,6 @@ add a LoRA; Marlin's are two, and SGLang has a pass with LoRA between them for o
 three things: the class that says how weights are packed, V4's clamped activation, and the routers' scaling factor,
 which is already part of its routing weights.
 
-Belongs here: that wrapper. Does not belong here: OFT, which rotates tokens before any kernel (`experts`).
 Hopper (SM90) and SM120 only, as SGLang's kernels. GPU: not run on hardware.
 """
 

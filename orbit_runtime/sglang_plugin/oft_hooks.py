@@ -1,8 +1,6 @@
 """Hooks that make SGLang serve OFT beside LoRA: an OFT folder becomes a LoRA adapter of rank 0, with R beside it.
 
 Names, ids, slots, batches, draining and the radix cache's keys therefore remain SGLang's own, and none of it is copied.
-
-Belongs here: where SGLang is hooked for OFT. Does not belong here: the buffers and the rotation (`rotation`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 All ranks call `gather` and `agree_on_load`, for the same request. SGLang passes every request to every rank, and each
 processes the same ones in the same order.
-
-Belongs here: combining the ranks' results, on the host. Does not belong here: what they hold (`readback`).
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from orbit_runtime.storage.process import current_process
 
 _machines: set[str] = set()
-"""Machines of all ranks, as the newest load told."""
+"""Machines of all ranks, from the newest load."""
 
 
 def count() -> int:

@@ -47,7 +47,7 @@ EXPLAIN_FILE = "explain"
 
 @dataclass(frozen=True, eq=False)
 class Passed:
-    """What the newest batch with this adapter was prepared with."""
+    """The preparation of the newest batch with this adapter."""
 
     slot: int
     scalings: Tensor
@@ -68,7 +68,7 @@ class HeldAdapter:
     adapter: Any
     """SGLang's adapter; only attributes that do not change after loading are used."""
     slot: int | None
-    """None if it is in no slot."""
+    """The adapter's slot; None if it has none."""
     passed: int | None
     """The slot that the newest batch with it used; None if there was none yet, or it was not requested."""
     scaling: float | None
@@ -92,7 +92,7 @@ class RankReport:
     pieces: Mapping[int, Sequence[ShardPiece]]
     """Pieces by slot."""
     opening: MemoryOpening | None = None
-    """Where the values of these pieces lie, if they are lent."""
+    """The memory of these pieces' values, if rank 0 may map it."""
 
 
 _passed: dict[str, Passed] = {}
@@ -309,7 +309,7 @@ def _mark(manager: Any, adapter: Any, slot: int) -> str:
 
 
 def _published(adapter: Any) -> Published | None:
-    """What it has besides SGLang's tensors; None for LoRA."""
+    """OFT's values besides SGLang's tensors; None for LoRA."""
     found: Published | None = getattr(adapter, "published", None)
     return found
 
@@ -350,7 +350,7 @@ def _pieces(adapter: HeldAdapter, slabs: Iterable[Slab], *, is_alone: bool) -> I
 def _split_experts(
     name: str, buffers: Sequence[Tensor], rank: int, scaling: float, is_shared_outer: bool, place: int | None
 ) -> Iterator[ShardPiece]:
-    """SGLang reserves room for its largest rank between gate and up.
+    """Splits gate and up, between which SGLang reserves room for its largest rank.
 
     Args:
         place: index of this rank's part of the experts' inner width; None for all of it.

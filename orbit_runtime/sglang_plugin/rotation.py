@@ -43,7 +43,7 @@ def parts(module: str) -> tuple[str, ...]:
 
 
 class SlotRows:
-    """Which slot rotates which rows of the next pass; shared by all layers."""
+    """The slot that rotates each row of the next pass; shared by all layers."""
 
     def __init__(self, device: torch.device, max_rows: int = MAX_ROWS) -> None:
         self.slots_T = torch.full((max_rows,), UNTURNED, dtype=torch.int32, device=device)
@@ -52,7 +52,9 @@ class SlotRows:
         self._filled = 0
 
     def prepare(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """For each sequence of the pass: its slot or `UNTURNED`, and its rows. Written in place, for CUDA graphs."""
+        """Sets the slot, or `UNTURNED`, and the rows of each sequence of the pass. Written in
+        place, for CUDA graphs.
+        """
         runs: list[tuple[int, int, int]] = []
         end = 0
         for slot, length in zip(slots, lengths, strict=True):
@@ -145,9 +147,9 @@ class Published:
     """An OFT adapter's files, on the CPU."""
 
     parameters: Mapping[str, Tensor]
-    """By file name: kept for reading back, never multiplied."""
+    """File name → parameter: kept for reading back, never multiplied."""
     rotations: Mapping[str, Tensor]
-    """By SGLang's name of the layer."""
+    """SGLang's name of the layer → rotation."""
 
 
 class RotationTable:
@@ -158,7 +160,7 @@ class RotationTable:
         self.rows = SlotRows(device)
         self.layers: dict[str, LayerRotation] = {}
         self.holds = [False] * num_slots
-        """By slot: whether it holds an OFT adapter."""
+        """Whether each slot holds an OFT adapter."""
         self._dtype = dtype
 
     def add_layer(

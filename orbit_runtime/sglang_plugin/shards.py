@@ -163,10 +163,10 @@ def _own(data: Tensor | Lent | str) -> Tensor | Lent | str:
 
 
 KEPT_SECONDS = 600.0
-"""How long memory is kept that nobody opens."""
+"""Seconds after which memory that nobody opened is released."""
 _ALIGNMENT = 64
 _OPENED = b"\1"
-"""What the first byte becomes once rank 0 maps the memory, which it then no longer needs from the lender."""
+"""Value of the first byte once rank 0 maps the memory, whose owner may then release it."""
 Reports = Mapping[int, Sequence[ShardPiece]]
 """Pieces by slot."""
 

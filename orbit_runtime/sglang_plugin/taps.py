@@ -54,7 +54,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RankShare:
-    """How a rank's result relates to the result of all."""
+    """Relation of a rank's result to the result of all."""
 
     kind: Literal["whole", "part", "summand"] = "whole"
     """Parts are joined along the last axis. Summands are equal if they have already been summed."""
@@ -136,11 +136,11 @@ class TellsFacts(Protocol):
     """The data copied on one rank."""
 
     def own(self) -> dict[str, Any]:
-        """This rank's report; values that another rank needs are lent."""
+        """This rank's report; values that another rank needs are in shared memory."""
         ...
 
     def received(self, own: dict[str, Any]) -> dict[str, Any]:
-        """On rank 0: another rank's report with the values that it lent."""
+        """On rank 0: another rank's report, with the values in its shared memory."""
         ...
 
     def facts(self, every: list[Any]) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _point(tensor: Tensor, share: RankShare) -> Point:
 
 
 def _shares(module: Any, count: int) -> list[RankShare]:
-    """How the results of each part of a layer relate over ranks."""
+    """Relation of each part's result of a layer to the result of all ranks."""
     from sglang.srt.distributed.utils import get_group_rank_size
     from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -276,7 +276,7 @@ def _shares(module: Any, count: int) -> list[RankShare]:
 
 
 def _input_share(module: Any) -> RankShare:
-    """How the input of an output projection relates over ranks."""
+    """Relation of an output projection's input to the input of all ranks."""
     from sglang.srt.distributed.utils import get_group_rank_size
 
     place, size = get_group_rank_size(getattr(getattr(module, "base_layer", module), "tp_group", None))

@@ -1,10 +1,8 @@
-"""The rotation of every row by its own slot's R, as one kernel: what a server runs in each layer of a pass.
+"""Rotates every row by its own slot's R in one kernel, which a server runs in each layer of a pass.
 
 A loop over slots launches two products and a choice for each slot of the server, whether the batch uses it or not, and
 reads and writes all rows every time. Here each row is read and written once, and only the slots of rows that lie beside
 each other are looked at. Sums run upwards over a block of features in fp32, whatever else is in the batch.
-
-Belongs here: the kernel and its launch. Does not belong here: buffers, its twin (both `rotation`).
 
 Legend: `T` rows, `S` slots, `n` blocks of `b` features, x `[T, n b]`, R `[S, n, b, b]`.
 """
@@ -27,7 +25,7 @@ SMALLEST_STEP = 16
 
 @triton.jit
 def values(x, IS_BF16: tl.constexpr):
-    """From memory → the dtype that `tl.dot` takes here."""
+    """Values from memory → the dtype that `tl.dot` takes here."""
     if IS_BF16:
         return loaded(x)
     else:

@@ -44,7 +44,7 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows `[first, first + count)` of a layer: those of one of the checkpoint's layers, or a range of them."""
+    """Rows `[first, first + count)` of a layer: all rows of one of the checkpoint's layers, or a range of them."""
 
     name: str
     first: int
@@ -125,7 +125,9 @@ def heights_of(module: Any, total: int, parts: tuple[str, ...], parent: Any) -> 
 
 
 def places_of(module: Any, count: int) -> list[int]:
-    """Which range of the rows of each of `count` fused layers is this rank's, in units of its size; 0 also: whole."""
+    """For each of `count` fused layers, the index of this rank's range of rows, in units of its size; 0 if it has all
+    of them.
+    """
     from sglang.srt.distributed.utils import get_group_rank_size
     from sglang.srt.layers.linear import ColumnParallelLinear
 
@@ -235,7 +237,7 @@ OWNER = "language_model"
 
 
 def language_model(model: Any) -> Any:
-    """The part of SGLang's model that computes text: all of it if there is no tower."""
+    """The text part of SGLang's model: all of it if there is no tower."""
     return getattr(model, OWNER, None) or model
 
 

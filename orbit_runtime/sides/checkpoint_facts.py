@@ -1,8 +1,4 @@
-"""What inference servers need to know about a model that no process of ours loads, read from checkpoint headers alone.
-
-Belongs here: the `PolicyFacts` of a loaded policy, as far as engines read them. Does not belong here: reading headers
-(`model_info`), which layers a loaded model adapts (`adapters.inject`).
-"""
+"""Facts that inference servers need about a model that no process of ours loads, from checkpoint headers alone."""
 
 from __future__ import annotations
 

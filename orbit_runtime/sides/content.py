@@ -1,8 +1,4 @@
-"""Identifies what a run reads by digest: files may move, but their content may not change during a run.
-
-Belongs here: naming that content, keeping the names given at the first start, and refusing other content on resume.
-Does not belong here: settings of the manifest (`loop.resume`), reading files (`data`, `policy`).
-"""
+"""Identifies what a run reads by digest: files may move, but their content may not change during a run."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ PREFIX = "content."
 WEIGHTS = f"{PREFIX}model.tensors"
 """Digest over every tensor as stored on disk, so it is the same however a trainer shards the model."""
 OLDER_WEIGHTS = f"{PREFIX}model.weights"
-"""What older versions recorded instead: a digest of the weights as loaded by one process."""
+"""Recorded by older versions instead: a digest of the weights as loaded by one process."""
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,13 @@ PROBES = 4
 
 
 def build_engine(order: EngineOrder, policy: Policy | None) -> Engine:
-    """
+    """Builds the engine of a run.
+
     Args:
         policy: the trainer's, if it computes in this process.
 
     Raises:
-        OrbitError: as of `build_servers`.
+        OrbitError: see `build_servers`.
     """
     if order.resolved.engine != "Torch":
         return build_servers(order)
@@ -83,7 +84,7 @@ def build_servers(order: EngineOrder) -> ServedEngine:
 
 
 def place_of(resolved: Resolved) -> Place:
-    """Where the run's servers are, for the table of support."""
+    """Location of the run's servers, for the table of support."""
     return "attached" if resolved.engine == "OpenAI" else "GPU" if resolved.device == "cuda" else "CPU"
 
 
@@ -218,14 +219,14 @@ def routed_layers(facts: PolicyFacts) -> RoutedLayers | None:
 
 @dataclass(frozen=True)
 class ServerPlacement:
-    """Where servers run and what they may take."""
+    """Where servers run, and the memory that they may take."""
 
     first_gpu: int
     """Index of the first server's GPU, counted by the driver in its container."""
     server_gpus: int
     """GPUs of each server, one after the other; on a CPU its processes."""
     memory: ServerMemory | None
-    """None on a CPU."""
+    """Memory of a server on a GPU; None on a CPU."""
 
 
 def _plan_kernels(resolved: Resolved, facts: PolicyFacts, model: ModelFacts) -> EngineKernels:
@@ -243,7 +244,10 @@ def _plan_kernels(resolved: Resolved, facts: PolicyFacts, model: ModelFacts) -> 
 
 
 def _plan_serving(resolved: Resolved, model: ModelFacts | None, folder: Path) -> ServerPlacement:
-    """As the plan of this run has it. Raises UnsupportedError (78) for a model that cannot be cut so.
+    """The placement that the run's plan chose. Raises UnsupportedError (78) for a model that cannot be divided so.
+
+    Args:
+        model: None on a CPU, where one process needs no facts about it.
 
     Args:
         model: None on a CPU, where one process asks nothing about it.
@@ -314,7 +318,7 @@ def all_headers(where: str, endpoints: Sequence[Server], environment: Mapping[st
 
 
 def endpoint_headers(where: str, endpoint: Server, environment: Mapping[str, str]) -> dict[str, str]:
-    """What each request to it carries. Raises CredentialsError (77) for a variable that is not set."""
+    """Headers of each request to the endpoint. Raises CredentialsError (77) for a variable that is not set."""
     named = {f"headers[{at}].valueEnv": header.value_env for at, header in enumerate(endpoint.headers)}
     for field, variable in {"apiKeyEnv": endpoint.api_key_env, **named}.items():
         if variable and not environment.get(variable):
@@ -330,7 +334,7 @@ def endpoint_headers(where: str, endpoint: Server, environment: Mapping[str, str
 
 
 def change_limit(facts: PolicyFacts) -> float:
-    """How far the adapter's effect may differ between the two sides' passes; coarser where activations are BF16."""
+    """Largest difference of the adapter's effect between the two sides' passes; larger where activations are BF16."""
     from orbit_runtime.parity.liveness import CHANGE_LIMITS
 
     return CHANGE_LIMITS[facts.compute_dtype]
@@ -380,7 +384,7 @@ class EngineAhead:
             self._engine.result()
 
     def take(self) -> ServedEngine:
-        """The engine, once its servers respond; the caller closes it. Raises: as of `engines.build_servers`."""
+        """The engine, once its servers respond; the caller closes it. Raises: see `engines.build_servers`."""
         return self._engine.result()
 
     def close(self) -> None:

@@ -1,8 +1,4 @@
-"""The sides that this process opens: a trainer of its own or ranks, an engine of its own or servers.
-
-Belongs here: `Sides` on this machine, in the order that finds the cheapest mistakes first. Does not belong here: what
-each kind is made of (`trainers`, `engines`), sides in other processes (`services`).
-"""
+"""The sides that this process opens: a trainer of its own or ranks, an engine of its own or servers."""
 
 from __future__ import annotations
 

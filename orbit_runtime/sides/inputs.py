@@ -1,8 +1,4 @@
-"""What a run reads, on this machine: each input is fetched just before it is needed, with a line of progress.
-
-Belongs here: reporting progress, stopping, what the first start used. Does not belong here: fetching
-(`storage.inputs`).
-"""
+"""The inputs of a run on this machine: each is fetched just before it is needed, with a line of progress."""
 
 from __future__ import annotations
 

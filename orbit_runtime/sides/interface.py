@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerOrder:
-    """What a trainer is opened from, wherever it computes."""
+    """The input for opening a trainer, wherever it computes."""
 
     resolved: Resolved
-    """As `settle` returned it."""
+    """The result of `settle`."""
     folder: Path
     """The model's folder."""
     model: str
@@ -43,14 +43,14 @@ class TrainerOrder:
     """The run folder."""
     execution: Execution
     closing: ExitStack
-    """What must outlive the sides is pushed here."""
+    """Receives everything that must outlive the sides."""
     teacher: AdapterFolder | None = None
     """The adapter that teaches."""
 
 
 @dataclass(frozen=True)
 class EngineOrder:
-    """What an engine is built from, wherever it computes."""
+    """The input for building an engine, wherever it computes."""
 
     resolved: Resolved
     facts: PolicyFacts
@@ -60,7 +60,7 @@ class EngineOrder:
     sequences: Sequence[Sequence[int]]
     """Real prompts as token ids."""
     closing: ExitStack
-    """What must outlive the engine is pushed here; the caller closes the engine itself."""
+    """Receives everything that must outlive the engine; the caller closes the engine itself."""
     is_resumed: bool = False
     """Another execution of the run was there before, and may have left adapters on attached servers."""
 
@@ -86,24 +86,27 @@ class TrainerSide:
     """Gives the trainer an adapter to begin with, before its first step. Arguments: the adapter, and the digest of its
     files."""
     base_digest: Callable[[], str]
-    """Digest of the frozen base as it lies in memory: equal before and after a run, however it is divided. If all
-    weights train: digest of what the run began with."""
+    """Digest of the frozen base in memory: equal before and after a run, however it is divided. If all weights train:
+    digest of the weights at the start.
+    """
     probing: Callable[[Probe], AbstractContextManager[None]]
     """Context in which the trainer holds an untrained adapter, for preflight."""
     snapshot: Callable[..., Snapshot] | None
     """`policy.snapshot.take_snapshot` of this side; None if its layers cannot be inspected from here."""
     policy: Policy | None
-    """What the torch engine samples with; None if the trainer is not in this process."""
+    """The policy from which the torch engine samples; None if the trainer is not in this process."""
     rounding: Mapping[str, str]
     """Facts that decide the order of its sums, hence a run's last bits."""
     is_over: Callable[[], bool] = lambda: False
-    """Whether no call can succeed any more after an error: ranks that failed are not started again."""
+    """Whether all later calls must fail after an error: ranks that failed are not started again."""
     explain: Callable[[Mapping[str, Buffer]], str] | None = None
-    """Describes how what the newest `score` applied differs from these published files; None if it cannot tell."""
+    """Describes how the values that the newest `score` applied differ from these published files; None if it cannot
+    tell.
+    """
 
 
 class Sides(Protocol):
-    """Trainer and engine of one run, wherever they are. The loop calls the methods in the order in which they stand."""
+    """Trainer and engine of one run, wherever they are. The loop calls the methods in the order of their definition."""
 
     @property
     def loads_beside(self) -> bool:
@@ -124,7 +127,7 @@ class Sides(Protocol):
         ...
 
     def check(self, resolved: Resolved) -> None:
-        """Before anything is fetched. Raises UnsupportedError (78) for packages that are not installed."""
+        """Raises UnsupportedError (78) for packages that are not installed; called before anything is fetched."""
         ...
 
     def load_loss(
@@ -151,5 +154,5 @@ class Sides(Protocol):
         ...
 
     def build_engine(self, order: EngineOrder) -> Engine:
-        """The engine, once the sides are open. Errors: as of `engines.build_engine`."""
+        """The engine, once the sides are open. Errors: see `engines.build_engine`."""
         ...

@@ -1,7 +1,4 @@
-"""Facts about this machine: those that `Auto` is resolved from, and those that a run's last bits depend on.
-
-Belongs here: asking torch, if it is installed. Does not belong here: decisions (`spec.resolve`).
-"""
+"""Facts about this machine: those that `Auto` is resolved from, and those that a run's last bits depend on."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def find_machine(stage: Callable[[str], None], stop: StopFlag) -> MachineFacts:
 
 
 def gpu_machine(placement: Placement) -> Machine:
-    """The run's GPUs, as torch counts them; in a `Split` pod those of both containers, and with several nodes the same
+    """The run's GPUs, counted by torch; in a `Split` pod the GPUs of both containers, and with several nodes the same
     number on each. Not run on hardware.
 
     Call it only on a machine with GPUs.

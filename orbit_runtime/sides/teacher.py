@@ -1,4 +1,4 @@
-"""A run's teacher, opened: an adapter, or servers that are asked about each rollout as it ends.
+"""A run's teacher: an adapter, or servers that score each rollout as it ends.
 
 Belongs here: from the manifest to the adapter or the servers, and adding what servers answer to a rollout. Does not
 belong here: asking a server (`rollout.teacher_servers`), whether a teacher is worth learning from (`loop.teacher`), the
@@ -65,7 +65,7 @@ def check_base(adapter: AdapterFolder | None, weights: str) -> None:
 
 
 def check_servers(spec: RunSpec) -> None:
-    """What can be said of servers before anything heavy is loaded.
+    """Checks what is known about servers before anything heavy is loaded.
 
     Raises:
         CredentialsError: (77) a variable of an endpoint, the engine's or a teacher's, is not set.
@@ -86,7 +86,18 @@ def check_servers(spec: RunSpec) -> None:
 def attach_teacher(
     spec: RunSpec, tokenizer: Tokenizer, vocabulary: int, sequences: Sequence[Sequence[int]], closing: ExitStack
 ) -> ServedTeacher | None:
-    """None: the manifest names no servers.
+    """Attaches the teacher's servers; None if the manifest names none.
+
+    Args:
+        vocabulary: the policy's.
+        sequences: token ids of prompts, whose text the servers' tokenizer must agree on.
+
+    Raises:
+        EngineDiedError: (82) one does not answer.
+        UnsupportedError: (78) one is neither SGLang nor vLLM, takes no sequence of this length, or reports no likeliest
+            tokens.
+        ModelError: (66) one has another tokenizer.
+        GateError: (84) one answers with what are no likeliest tokens.
 
     Args:
         vocabulary: of the policy.
@@ -129,7 +140,10 @@ def attach_teacher(
 
 @dataclass(frozen=True)
 class TaughtEnvironment:
-    """An `Environment` whose rollouts come with what a teacher says of their tokens.
+    """An `Environment` whose rollouts come with a teacher's report on their tokens.
+
+    A rollout waits for the report with its rewards: the teacher computes beside sampling, and a cancelled episode costs
+    it nothing more.
 
     A rollout waits for it with its rewards: the teacher computes beside sampling, and an episode that is cancelled
     costs it nothing more.

@@ -47,7 +47,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """Who holds the model, decided."""
+    """The processes that hold the model, decided."""
 
     trainer: str
     """`Torch` or `Megatron`."""
@@ -57,11 +57,17 @@ class TrainerLayout:
     gpus: tuple[int, ...] | None
     """GPU index of each rank; None on a CPU."""
     nodes: int = 1
-    """With more than one, ranks are on others than this one, in the Ray cluster that `RAY_ADDRESS` names."""
+    """Number of nodes. With more than one, ranks are on others than this one, in the Ray cluster that `RAY_ADDRESS`
+    names.
+    """
 
 
 def decide_division(resolved: Resolved, folder: Path) -> TrainerLayout:
-    """What the manifest leaves open is as the plan of this machine has it; a torch trainer takes what it is told.
+    """Fills what the manifest leaves open from the plan of this machine; a torch trainer keeps the manifest's values.
+
+    Raises:
+        UnsupportedError: (78) torch is not installed; or see `check_alone`.
+        OrbitError: the planner's, if ranks were requested and the model cannot be planned or divided.
 
     Raises:
         UnsupportedError: (78) torch is not installed; or as of `check_alone`.
@@ -336,7 +342,7 @@ def adapter_config(spec: RunSpec) -> AdapterConfig:
 
 
 def _policy_settings(resolved: Resolved) -> dict[str, Any]:
-    """Of `load_policy`; plain values."""
+    """Arguments of `load_policy`; plain values."""
     import torch
 
     spec = resolved.run.spec
@@ -370,7 +376,11 @@ def build_trainer(
 def load_algorithm(
     resolved: Resolved, search_path: Callable[[], Sequence[str]], given: Callable[..., Any] | None = None
 ) -> Algorithm:
-    """What a step computes before it trains; no torch.
+    """The computations of a step before it trains; no torch.
+
+    Args:
+        search_path: called only if the user's functions are imported, into this process.
+        given: a function from Python instead of one that the manifest names.
 
     Args:
         search_path: asked only where functions of the user's are imported, into this process.
@@ -384,7 +394,7 @@ def load_algorithm(
 def load_loss(
     resolved: Resolved, search_path: Callable[[], Sequence[str]], given: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """What the trainer's side computes. Args: as of `load_algorithm`."""
+    """The loss of the trainer's side. Args: see `load_algorithm`."""
     _check_torch()
     from orbit_runtime.algorithms.objective import build_loss
 

@@ -1,7 +1,4 @@
-"""`spec.adapter`: the part that trains.
-
-Belongs here: the kinds of adapter and their settings. Does not belong here: their maths (`adapters`).
-"""
+"""`spec.adapter`: the part that trains."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What every block of the manifest has in common.
-
-Belongs here: the base class of a block, the three sets that a field can be in, and shared kinds of text.
-Does not belong here: any field of the manifest.
-"""
+"""What every block of the manifest has in common."""
 
 from __future__ import annotations
 

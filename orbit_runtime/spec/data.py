@@ -1,7 +1,4 @@
-"""`spec.data`: the prompts.
-
-Belongs here: where prompts come from and in which order. Does not belong here: reading them (`data`).
-"""
+"""`spec.data`: the prompts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An algorithm in a line.
-
-Belongs here: the words for the columns of `objectives`. Does not belong here: the page of all algorithms.
-"""
+"""An algorithm in a line."""
 
 from __future__ import annotations
 

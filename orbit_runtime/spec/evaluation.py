@@ -1,7 +1,5 @@
 """`spec.evaluation`: what a policy is measured on, by `orbit eval` and within a run.
 
-Belongs here: which prompts, how they are asked. Does not belong here: asking (`evaluation`), statistics.
-
 Nothing here changes what is trained: all of it may change on resume, what stands in `environments` included.
 """
 

@@ -1,7 +1,4 @@
-"""Addresses on a Hugging Face hub: `hf://org/name@revision`, `hf://datasets/org/name@revision/file`.
-
-Belongs here: their form. Does not belong here: the hub (`storage.hub`).
-"""
+"""Addresses on a Hugging Face hub: `hf://org/name@revision`, `hf://datasets/org/name@revision/file`."""
 
 from __future__ import annotations
 

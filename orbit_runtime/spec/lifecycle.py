@@ -1,7 +1,5 @@
 """`spec.lifecycle`: when a run on a cluster starts, pauses, is tried again and is forgotten.
 
-Belongs here: what the user asks of the operator. Does not belong here: doing it (the operator).
-
 Only the operator reads this block; `orbit run` accepts it and starts at once, so one file does for both. On a cluster
 `suspend`, `queueName` (while suspended) and `ttlSecondsAfterFinished` may change after the run was created, and nothing
 else of its spec.

@@ -1,8 +1,4 @@
-"""`spec.model`: the frozen base.
-
-Belongs here: where the base comes from and what the manifest claims about it.
-Does not belong here: reading a checkpoint (`model_info`, `policy`).
-"""
+"""`spec.model`: the frozen base."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`--set path=value`: single fields from the command line, over those of the file.
-
-Belongs here: finding the place and putting the value there. Does not belong here: whether the value is allowed.
-"""
+"""`--set path=value`: single fields from the command line, over those of the file."""
 
 from __future__ import annotations
 

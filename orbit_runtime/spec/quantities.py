@@ -1,7 +1,4 @@
-"""Kubernetes quantities in bytes, and half of one.
-
-Belongs here: whole numbers with a unit, as the manifest has them. Does not belong here: which field holds one.
-"""
+"""Kubernetes quantities in bytes, and half of one."""
 
 from __future__ import annotations
 

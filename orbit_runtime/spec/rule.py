@@ -1,7 +1,4 @@
-"""One check of the API server's in CEL, and the forms that several of them share.
-
-Belongs here: the noun and its builders. Does not belong here: which rules hold where (`rules`, `rules_algorithm`).
-"""
+"""One check of the API server's in CEL, and the forms that several of them share."""
 
 from __future__ import annotations
 

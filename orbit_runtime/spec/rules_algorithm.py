@@ -1,7 +1,4 @@
-"""The rules of `spec.algorithm` and its blocks, which read an algorithm's defaults from its row.
-
-Belongs here: twins of the contradictions in `algorithm` and `teacher`. Does not belong here: other blocks (`rules`).
-"""
+"""The rules of `spec.algorithm` and its blocks, which read an algorithm's defaults from its row."""
 
 from __future__ import annotations
 

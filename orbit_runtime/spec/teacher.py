@@ -1,7 +1,4 @@
-"""`spec.algorithm.teacher`: whom the policy learns from, token by token, on what it sampled itself.
-
-Belongs here: the settings of distillation. Does not belong here: the arithmetic (`algorithms.distillation`).
-"""
+"""`spec.algorithm.teacher`: whom the policy learns from, token by token, on what it sampled itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The manifests that `orbit init` writes.
-
-Belongs here: rendering every field, as lines of YAML with its meaning and default. Does not belong here: writing files.
-"""
+"""The manifests that `orbit init` writes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`spec.training`: how the adapter changes.
-
-Belongs here: steps, batches and the optimiser. Does not belong here: the loss (`algorithm`) or the training itself.
-"""
+"""`spec.training`: how the adapter changes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""This machine as a run finds it, and how this process uses it.
-
-Belongs here: main memory, what the driver says of GPUs, nodes, free ports, and settings of the interpreter and its
-threads. Does not belong here: what follows for a run.
-"""
+"""Facts about this machine and settings of this process."""
 
 from __future__ import annotations
 
@@ -63,7 +59,7 @@ def ask_driver(fields: str) -> list[str]:
 
 
 class HeldPort:
-    """A free port of the loopback device that the system gives to nobody else as long as this is open.
+    """A free port of the loopback device that the system assigns to no other process while this is open.
 
     A server that sets SO_REUSEADDR, as asyncio's, uvicorn's and SGLang's do, can bind it meanwhile: the socket that
     holds it does not listen. Without it, a process that asks for any free port, such as a rank, may get the one that a
@@ -107,7 +103,9 @@ def gc_paused() -> Iterator[None]:
 
 
 def unfreeze_objects() -> None:
-    """For the end of a run: otherwise a reference cycle that holds the model would never be collected."""
+    """Undoes freezing at the end of a run: otherwise a reference cycle that holds the model would
+    never be collected.
+    """
     gc.unfreeze()
 
 

@@ -1,8 +1,4 @@
-"""Messages in a stream of bytes: each is 4 bytes of length, big-endian, then its body.
-
-Belongs here: where one message ends and the next begins, for each way of reading. Does not belong here: what a body
-says, which is JSON or pickled.
-"""
+"""Messages in a stream of bytes: each is 4 bytes of length, big-endian, then its body."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from orbit_runtime.errors import StalledError
 
 STALL_SECONDS = 1800.0
-"""How long a piece of a device's work, a rank, or a run may show no sign of life. A decoding step or a micro-batch
-takes seconds; no kernel takes as long to compile."""
+"""Seconds without a sign of life after which a piece of a device's work, a rank, or a run counts as stalled. A decoding
+step or a micro-batch takes seconds; no kernel takes as long to compile.
+"""
 LOOK_SECONDS = 5.0
 FIX = "see the driver's log (`dmesg`, Xid errors), then start the same command again"
 _MAX_STACKS = 1 << 18
@@ -30,7 +31,7 @@ WATCHED = frozenset({"cuda"})
 """Types of devices that can fail to answer. On a CPU a large model may honestly take this long."""
 
 _newest = -math.inf
-"""When the newest piece of work ended."""
+"""Time when the newest piece of work ended."""
 
 
 def sign() -> None:
@@ -46,7 +47,7 @@ def silent_seconds() -> float:
 
 _numbers = itertools.count()
 _under_way: dict[int, tuple[int, str]] = {}
-"""By thread: a number that no other piece of work has, and what it is."""
+"""Thread → a number that no other piece of work has, and the work's name."""
 _is_ours = threading.Event()
 
 
@@ -64,7 +65,7 @@ class Stall:
     what: str
     seconds: float
     stacks: str
-    """Of the thread that waits, newest call last, then of all threads, newest call first."""
+    """The stack of the waiting thread, newest call last, then all threads' stacks, newest call first."""
 
 
 @contextmanager
@@ -102,7 +103,7 @@ def watch_stalls(on_stall: Callable[[Stall], None]) -> Iterator[None]:
 
 
 def end_process(stall: Stall) -> None:
-    """What to do about it where nothing needs to be kept: ends this process with 83, once the stacks are told."""
+    """Prints the stacks and ends this process with 83: the reaction to a stall where nothing needs to be kept."""
     error = StalledError(f"{stall.what} did not end within {stall.seconds:.0f} s: the device does not answer", fix=FIX)
     print(f"error: {error}\n{stall.stacks}", file=sys.stderr, flush=True)
     os._exit(error.exit_code)

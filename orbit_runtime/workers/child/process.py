@@ -104,8 +104,7 @@ class Stacks:
 
 
 class Printed:
-    """What all processes of one kind print, passed on to standard error. What is beyond the limit is dropped, and the
-    limit said once.
+    """Passes everything that processes of one kind print on to standard error, up to a limit, which is reported once.
 
     Args:
         who: whose output it is, in the plural, such as `rewards`.
@@ -118,7 +117,7 @@ class Printed:
         self._seen = 0
 
     def pass_on(self, data: bytes) -> None:
-        """Writes the part of it that is within the limit to standard error."""
+        """Writes the part of `data` that is within the limit to standard error."""
         before, self._seen = self._seen, self._seen + len(data)
         # Standard error may be gone: prints are no reason to end a run.
         with contextlib.suppress(OSError):
@@ -157,8 +156,9 @@ def adopt_orphans() -> None:
 
 
 def tell_stacks(fd: int) -> None:
-    """From now on this process writes its threads' stacks to `fd` whenever the signal arrives. They are written from C,
-    so code that never returns to the interpreter does not prevent it."""
+    """Makes this process write its threads' stacks to `fd` on the signal. They are written from C, so code that never
+    returns to the interpreter does not prevent it.
+    """
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
 
 

@@ -1,7 +1,5 @@
 """The token of a run: it gives access to the agent and the servers of this run.
 
-Belongs here: where the token comes from and how it travels. Does not belong here: where it is checked.
-
 In one container the token exists only in memory: a server gets it through a pipe. The two containers of a `Split` pod
 read it from a file in a volume that only they share.
 """

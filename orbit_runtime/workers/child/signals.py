@@ -1,7 +1,4 @@
-"""SIGINT and SIGTERM as a flag that the loop reads between stages.
-
-Belongs here: turning signals into a stop request. Does not belong here: what stopping does (`loop`).
-"""
+"""SIGINT and SIGTERM as a flag that the loop reads between stages."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from orbit_runtime.workers.ranks.rank import RankActor, RankFacts, RankFailure, 
 
 TICK = 0.25
 ROOM_SECONDS, NODES_SECONDS = 60.0, 900.0
-"""How long to wait for a placement group: with all nodes there, and with some still to be started."""
+"""Seconds to wait for a placement group: with all nodes there, and with some still to be started."""
 SETTLE_SECONDS = 3.0
 """Wait after the first failure: others are on their way, and one of them may be the cause."""
 ASK_SECONDS = 10.0
@@ -265,7 +265,7 @@ class Driver:
         return found
 
     def close(self) -> None:
-        """In a cluster that is not ours, ends our processes. A private one ends with its guard."""
+        """Ends our processes in a cluster that is not ours. A private one ends with its guard."""
         if self._private:
             return
         import ray

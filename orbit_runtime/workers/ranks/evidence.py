@@ -1,4 +1,4 @@
-"""What is seen of ranks from outside, and what their group reports about a failed call.
+"""Observations of ranks from outside, and the report of their group on a failed call.
 
 Belongs here: what the kernel and the ranks' files say of the processes of one node (alive, stopped or computing; their
 stacks, logs and notes), which needs no answer from a rank, so it works for one that hangs; and the facts that travel
@@ -33,7 +33,7 @@ class Glance:
 
 @dataclass(frozen=True)
 class LookBack:
-    """What is left of a rank, or the state of a living one whose call has failed."""
+    """The remains of a rank, or the state of a living one whose call has failed."""
 
     state: str | None
     note: Note
@@ -117,7 +117,7 @@ Ending = Literal["done", "failed", "lost", "pending"]
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What comes before an answer, while ranks make progress with it."""
+    """A sign of progress from a rank before its answer."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class RankEnd:
     node: str
     ending: Ending
     seen: LookBack | None
-    """None if its node does not answer."""
+    """Observations by its node; None if that does not answer."""
     failure: RankFailure | None = None
     """Set if `ending` is `failed`."""
     said: str = ""
@@ -145,6 +145,6 @@ class RankEvidence:
     patience: float | None = None
     """Seconds without progress after which the call was given up; None if it was not given up for that."""
     lost: str | None = None
-    """What else has died, such as Ray's head, and how."""
+    """Anything else that has died, such as Ray's head, and how."""
     stopped: tuple[int, ...] = field(default=())
     """Ranks that were stopped (SIGSTOP) for longer than the group's limit."""

@@ -65,18 +65,19 @@ class GroupSettings:
     ports: tuple[int, int] | None = None
     """First and last port that a private Ray may use; None to choose a free range."""
     stopped_seconds: float = STOPPED_SECONDS
-    """How long a rank may be stopped (SIGSTOP) before the group is given up."""
+    """Seconds that a rank may be stopped (SIGSTOP) before the group is given up."""
 
 
 class RankGroup:
-    """Living ranks. For one thread at a time. After any error the group is closed, nothing of it is left, and further
-    calls raise the same error."""
+    """Living ranks, for one thread at a time. After any error the group is closed, nothing of it is left, and further
+    calls raise the same error.
+    """
 
     def __init__(self, group: GroupSettings, logs: Path, check: Callable[[], None]) -> None:
         """See `start_ranks`."""
         self.logs = logs
         self._ended: OrbitError | None = None
-        """Why there are no ranks any more."""
+        """The error that ended the ranks."""
         logs.mkdir(parents=True, exist_ok=True)
         self._scratch = Path(tempfile.mkdtemp(prefix="orbit-ray-", dir=_short_folder()))
         ours, theirs = socket.socketpair()

@@ -1,8 +1,5 @@
 """The process that outlives all others of a group of ranks, and ends them: `python -m ... ADDRESS...`.
 
-Belongs here: ending every descendant, whatever became of its parent, and removing the group's folder. Does not belong
-here: Ray, torch or any package; nothing that a rank does can make this process fail.
-
 It is the *subreaper* (prctl(2)) of its descendants: a process whose parent died becomes its child instead of init's.
 Walking down from here therefore finds all of them, including daemons and stopped ones. The run holds the other end of a
 pipe; however the run ends, the pipe closes.

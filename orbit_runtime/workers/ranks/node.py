@@ -105,7 +105,7 @@ class PrivateRay:
         self.address = str(self._node.address)
 
     def death(self) -> str | None:
-        """Which daemon has died, and how; None while all of them live."""
+        """The daemon that has died, and how; None while all of them live."""
         words = {"gcs_server": "Ray's head (gcs_server)", "raylet": "Ray's node agent (raylet)"}
         for name, known in words.items():
             for each in self._node.all_processes.get(name, ()):

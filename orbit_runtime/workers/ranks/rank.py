@@ -36,7 +36,7 @@ from orbit_runtime.workers.child.process import tell_stacks
 
 LENGTH = 512
 LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
-"""In rank 0: a listening socket at MASTER_ADDR:MASTER_PORT, for `TCPStore(master_listen_fd=...)`."""
+"""Variable of rank 0: a listening socket at MASTER_ADDR:MASTER_PORT, for `TCPStore(master_listen_fd=...)`."""
 _C10D = "torch/distributed/distributed_c10d.py"
 _COLLECTIVE_WORDS = ("gloo", "nccl", "ProcessGroup", "c10d", "Connection closed by peer", "TCPStore", "Broken pipe")
 _GPU_WORDS = ("CUDA error", "cudaError", "uncorrectable ECC", "HIP error", "Xid")
@@ -111,12 +111,12 @@ class RankFacts:
     node: str
     """Address of its node."""
     port: int | None = None
-    """For rank 0, the port where it listens for the others."""
+    """The port on which rank 0 listens for the others."""
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What a rank is built from; the same for every rank of a group."""
+    """The input for building a rank; the same for every rank of a group."""
 
     target: str
     """`package.module:Class`."""
@@ -170,7 +170,9 @@ class RankActor:
         tell_stacks(self._stacks.fileno())
 
     def introduce(self, node: str | None = None) -> RankFacts:
-        """On rank 0, starts listening for the others, on a port that the system chose and no other process can take.
+        """Reports the rank's facts. Rank 0 starts listening for the others, on a port that no other process can take.
+
+        Args: node: its address; None to ask Ray.
 
         Args: node: its address; None to ask Ray.
         """

@@ -33,7 +33,7 @@ INSTALL = (
     "install SGLang beside Orbit (pip install 'orbit-rl[sglang]'), or name the interpreter of an environment that has "
     "it in ORBIT_SGLANG_PYTHON; on a cluster the image is the chart's runs.engineImage or placement.image"
 )
-"""What to do if SGLang is not installed."""
+"""The fix if SGLang is not installed."""
 PINNED_SGLANG = "0.5.23"
 """The version whose source Orbit's plug-in was written against. A hook can fit another one and mean something else."""
 VERSION_VARIABLE = "ORBIT_SGLANG_VERSION"
@@ -72,7 +72,7 @@ def launch_environment(own: Mapping[str, str]) -> dict[str, str]:
 
 
 class PortTakenError(EngineDiedError):
-    """Another process has the port that the server was told to listen on."""
+    """Another process has the port on which the server was to listen."""
 
 
 class WatchedServer(ABC):

@@ -1,8 +1,5 @@
 """A server in another container of the pod, started by the agent there; used like a process of our own.
 
-Belongs here: calling the agent (`servers.agent`), and what it means if it does not answer. Does not belong here:
-requests to the server itself (`rollout`).
-
 An agent that is gone was killed with all its servers, most often because one of them used too much memory, and the
 kubelet restarts it. So its servers count as dead, and a start waits for the agent.
 """

@@ -114,7 +114,7 @@ def confine_user_code() -> None:
 
 
 def confine_files(readable: Sequence[Path], writable: Sequence[Path]) -> bool:
-    """From now on this process sees no files other than these, and no TCP. Returns whether the kernel enforces it.
+    """Hides all files but these from this process, and forbids TCP. Returns whether the kernel enforces it.
 
     Args:
         readable: files, and folders with everything below them; missing ones are skipped.
@@ -176,7 +176,9 @@ def _word(value: bytes | int | None) -> ctypes.c_char_p | ctypes.c_long:
 
 
 def forbid_processes() -> bool:
-    """From now on this process can start threads, but no processes. Returns whether the kernel accepted the filter."""
+    """Forbids this process to start processes; threads remain allowed. Returns whether the kernel
+    accepted the filter.
+    """
     return forbid(())
 
 

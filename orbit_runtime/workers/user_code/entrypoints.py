@@ -24,7 +24,7 @@ FROM_PYTHON = "given:from_python"
 
 
 class TargetError(Exception):
-    """The target cannot be loaded or called as the manifest says; the message is for the user."""
+    """The target cannot be loaded or called in the way that the manifest describes; the message is for the user."""
 
 
 class MissingModuleError(TargetError):
@@ -64,7 +64,7 @@ def load_object(target: str) -> Any:
 
 
 def _searched() -> str:
-    """The folders of the import path that are the user's; Python's own say nothing to them."""
+    """The user's folders of the import path; Python's own would not help the user."""
     standard = os.path.dirname(os.__file__)
     own = [
         repr(folder) for folder in sys.path
@@ -120,7 +120,7 @@ def describe(error: BaseException) -> str:
 
 
 def _is_borrowed(file: str) -> bool:
-    """Whether a file is Python's, of an installed package, or Orbit's: a line in it tells a user little."""
+    """Whether a file belongs to Python, an installed package or Orbit: a line in it tells a user little."""
     library = os.path.dirname(os.__file__)
     return file.startswith((library, os.path.join(PACKAGE_ROOT, "orbit_runtime"), "<")) or "-packages" in file
 

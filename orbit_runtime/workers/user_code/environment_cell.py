@@ -51,7 +51,7 @@ class LoadedEnvironment:
     arguments: Mapping[str, Any]
     tools: Mapping[str, Callable[..., Any]]
     cohorts: tuple[str, ...] | None = None
-    """With `play`: the name of each of an episode's rollouts."""
+    """The name of each of an episode's rollouts, with `play`."""
 
 
 def serve(connection: socket.socket, loaded: LoadedEnvironment, limits: EnvironmentLimits, parent_pid: int) -> None:
@@ -106,7 +106,7 @@ async def _serve(connection: socket.socket, loaded: LoadedEnvironment) -> None:
 
 
 def _asked(message: Mapping[str, Any]) -> str:
-    """Who answers a message, for the user: the name of a tool, or of the environment's function."""
+    """The receiver of a message, for the user: the name of a tool, or of the environment's function."""
     return str(message["tool"]) if "tool" in message else next(iter(message))
 
 

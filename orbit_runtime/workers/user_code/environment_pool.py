@@ -191,7 +191,7 @@ class EnvironmentPool:
             self.tools: tuple[dict[str, Any], ...] = tuple(started["tools"])
             """JSON schema of each tool."""
             self.cohorts: tuple[str, ...] | None = started["cohorts"] and tuple(started["cohorts"])
-            """Of an environment that asks the policy itself, the name of each rollout of an episode; else None."""
+            """The name of each rollout of an episode, for an environment that asks the policy itself; else None."""
         except BaseException:
             self.close()
             raise
@@ -366,7 +366,9 @@ class EnvironmentPool:
             raise await self._late(cell, allowed) from None
 
     async def _held[T](self, cell: Cell, work: Coroutine[Any, Any, T]) -> T:
-        """Exchanges with a copy, which is ended if it ended by itself, was late, or the caller is cancelled."""
+        """Exchanges messages with a copy, which is ended if it ended by itself, was late, or the
+        caller is cancelled.
+        """
         try:
             return await work
         except TimeoutError:
@@ -445,7 +447,7 @@ class EpisodeProcess:
         await self._pool.there.run(self._exchange(lambda cell: cell.send(message)))
 
     async def receive(self) -> dict[str, Any]:
-        """Its next message, however long that takes."""
+        """The process's next message, however long that takes."""
         return dict(await self._pool.there.run(self._receive()))
 
     async def end_late(self) -> EnvironmentFailed:

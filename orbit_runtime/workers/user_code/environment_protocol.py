@@ -1,4 +1,4 @@
-"""What a run and the processes of its environments and tools share, and what an environment holds in its hands.
+"""Messages between a run and the processes of its environments and tools, and the classes that an environment uses.
 
 Belongs here: records, messages, branches of conversations, and what is visible of an environment's class before an
 object of it exists. Does not belong here: processes (`environment_pool`), tokens, which only the run holds
@@ -40,7 +40,7 @@ class Step:
     """
 
     messages: str | Sequence[Mapping[str, Any]] = ()
-    """What the policy reads next: chat messages, or text, which becomes one user message."""
+    """The policy's next input: chat messages, or text, which becomes one user message."""
     reward: float = 0.0
     """Reward of this turn; the rollout's is the sum over its turns."""
     done: bool = False
@@ -67,7 +67,7 @@ class EnvironmentLimits:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTarget:
-    """What the processes import.
+    """Objects that the processes import.
 
     Example: `EnvironmentTarget("my_games:Guess", {"highest": 9})`, or `EnvironmentTarget(tools=("my_tools:add",))`
     """
@@ -85,7 +85,7 @@ class ToolResult:
     """The result of a call."""
 
     text: str
-    """For the policy to read: the result, or the error."""
+    """Text for the policy: the result, or the error."""
     is_error: bool = False
 
 
@@ -177,7 +177,7 @@ class Policy:
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
         self._numbers: Counter[Path] = Counter()
-        """Answers asked for so far, by branch; openings under the empty path."""
+        """Number of answers requested so far, by branch; openings under the empty path."""
         self._waiting: dict[Path, asyncio.Future[Mapping[str, Any]]] = {}
 
     def begin(self, messages: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Branch:
@@ -211,7 +211,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Branch:
-    """A conversation up to some point. Nothing changes it: what follows is another branch, and several may follow.
+    """A conversation up to some point. It is immutable: each continuation is another branch, and there may be several.
 
     Example: `plans = await policy.begin("Plan.").answers(4)`, then `await plans[0].say("Go on.").answer()`
     """
@@ -220,17 +220,17 @@ class Branch:
     _path: Path
     """The last answer; after a limit, the answer that would have been the next."""
     _messages: tuple[Mapping[str, Any], ...]
-    """What was said after it."""
+    """Messages added after it."""
     _tools: tuple[Mapping[str, Any], ...] = field(repr=False)
     text: str = ""
     """The last answer; empty before the first, and if a limit left no room for it."""
     finish_reason: str = "stop"
     """`stop`, or what cut the last answer off: `length`, or `deadline` for the episode's seconds."""
     is_over: bool = False
-    """A limit was reached, or the last answer was cut off: `say` and `answers` give this branch again."""
+    """Whether a limit was reached, or the last answer was cut off: `say` and `answers` then return this branch."""
 
     def say(self, messages: str | Sequence[Mapping[str, Any]]) -> Branch:
-        """This branch with something for the policy to read: chat messages, or text for one user message."""
+        """This branch with new input for the policy: chat messages, or text for one user message."""
         if self.is_over:
             return self
         more = checked_messages(messages, "say")
@@ -270,7 +270,7 @@ class Chosen:
 
 
 def told_choice(value: Any, cohorts: Sequence[str]) -> list[dict[str, Any]]:
-    """What `play` returned, as JSON. Raises TypeError if it is not one `Chosen` for each rollout of the episode."""
+    """The result of `play` as JSON. Raises TypeError if it is not one `Chosen` for each rollout of the episode."""
     if not isinstance(value, list | tuple) or not all(isinstance(each, Chosen) for each in value):
         raise TypeError("play returns a list of orbit_runtime.environments.Chosen")
     if len(value) != len(cohorts):

@@ -308,7 +308,7 @@ class RewardPool:
             self._end_open()
 
     def _pass_on(self) -> None:
-        """What workers printed since, also of those that have ended."""
+        """Passes on the workers' new output, also of those that have ended."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._output_read, 1 << 16):
                 self._printed.pass_on(data)
@@ -316,7 +316,7 @@ class RewardPool:
                     return
 
     def _end_open(self) -> None:
-        """Fails all open submissions: nothing will answer them any more."""
+        """Fails all open submissions: no worker will answer them."""
         with self._changed:
             left, self._open = self._open, set()
             self._pending.clear()

@@ -1,4 +1,4 @@
-"""Types of scoring, and one call of a reward with every way it can misbehave told apart.
+"""Types of scoring, and one call of a reward with a separate outcome for every way it can misbehave.
 
 Belongs here: records, the exception that user code may raise, and what a return value or an exception means. Does not
 belong here: processes and time limits (`reward_pool`), or the weighted sum over rewards (`environments.episodes`).
@@ -65,7 +65,7 @@ class RewardResult:
     """Why there is no value."""
     seconds: float = 0.0
     stack: str = ""
-    """For a timeout, the stack of the reward."""
+    """The stack of a reward that timed out."""
 
 
 @dataclass(frozen=True, slots=True)

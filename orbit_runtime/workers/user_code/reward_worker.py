@@ -1,9 +1,6 @@
 """A process that scores completions: `python -P -m orbit_runtime.workers.user_code.reward_worker` with CALLS_FD,
 RESULTS_FD, STACKS_FD and PARENT_PID.
 
-Belongs here: reading calls from one pipe, writing results to another. Does not belong here: timeouts and restarts,
-which are the parent's (`reward_pool`), and heavy imports: a worker starts in some tens of milliseconds.
-
 In:  frames of JSON. First `{"path": [...], "rewards": [[name, target, arguments], ...]}`, then chunks of calls
      `[[name, completion, prompt, fields], ...]`.
 Out: JSON lines. First `{"ready": true}` or `{"error": {"reward": ..., "message": ...}}`, then per chunk

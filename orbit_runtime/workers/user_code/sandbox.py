@@ -1,8 +1,4 @@
-"""Runs untrusted Python, such as a policy writes, in a process that can do nothing but compute.
-
-Belongs here: starting such a process, its limits, and its result. Does not belong here: what is run and why
-(`environments.rewards.code_tests`), how the process locks itself up (`sandbox_child`).
-"""
+"""Runs untrusted Python, such as a policy writes, in a process that can do nothing but compute."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ CLEAN = {
     "PYTHONHASHSEED": "0",
 }
 LOCKED, UNLOCKED = b"locked\n", b"unlocked "
-"""First line on standard error: what follows is the program's output, or the reason why it was not run."""
+"""First line on standard error: the program's output follows, or the reason why it was not run."""
 
 
 class SandboxUnavailable(Exception):
@@ -51,7 +47,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """How a program ended."""
+    """The end of a program."""
 
     ended: Literal["done", "failed", "timeout", "output"]
     """`done`: its last line was run, which it cannot claim by itself. `failed`: it raised, exited or was killed."""

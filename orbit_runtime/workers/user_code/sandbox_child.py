@@ -1,7 +1,6 @@
 """The process that untrusted Python runs in: `python -m orbit_runtime.workers.user_code.sandbox_child`.
 
-Belongs here: locking itself up, then running the program. It fails closed: if any lock fails, it reports that and runs
-nothing. Does not belong here: limits on time and output, which the parent enforces.
+It fails closed: if any lock fails, it reports that and runs nothing.
 
 In: one line of JSON `{"program", "token", "scratch", "limits"}`, then the program's standard input.
 """
