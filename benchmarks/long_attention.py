@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import Comparison, Measured, run
-from orbit_runtime.policy.attention import Look
+from orbit_runtime.policy.attention import AttentionSettings
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed
 
 MEASURES = ("orbit_runtime/policy/packed.py", "orbit_runtime/policy/attention.py", "orbit_runtime/policy/chunked.py")
@@ -46,7 +46,7 @@ def make_inputs(options: argparse.Namespace, tokens: int, device: torch.device) 
 
 def attend(kernel: str, batch: PackedBatch, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The result and the gradients of a weighted sum of it."""
-    look = Look(inputs[0].shape[-1] ** -0.5)
+    look = AttentionSettings(inputs[0].shape[-1] ** -0.5)
     out = PackedPlan(batch, kernel).attend_tokens(0, *inputs, look)  # type: ignore[call-arg, arg-type]
     slope = torch.linspace(-1.0, 1.0, out.shape[-1], device=out.device, dtype=out.dtype)
     return [out.detach(), *torch.autograd.grad((out * slope).sum(), inputs)]

@@ -19,8 +19,8 @@ from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.loop.looking import Bisect
-from orbit_runtime.loop.publish import Keeper, PolicyVersions, Publication, Publisher
+from orbit_runtime.loop.looking import FaultFinder
+from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy
@@ -140,6 +140,6 @@ def _rig(policy: Policy, tokenizer: ChatTokenizer, engine: ServedEngine, run: Pa
     canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)
     limit = CHANGE_LIMITS["float32"]
     trainer = TorchTrainer(policy, SETTINGS)
-    bisect = Bisect(engine, canary, "float32")
-    publisher = Publisher(store, execution, Keeper(), engine, trainer, canary, limit, "sha256:0", bisect)
+    bisect = FaultFinder(engine, canary, "float32")
+    publisher = Publisher(store, execution, BackgroundWriter(), engine, trainer, canary, limit, "sha256:0", bisect)
     return Rig(policy, tokenizer, engine, publisher, PolicyVersions(engine))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from orbit_operator.facts import Attempt, Owner
 from orbit_operator.policies.accounting import GPUSeconds
-from orbit_operator.policies.restart import Spent
+from orbit_operator.policies.restart import BudgetUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class State:
     """True: complete. False: permanently failed. None: neither so far."""
     attempts: tuple[Attempt, ...] = ()
     retired: tuple[tuple[str, float], ...] = ()
-    spent: Spent = field(default_factory=Spent)
+    spent: BudgetUse = field(default_factory=BudgetUse)
     seconds: GPUSeconds = field(default_factory=GPUSeconds)
     next_at: float | None = None
     """When the next attempt starts, if back-off delays it."""

@@ -42,7 +42,7 @@ class Child[T]:
     facts: T
 
 
-class Shelf[T]:
+class ObjectIndex[T]:
     """All objects of one kind, by uid and by the run to which they belong."""
 
     def __init__(self) -> None:
@@ -101,9 +101,9 @@ class Cache:
     """Runs, Jobs and pods."""
 
     def __init__(self) -> None:
-        self.runs: Shelf[RawRun] = Shelf()
-        self.jobs: Shelf[Child[JobFacts]] = Shelf()
-        self.pods: Shelf[Child[PodFacts]] = Shelf()
+        self.runs: ObjectIndex[RawRun] = ObjectIndex()
+        self.jobs: ObjectIndex[Child[JobFacts]] = ObjectIndex()
+        self.pods: ObjectIndex[Child[PodFacts]] = ObjectIndex()
         self._with_children: set[str] = set()
         self._written: dict[str, int] = {}
 

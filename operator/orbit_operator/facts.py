@@ -195,7 +195,7 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class RecordedStatus:
     """The contents of the run's `status`.
 
     It is the only source for attempts whose Job or pod is gone, for the end of a run, and for the time since which a
@@ -274,7 +274,7 @@ class RunFacts:
 class Observed:
     """Everything about a run except its manifest, at one moment."""
 
-    stored: Stored = field(default_factory=Stored)
+    stored: RecordedStatus = field(default_factory=RecordedStatus)
     jobs: tuple[JobFacts, ...] = ()
     pods: tuple[PodFacts, ...] = ()
     nodes: Mapping[str, NodeFacts] = field(default_factory=dict)

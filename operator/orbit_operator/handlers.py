@@ -13,7 +13,7 @@ from orbit_operator.read import run_name_of
 from orbit_operator.resync import CHILDREN
 from orbit_operator.session import open_session
 from orbit_operator.settings import Settings
-from orbit_operator.sight import Sight
+from orbit_operator.sight import NamespaceView
 from orbit_operator.stateless import NoDiffBase, NoProgress
 
 Body = Mapping[str, Any]
@@ -25,7 +25,7 @@ minute. The watch is then requested again."""
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
-def build_registry(intake: Intake, sight: Sight, changed: Callable[[Key], None]) -> kopf.OperatorRegistry:
+def build_registry(intake: Intake, sight: NamespaceView, changed: Callable[[Key], None]) -> kopf.OperatorRegistry:
     """All handlers.
 
     Args:

@@ -36,7 +36,7 @@ from orbit_operator.read import has_ended
 from orbit_operator.reconcile import Parts, reconcile
 from orbit_operator.resync import Resync
 from orbit_operator.settings import PREFIX, Settings, load_settings
-from orbit_operator.sight import EVERYWHERE, Sight
+from orbit_operator.sight import EVERYWHERE, NamespaceView
 from orbit_operator.work_queue import WorkQueue
 from orbit_runtime.errors import OrbitError
 
@@ -58,7 +58,7 @@ class Operator:
         self.metrics = Metrics()
         self.health = Health()
         self.cache = Cache()
-        self.sight = Sight(self.sight_changed, settings.namespaces or (EVERYWHERE,))
+        self.sight = NamespaceView(self.sight_changed, settings.namespaces or (EVERYWHERE,))
         self.queue: WorkQueue[Key] = WorkQueue(waited=self.metrics.waited.observe)
         self.unread: dict[Key, dict[str, int]] = {}
         """Versions of runs that arrived during a pass over them."""

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RAY_CLUSTERS, RUNS, Api, ApiError, Body, Kind
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
-from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts, Stored
+from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RecordedStatus, RunFacts
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RUN_UID, RunSource, cleanup_name, run_folder
 from orbit_operator.policies.failure import read_termination
@@ -187,14 +187,14 @@ class Observer:
             return replace(observed, ranks_problem=KUBERAY_MISSING if error.status == 404 else error.message)
         return replace(observed, ranks=tuple(found))
 
-    def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: Stored) -> Progress | None:
+    def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: RecordedStatus) -> Progress | None:
         """Remembers a pod's last words, so that an earlier report does not replace them once the pod is deleted."""
         progress = newest_word(run.name, pods, stored, self.progress.get(run.key))
         if progress is not None:
             self.progress[run.key] = progress
         return progress
 
-    async def _troubled_nodes(self, pods: Iterable[PodFacts], stored: Stored) -> dict[str, NodeFacts]:
+    async def _troubled_nodes(self, pods: Iterable[PodFacts], stored: RecordedStatus) -> dict[str, NodeFacts]:
         """Nodes of pods that are in trouble or have just failed, but not of ended pods that already have a verdict."""
         judged = {attempt.number for attempt in stored.attempts if attempt.is_over}
         unclear = (pod for pod in pods if not (pod.is_terminal and pod.attempt in judged))
@@ -286,7 +286,7 @@ def why_failed(job: JobFacts, pods: Iterable[PodFacts]) -> str:
     return words or job.failure
 
 
-def newest_word(run: str, pods: Sequence[PodFacts], stored: Stored, heard: Progress | None) -> Progress | None:
+def newest_word(run: str, pods: Sequence[PodFacts], stored: RecordedStatus, heard: Progress | None) -> Progress | None:
     """The newest pod's report: its termination message takes precedence over polls while it lived.
 
     Reports of a pod of an earlier run with the same name are ignored.

@@ -12,7 +12,7 @@ from orbit_operator.apply import NameTakenError, Writer, tell_refusal
 from orbit_operator.cache import Key
 from orbit_operator.crd_check import drop_fields
 from orbit_operator.events import Recorder
-from orbit_operator.facts import Observed, RunFacts, Stored
+from orbit_operator.facts import Observed, RecordedStatus, RunFacts
 from orbit_operator.metrics import Metrics, build_text
 from orbit_operator.observe import Observer
 from orbit_operator.plan import Limits, needs_fresh_look, plan
@@ -84,7 +84,7 @@ async def _write(
 
 
 async def _act(
-    chosen: Plan, run: RunFacts, body: Body, stored: Stored, parts: Parts
+    chosen: Plan, run: RunFacts, body: Body, stored: RecordedStatus, parts: Parts
 ) -> tuple[State | None, tuple[RunEvent, ...], Exception | None]:
     """Carries out the actions up to the first that is refused, if any; the state then says why nothing happens."""
     state = chosen.state
@@ -102,7 +102,7 @@ async def _act(
     return state, chosen.events, None
 
 
-def write_due(stored: Stored, status: dict[str, object], now: float, patience: float) -> float | None:
+def write_due(stored: RecordedStatus, status: dict[str, object], now: float, patience: float) -> float | None:
     """Seconds until this status should be written: 0 for now, `None` if it need not be."""
     if stored.raw == status:
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from orbit_operator.api import JOBS, PODS, RUNS, Api, ApiError, Kind
-from orbit_operator.cache import Cache, Key, Shelf, read_version
+from orbit_operator.cache import Cache, Key, ObjectIndex, read_version
 from orbit_operator.health import Health
 from orbit_operator.manifests.source import RUN_UID
 
@@ -30,7 +30,7 @@ class Resync:
         self._health = health
         self._namespaces = tuple(namespaces)
         self._changed = changed
-        self._shelves: tuple[tuple[Kind, Shelf[Any], dict[str, str]], ...] = (
+        self._shelves: tuple[tuple[Kind, ObjectIndex[Any], dict[str, str]], ...] = (
             (RUNS, cache.runs, {}),
             (JOBS, cache.jobs, {"labelSelector": CHILDREN}),
             (PODS, cache.pods, {"labelSelector": CHILDREN}),

@@ -16,7 +16,7 @@ import kopf
 import orjson
 
 from orbit_operator.intake import Intake
-from orbit_operator.sight import EVERYWHERE, PLURALS, Sight
+from orbit_operator.sight import EVERYWHERE, PLURALS, NamespaceView
 
 LIST_ANEW = orjson.dumps(
     {"type": "ERROR", "object": {"kind": "Status", "apiVersion": "v1", "code": 410, "reason": "Expired"}}
@@ -24,7 +24,7 @@ LIST_ANEW = orjson.dumps(
 NOTHING = {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "0"}, "items": []}
 
 
-def open_session(info: kopf.ConnectionInfo, intake: Intake, sight: Sight) -> kopf.AiohttpSession:
+def open_session(info: kopf.ConnectionInfo, intake: Intake, sight: NamespaceView) -> kopf.AiohttpSession:
     """Opens a session as kopf does, but with our response class. kopf closes it."""
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
@@ -42,7 +42,7 @@ def open_session(info: kopf.ConnectionInfo, intake: Intake, sight: Sight) -> kop
     )
 
 
-def build_response_class(intake: Intake, sight: Sight) -> type[aiohttp.ClientResponse]:
+def build_response_class(intake: Intake, sight: NamespaceView) -> type[aiohttp.ClientResponse]:
     """The response class. kopf reads lists by `json`, and watches by the lines of `content`."""
 
     class Answer(aiohttp.ClientResponse):
@@ -65,14 +65,14 @@ def build_response_class(intake: Intake, sight: Sight) -> type[aiohttp.ClientRes
             elif self.status != 200 or not watches:
                 return self
             if sight.misses(*self.place):
-                self.content = Refused(self.content, sight.pause(*self.place))  # type: ignore[assignment]
+                self.content = ExpiredStream(self.content, sight.pause(*self.place))  # type: ignore[assignment]
             else:
                 sight.watch(*self.place)
-                self.content = Lines(self.content, intake.take_line)  # type: ignore[assignment]
+                self.content = FilteredLines(self.content, intake.take_line)  # type: ignore[assignment]
             return self
 
         async def json(self, **options: Any) -> Any:
-            if isinstance(self.content, Refused):
+            if isinstance(self.content, ExpiredStream):
                 return NOTHING
             answer = intake.take_list(await super().json(**{**options, "loads": orjson.loads}))
             if self.status == 200 and self.place is not None and not (answer.get("metadata") or {}).get("continue"):
@@ -99,7 +99,7 @@ def _read_message(body: bytes) -> str:
         return body[:200].decode(errors="replace")
 
 
-class Lines:
+class FilteredLines:
     """A stream with its lines replaced by `take`, which drops a line by returning `None`. All else is the stream's."""
 
     def __init__(self, stream: aiohttp.StreamReader, take: Callable[[bytes], bytes | None]) -> None:
@@ -121,7 +121,7 @@ class Lines:
             yield rest
 
 
-class Refused(Lines):
+class ExpiredStream(FilteredLines):
     """A stream that reports, after a pause, that its version is too old, so that the watcher lists again."""
 
     def __init__(self, stream: aiohttp.StreamReader, seconds: float) -> None:

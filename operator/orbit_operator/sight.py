@@ -15,7 +15,7 @@ LONGEST_PAUSE = 15.0
 _log = logging.getLogger("orbit.operator")
 
 
-class Sight:
+class NamespaceView:
     """Belongs to one event loop. A namespace is in sight once each kind in it was listed since the last refusal.
 
     Args:

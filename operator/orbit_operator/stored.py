@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from orbit_operator.facts import Attempt, Budget, Condition, Owner, Result, Stored, Verdict
+from orbit_operator.facts import Attempt, Budget, Condition, Owner, RecordedStatus, Result, Verdict
 from orbit_operator.timestamps import read_time
 
 
-def read_stored(status: Mapping[str, Any]) -> Stored:
+def read_stored(status: Mapping[str, Any]) -> RecordedStatus:
     """Reads what the status remembers; unreadable parts count as absent."""
     attempts = [_attempt(each) for each in _list(status.get("attempts"))]
     conditions = [_condition(each) for each in _list(status.get("conditions"))]
     retired = status.get("retired")
-    return Stored(
+    return RecordedStatus(
         attempts=tuple(sorted((each for each in attempts if each is not None), key=lambda each: each.number)),
         conditions={each.type: each for each in conditions if each is not None},
         retired={name: float(value) for name, value in retired.items()} if isinstance(retired, Mapping) else {},

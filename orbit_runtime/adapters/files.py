@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from orbit_runtime.digests import PIECE_BYTES, Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import parse_header
-from orbit_runtime.storage import Stored
+from orbit_runtime.storage import StoredFiles
 from orbit_runtime.types import AdapterFiles
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def expected_applied_digest(files: Mapping[str, Buffer], pieces: Mapping[str, Pi
     name = ROTATIONS_FILE if scaling is None else MODEL_FILE
     known = pieces[name] if pieces else pieces_of({name: files[name]})[name]
     # For a stored file the header is enough.
-    head = files.first_piece(name) if isinstance(files, Stored) else files[name]
+    head = files.first_piece(name) if isinstance(files, StoredFiles) else files[name]
     shapes, by_tensor = _by_tensor(name, head, known)
     return digest_applied(shapes, by_tensor, {scaling})
 

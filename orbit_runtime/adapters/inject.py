@@ -28,7 +28,7 @@ AdaptedLayer = AdaptedLinear | AdaptedExpertLinear
 
 
 @dataclass(frozen=True, eq=False)
-class Injected:
+class InjectedAdapter:
     """A model's adapter: the wrapped layers, and the masters that are trained."""
 
     config: AdapterConfig
@@ -53,7 +53,7 @@ def inject(
     left_out: Sequence[str] = (),
     is_part: bool = False,
     announce: Callable[[InjectReport], None] | None = None,
-) -> Injected:
+) -> InjectedAdapter:
     """Wraps every linear layer whose name ends with a target, in place, and freezes everything else in the model.
 
     Args:
@@ -81,10 +81,10 @@ def inject(
         setattr(model.get_submodule(parent), child, adapted)
     masters = _create_masters(layers, owner, adapter, seed)
     selection.applied_masters[TRAINER_SLOT] = lambda *which: masters.applied(selection.compute_dtype, *which)
-    return Injected(adapter, report, selection, layers, masters)
+    return InjectedAdapter(adapter, report, selection, layers, masters)
 
 
-def add_masters(injected: Injected, slot: str, adapter: AdapterConfig, seed: int) -> Masters:
+def add_masters(injected: InjectedAdapter, slot: str, adapter: AdapterConfig, seed: int) -> Masters:
     """A further adapter of the same kind around the same layers, in its own slot; the model's adapter is unchanged."""
     layers, owner = injected.layers, injected.masters.owner
     for name, layer in layers.items():

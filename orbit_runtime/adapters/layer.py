@@ -19,7 +19,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.lora import LoRASlot, add_lora, dropout
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.adapters.part import WHOLE, WeightPart
-from orbit_runtime.adapters.rotations import Newest
+from orbit_runtime.adapters.rotations import RotationCache
 from orbit_runtime.adapters.turn import FairLock
 from orbit_runtime.errors import InternalError
 from orbit_runtime.seeds import stream_key
@@ -35,7 +35,7 @@ Segment = tuple[str | None, int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Applied:
+class AppliedTensors:
     """One layer's entry in a trace: the very tensors that it multiplied by."""
 
     module: str
@@ -47,11 +47,11 @@ class Applied:
     """The experts, among those of this process, to which these tensors belong."""
 
 
-class Building(Protocol):
+class SlotBuilder(Protocol):
     """Builds slots from masters, with published rounding and straight-through gradient."""
 
     def __call__(
-        self, layer: str | None = None, experts: slice = WHOLE, newest: Newest | None = None, /
+        self, layer: str | None = None, experts: slice = WHOLE, newest: RotationCache | None = None, /
     ) -> dict[str, Slot]:
         """See `Masters.applied`."""
         ...
@@ -76,13 +76,13 @@ class Selection:
     compute_dtype: torch.dtype = torch.float32
     """The dtype that slots are widened to."""
     active: str | tuple[Segment, ...] | None = None
-    trace: Callable[[Applied], None] | None = None
+    trace: Callable[[AppliedTensors], None] | None = None
     """If set, every layer calls it with what it applies."""
-    applied_masters: dict[str, Building] = field(default_factory=dict)
+    applied_masters: dict[str, SlotBuilder] = field(default_factory=dict)
     """Slot → how its values are built."""
     live: dict[str, dict[str, Slot]] = field(default_factory=dict)
     """Slot → layer → what was built for the current pass."""
-    by_layer: Newest | None = None
+    by_layer: RotationCache | None = None
     """If set, each layer has its slot built when the current pass reaches it, and releases it at once."""
     rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
     """(input, its version, R, result) of the newest rotation: projections with the same input and R share it."""
@@ -113,7 +113,7 @@ class Selection:
             wanted = {} if by_layer else self.applied_masters
             if made := {name: build() for name, build in wanted.items() if name in names}:
                 self.live = made
-            self.active, self.dropout, self.by_layer = active, dropout, Newest() if by_layer else None
+            self.active, self.dropout, self.by_layer = active, dropout, RotationCache() if by_layer else None
             try:
                 yield
             finally:
@@ -184,7 +184,7 @@ def find_slot(layer: _Layer, name: str, experts: slice = WHOLE) -> Slot:
         raise InternalError(f"no slot {name!r} in layer {layer.name}; it has {sorted(layer.slots)}") from None
     if selection.trace is not None:
         scaling = slot.scaling if isinstance(slot, LoRASlot) else None
-        selection.trace(Applied(layer.name, name, layer.named(slot, experts), scaling, experts))
+        selection.trace(AppliedTensors(layer.name, name, layer.named(slot, experts), scaling, experts))
     return slot
 
 

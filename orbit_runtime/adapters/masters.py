@@ -23,7 +23,7 @@ from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, constrained, series_error
 from orbit_runtime.adapters.pages import Pages, room
 from orbit_runtime.adapters.part import WHOLE, WeightPart
-from orbit_runtime.adapters.rotations import Newest, Rotations
+from orbit_runtime.adapters.rotations import RotationCache, Rotations
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Probe
 
@@ -72,7 +72,7 @@ class MasterPlace:
         return self.part.is_whole(self.kind, self.shape[0] if self.part.num_experts else None)
 
 
-class Trained(Protocol):
+class Trainable(Protocol):
     """What an optimiser updates: the masters of an adapter, or of a whole model (`policy.whole`)."""
 
     @property
@@ -111,7 +111,7 @@ class Masters:
         compute_dtype: torch.dtype,
         layer: str | None = None,
         experts: slice = WHOLE,
-        newest: Newest | None = None,
+        newest: RotationCache | None = None,
     ) -> dict[str, Slot]:
         """Every layer's slot as it would be after a publish, with gradient to the masters.
 
@@ -132,7 +132,7 @@ class Masters:
             }
         is_rounded = self.config.rotation_dtype == "BF16"
         if layer is not None:
-            owner, newest = self.owner[layer], newest or Newest()
+            owner, newest = self.owner[layer], newest or RotationCache()
             if newest.applied is None or newest.applied[:2] != (owner, experts):
                 newest.applied = None
                 R = self.rotations.of(owner, experts, newest)

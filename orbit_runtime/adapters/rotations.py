@@ -35,7 +35,7 @@ Batch = tuple[Blocks, ...]
 
 
 @dataclass(eq=False)
-class Newest:
+class RotationCache:
     """The newest values built, shared by layers that follow each other. Invalid once the masters change."""
 
     batch: tuple[Batch, dict[Blocks, Tensor]] | None = None
@@ -71,7 +71,7 @@ class Rotations:
                 parts.setdefault(blocks.owner, []).append(R)
         return {owner: torch.cat(each) if len(each) > 1 else each[0] for owner, each in parts.items()}
 
-    def of(self, owner: str, experts: slice, newest: Newest) -> Tensor:
+    def of(self, owner: str, experts: slice, newest: RotationCache) -> Tensor:
         """fp32 R of one owner, of these of the experts that have one each; the same bits as in `every`."""
         found = []
         wanted = range(len(self._parameters[owner]))[experts]
@@ -85,7 +85,7 @@ class Rotations:
                     found.append(self._built(batch, newest)[blocks][first - own.start : last - own.start])
         return torch.cat(found) if len(found) > 1 else found[0]
 
-    def _built(self, batch: Batch, newest: Newest) -> dict[Blocks, Tensor]:
+    def _built(self, batch: Batch, newest: RotationCache) -> dict[Blocks, Tensor]:
         if newest.batch is None or newest.batch[0] is not batch:
             # Released first.
             newest.batch = None

@@ -32,8 +32,8 @@ from orbit_runtime.adapters.files import (
     plain_key,
     split_tensor,
 )
-from orbit_runtime.adapters.inject import AdaptedLayer, Injected, owners
-from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied, Slot
+from orbit_runtime.adapters.inject import AdaptedLayer, InjectedAdapter, owners
+from orbit_runtime.adapters.layer import TRAINER_SLOT, AppliedTensors, Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, rotations
 from orbit_runtime.adapters.tensorfile import TensorFile
@@ -80,7 +80,9 @@ def config_file(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
-def build_files(injected: Injected, config: AdapterConfig, base_model_name: str) -> dict[str, TensorFile | bytes]:
+def build_files(
+    injected: InjectedAdapter, config: AdapterConfig, base_model_name: str
+) -> dict[str, TensorFile | bytes]:
     """The files that publish the current masters; LoRA's values are computed when they are read."""
     values = injected.masters.parameters
     settings = config_json(config, base_model_name)
@@ -102,7 +104,7 @@ def build_files(injected: Injected, config: AdapterConfig, base_model_name: str)
 
 
 def write_adapter(
-    injected: Injected, config: AdapterConfig, base_model_name: str, sink: AdapterSink
+    injected: InjectedAdapter, config: AdapterConfig, base_model_name: str, sink: AdapterSink
 ) -> AdapterManifest:
     """Streams the files into the sink and hashes each piece on the way: the only pass over an adapter's bytes."""
     found = {}
@@ -114,7 +116,7 @@ def write_adapter(
     return AdapterManifest(found)
 
 
-def export_adapter(injected: Injected, config: AdapterConfig, base_model_name: str) -> dict[str, bytes]:
+def export_adapter(injected: InjectedAdapter, config: AdapterConfig, base_model_name: str) -> dict[str, bytes]:
     """The files as whole byte strings; for small adapters."""
     files = build_files(injected, config, base_model_name)
     return {name: file if isinstance(file, bytes) else b"".join(file.pieces()) for name, file in files.items()}
@@ -206,7 +208,7 @@ def _slot_tensors(layers: Mapping[str, AdaptedLayer], slot_name: str) -> tuple[d
     return main, turned
 
 
-def applied_digest(trace: Iterable[Applied]) -> str:
+def applied_digest(trace: Iterable[AppliedTensors]) -> str:
     """Digest of module → the tensors that it multiplied by, from the trace of a pass.
 
     A module that applied two different things in one pass counts twice, so the digest cannot equal the published one.
@@ -381,11 +383,11 @@ class AppliedHashes:
         self.scalings: dict[str, set[float | None]] = {}
         """Module → the scalings it applied."""
 
-    def add(self, entry: Applied) -> None:
+    def add(self, entry: AppliedTensors) -> None:
         self.scalings.setdefault(entry.module, set()).add(entry.scaling)
         self._hasher.add(self._keyed(entry))
 
-    def _keyed(self, entry: Applied) -> Iterator[tuple[_Key, Tensor]]:
+    def _keyed(self, entry: AppliedTensors) -> Iterator[tuple[_Key, Tensor]]:
         layer = self._layers[entry.module]
         for kind in layer.shapes():
             names, indices = layer.held_names(kind), range(len(layer.held_names(kind)))

@@ -187,7 +187,7 @@ def _hub_facts(uri: str, notice: Callable[[str], None]) -> ModelFacts:
     """Facts from range reads of the headers: nothing is downloaded."""
     from orbit_runtime.model_info.remote_checkpoint import store_facts
     from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
-    from orbit_runtime.storage.download import Patience
+    from orbit_runtime.storage.download import RetryPolicy
     from orbit_runtime.storage.hub import Hub, read_access
     from orbit_runtime.storage.opening import START_DEADLINE_SECONDS, read_deadline
 
@@ -197,5 +197,5 @@ def _hub_facts(uri: str, notice: Callable[[str], None]) -> ModelFacts:
     if not is_model_address(uri):
         raise missing("this is not a model's address on the hub", fix=f"write {MODEL_FORM}")
     deadline = min(START_DEADLINE_SECONDS, read_deadline(os.environ))
-    with Hub(uri, read_access(os.environ), Patience(deadline, notice=notice), missing) as hub:
+    with Hub(uri, read_access(os.environ), RetryPolicy(deadline, notice=notice), missing) as hub:
         return store_facts(hub)

@@ -104,7 +104,7 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
-class Combined:
+class CombinedAdapter:
     """The arithmetic of one adapter, however it was made."""
 
     type: str
@@ -154,7 +154,7 @@ def side_B(parts: Sequence[LoRAPart], expert: int, unit: float = 1.0) -> Tensor:
     return torch.cat(blocks, dim=1)
 
 
-def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> Combined:
+def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> CombinedAdapter:
     """The combined effect of the adapters.
 
     Raises:
@@ -181,7 +181,7 @@ def combine(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> Comb
     layout = max((adapter.expert_layout for adapter in adapters), key=EXPERT_LAYOUTS.index)
     parts = {layer: tuple(terms) for layer, terms in lora.items()}
     turned = {layer: Rotation(tuple(each), adapters[0].rank) for layer, each in factors.items()}
-    combined = Combined(adapters[0].type, parts, turned, experts, layout)
+    combined = CombinedAdapter(adapters[0].type, parts, turned, experts, layout)
     _check_shapes(combined, ", ".join(adapter.place for adapter in adapters))
     return combined
 
@@ -207,7 +207,7 @@ def _check(adapters: Sequence[AdapterFolder], weights: Sequence[float]) -> None:
         raise UnsupportedError(f"rotations in blocks of {' and '.join(map(str, sorted(sizes)))} cannot be combined")
 
 
-def _check_shapes(combined: Combined, places: str) -> None:
+def _check_shapes(combined: CombinedAdapter, places: str) -> None:
     """Checks that what the adapters and experts of a layer change is one shape."""
     for layer, parts in combined.lora.items():
         of_A = {tuple(A.shape[1:]) for part in parts for A in part.lora_A.values()}

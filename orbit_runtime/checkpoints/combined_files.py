@@ -27,7 +27,7 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.files import expert_file_names, is_outer
 from orbit_runtime.adapters.oft import rotations
 from orbit_runtime.checkpoints.adapter_folder import CONFIG_FILE, MODEL_FILE, PREFIX, ROTATIONS_FILE, AdapterFolder
-from orbit_runtime.checkpoints.combine import EVERY, Combined, LoRAPart, combine, side_A, side_B
+from orbit_runtime.checkpoints.combine import EVERY, CombinedAdapter, LoRAPart, combine, side_A, side_B
 from orbit_runtime.digests import PieceHasher, Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import OutputError, UnsupportedError
 from orbit_runtime.storage import Manifest, Part
@@ -154,7 +154,7 @@ class _Writer:
         self._file.close()
 
 
-def _entries(combined: Combined, kind: str) -> list[ModuleEntry]:
+def _entries(combined: CombinedAdapter, kind: str) -> list[ModuleEntry]:
     """The modules of the file with a tensor of this kind. Stacked ones have the shapes that their layout prescribes."""
     found: list[ModuleEntry] = []
     for layer in combined.layers():
@@ -175,14 +175,14 @@ def _entries(combined: Combined, kind: str) -> list[ModuleEntry]:
     return found
 
 
-def _num_experts(combined: Combined, layer: str) -> int:
+def _num_experts(combined: CombinedAdapter, layer: str) -> int:
     """Number of experts of the layer. Adapters that share everything there do not record it, but all layers have as
     many.
     """
     return _named_experts(combined, layer) or max(_named_experts(combined, each) for each in combined.experts)
 
 
-def _named_experts(combined: Combined, layer: str) -> int:
+def _named_experts(combined: CombinedAdapter, layer: str) -> int:
     return max((expert + 1 for expert in combined.own_experts(layer)), default=combined.experts[layer])
 
 
@@ -194,7 +194,7 @@ def _together(entry: ModuleEntry, matrices: list[Tensor]) -> Tensor:
     return torch.stack(matrices) if entry.is_stacked else matrices[0]
 
 
-def _write_concatenated(combined: Combined, folder: Path) -> tuple[dict[str, Pieces], int, float, float]:
+def _write_concatenated(combined: CombinedAdapter, folder: Path) -> tuple[dict[str, Pieces], int, float, float]:
     """Pieces, rank, alpha and deviation. Layers with fewer terms are padded with zeros to one rank for all."""
     first = next(iter(combined.lora.values()))[0].scaling or 1.0
     rank = max(sum(part.rank for part in parts) for parts in combined.lora.values())
@@ -219,7 +219,7 @@ def _write_concatenated(combined: Combined, folder: Path) -> tuple[dict[str, Pie
         return {MODEL_FILE: writer.pieces()}, rank, first * rank, _rounding(combined, first)
 
 
-def _rounding(combined: Combined, first: float) -> float:
+def _rounding(combined: CombinedAdapter, first: float) -> float:
     """The deviation, from what rounding changes: B' A' - B A = (B' - B) A' + B (A' - A)."""
     largest = wrong = 0.0
     if all(_is_exact(part, first) for parts in combined.lora.values() for part in parts):
@@ -240,7 +240,7 @@ def _is_exact(part: LoRAPart, first: float) -> bool:
     return math.frexp(part.scaling / first)[0] in (0.5, -0.5) and all(each.dtype == torch.bfloat16 for each in held)
 
 
-def _write_cayley(combined: Combined, size: int, folder: Path) -> tuple[dict[str, Pieces], float]:
+def _write_cayley(combined: CombinedAdapter, size: int, folder: Path) -> tuple[dict[str, Pieces], float]:
     """Pieces and deviation."""
     entries = sorted(_entries(combined, "oft_R"), key=lambda entry: f"{entry.name}.oft_R")
     shapes, turned = {}, {}
@@ -261,7 +261,7 @@ def _write_cayley(combined: Combined, size: int, folder: Path) -> tuple[dict[str
         return {MODEL_FILE: model.pieces(), ROTATIONS_FILE: published.pieces()}, deviation
 
 
-def _cayley(combined: Combined, layer: str, expert: int, size: int) -> tuple[Tensor, Tensor, float]:
+def _cayley(combined: CombinedAdapter, layer: str, expert: int, size: int) -> tuple[Tensor, Tensor, float]:
     """Parameters, R and deviation: solves R = (I - Q)(I + Q)^-1 for Q.
 
     A rotation rounded to BF16 has a nearly skew Q: the skew part is taken, and the change that this causes is the

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.checkpoints.destination import Destination, file_digest, opened
-from orbit_runtime.checkpoints.rewrite import Item, Rewrite, split_shards
+from orbit_runtime.checkpoints.rewrite import Rewrite, RewriteItem, split_shards
 from orbit_runtime.checkpoints.stacks import Stack, find_stacks
 from orbit_runtime.checkpoints.target import Target, build_config, check_groups, choose_modules, quantization_block
 from orbit_runtime.checkpoints.tensor_files import ShardWriter, TensorSource
@@ -49,7 +49,7 @@ class ModuleSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ConversionResult:
     """The result of a conversion."""
 
     folder: str
@@ -72,7 +72,9 @@ class Result:
         return {**asdict(self), "summary": [asdict(each) for each in self.summaries()]}
 
 
-def convert(source: Path, folder: Path, target: Target, *, show: Show, shard_bytes: int = SHARD_BYTES) -> Result:
+def convert(
+    source: Path, folder: Path, target: Target, *, show: Show, shard_bytes: int = SHARD_BYTES
+) -> ConversionResult:
     """Writes the model of `source` into `folder`.
 
     Raises:
@@ -125,7 +127,7 @@ def check_writable(stacks: Iterable[Stack]) -> None:
 
 def write(
     rewrite: Rewrite, config: Mapping[str, Any], folder: Path, facts: Mapping[str, Any], *, show: Show, shard_bytes: int
-) -> Result:
+) -> ConversionResult:
     """Writes the output of `rewrite`, or the part that an earlier start of it did not write."""
     items = rewrite.items()
     shards = split_shards(items, shard_bytes)
@@ -164,7 +166,7 @@ def write(
         else:
             modules, reused = destination.finished["modules"], len(shards)
         files = len(list(folder.glob("*.safetensors")))
-    return Result(
+    return ConversionResult(
         str(folder), target.precision, target.layout, total, sum(item.num_bytes for item in items), files, modules,
         left_alone, reused,
     )  # fmt: skip
@@ -174,7 +176,7 @@ def _show_from(base: int, total: int, show: Show, at: int, what: str) -> None:
     show(base + at, total, what)
 
 
-def _index(names: list[str], shards: list[list[Item]]) -> dict[str, Any]:
+def _index(names: list[str], shards: list[list[RewriteItem]]) -> dict[str, Any]:
     """`model.safetensors.index.json`."""
     placed = [(output, name) for name, shard in zip(names, shards, strict=True) for i in shard for output in i.outputs]
     return {
@@ -188,7 +190,7 @@ def _columns(module: str, linears: Mapping[str, StoredLinear], dense: Mapping[st
 
 
 def _write_shard(
-    rewrite: Rewrite, destination: Destination, name: str, shard: list[Item], show: Callable[[int, str], None]
+    rewrite: Rewrite, destination: Destination, name: str, shard: list[RewriteItem], show: Callable[[int, str], None]
 ) -> None:
     at, modules = 0, {}
 
@@ -223,19 +225,19 @@ def summarise(modules: Mapping[str, Mapping[str, float]]) -> list[ModuleSummary]
     return sorted(found, key=lambda each: -each.relative_rms)
 
 
-def _plain_matrices(items: list[Item]) -> list[str]:
+def _plain_matrices(items: list[RewriteItem]) -> list[str]:
     """Tensors that look like a linear's weight but were copied, and modules that became BF16."""
     copied = [item.name for item in items if item.layout is None and _is_matrix(item)]
     return copied + [item.name for item in items if item.layout == "BF16"]
 
 
-def _is_matrix(item: Item) -> bool:
+def _is_matrix(item: RewriteItem) -> bool:
     name = item.name
     dense = item.outputs[0].dtype in ("BF16", "F16", "F32")
     return dense and name.endswith(".weight") and len(item.outputs[0].shape) == 2 and "embed" not in name
 
 
-def _left_alone(items: list[Item]) -> tuple[str, ...]:
+def _left_alone(items: list[RewriteItem]) -> tuple[str, ...]:
     names = (_NUMBER.sub("*", item.name.removesuffix(".weight")) for item in items
              if item.layout is None and len(item.outputs[0].shape) > 1)  # fmt: skip
     return tuple(dict.fromkeys(names))

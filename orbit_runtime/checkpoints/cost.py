@@ -19,7 +19,7 @@ from orbit_runtime.adapters.inject import AdaptedLayer
 from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot
-from orbit_runtime.checkpoints.combine import EVERY, Combined, Rotation, side_A, side_B
+from orbit_runtime.checkpoints.combine import EVERY, CombinedAdapter, Rotation, side_A, side_B
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.parity.statistics import Difference, build_difference
 from orbit_runtime.policy import Policy, load_policy
@@ -52,7 +52,7 @@ class Cost:
     new_tokens: int
 
 
-def measure(base: Path, merged: Path, combined: Combined, prompts: Sequence[str], *, seed: int = 0) -> Cost:
+def measure(base: Path, merged: Path, combined: CombinedAdapter, prompts: Sequence[str], *, seed: int = 0) -> Cost:
     """Measures the cost. Only one model is loaded at a time, so memory must hold one of them."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = ChatTokenizer(merged)
@@ -84,7 +84,7 @@ def _load(folder: Path, adapter: AdapterConfig, device: str, longest: int) -> Po
     return load_policy(folder, adapter, device=device, compute_dtype=compute_dtype, longest=longest)
 
 
-def _off(combined: Combined) -> AdapterConfig:
+def _off(combined: CombinedAdapter) -> AdapterConfig:
     """The smallest adapter of the type and layers: layers of experts apply slots of their own type only."""
     targets = tuple(sorted(combined.layers()))
     if combined.type == "LoRA":
@@ -93,7 +93,7 @@ def _off(combined: Combined) -> AdapterConfig:
     return AdapterConfig("OFT", targets, block_size=size, experts="Shared")
 
 
-def _slot(combined: Combined, name: str, layer: AdaptedLayer) -> Slot:
+def _slot(combined: CombinedAdapter, name: str, layer: AdaptedLayer) -> Slot:
     """The slot on the layer's device, in its compute dtype; `[E or 1, …]` for a layer of experts."""
     dtype = layer.selection.compute_dtype
 

@@ -15,7 +15,7 @@ from itertools import count, takewhile
 from torch import Tensor
 
 from orbit_runtime.adapters.oft import rotate
-from orbit_runtime.checkpoints.combine import EVERY, Combined
+from orbit_runtime.checkpoints.combine import EVERY, CombinedAdapter
 from orbit_runtime.errors import ModelError
 
 Rename = Callable[[str], str]
@@ -34,7 +34,7 @@ class WeightSpot:
 class AdapterChange:
     """A `Change` for `rewrite`."""
 
-    combined: Combined
+    combined: CombinedAdapter
     spots: Mapping[str, WeightSpot]
     """The base's module → what changes it."""
     _modules: frozenset[str] = field(init=False)
@@ -70,7 +70,7 @@ class AdapterChange:
 
 
 def find_spots(
-    combined: Combined, shapes: Mapping[str, tuple[int, int]], rename: Rename, base: str
+    combined: CombinedAdapter, shapes: Mapping[str, tuple[int, int]], rename: Rename, base: str
 ) -> dict[str, WeightSpot]:
     """The base's weights that the adapter changes, by module.
 
@@ -100,7 +100,7 @@ def find_spots(
 
 
 def _modules(
-    layer: str, combined: Combined, shapes: Mapping[str, tuple[int, int]], rename: Rename
+    layer: str, combined: CombinedAdapter, shapes: Mapping[str, tuple[int, int]], rename: Rename
 ) -> Iterator[tuple[str, int]]:
     """(the base's module, expert): one for a dense layer, one for each expert of a layer of experts."""
     if layer not in combined.experts:
@@ -117,7 +117,7 @@ def _known(name: str, shapes: Mapping[str, tuple[int, int]], rename: Rename) -> 
     return next((each for each in (name, rename(name)) if each in shapes), None)
 
 
-def _misfit(combined: Combined, layer: str, shape: tuple[int, int]) -> str:
+def _misfit(combined: CombinedAdapter, layer: str, shape: tuple[int, int]) -> str:
     """Describes how the adapter's shape differs from the base's; empty if it fits."""
     rows, columns = shape
     if layer in combined.rotation:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
-from orbit_runtime.checkpoints.combine import Combined, combine
+from orbit_runtime.checkpoints.combine import CombinedAdapter, combine
 from orbit_runtime.checkpoints.combined_files import CombinedFiles, write_combined
-from orbit_runtime.checkpoints.convert import SHARD_BYTES, Result, Show, check_writable, prepare, write
+from orbit_runtime.checkpoints.convert import SHARD_BYTES, ConversionResult, Show, check_writable, prepare, write
 from orbit_runtime.checkpoints.deltas import AdapterChange, find_spots
 from orbit_runtime.checkpoints.rewrite import Rewrite
 from orbit_runtime.checkpoints.target import WRITABLE, Target
@@ -37,9 +37,9 @@ class NamedBase:
 
 @dataclass(frozen=True, slots=True)
 class MergedBase:
-    written: Result
+    written: ConversionResult
     base_weights: str
-    combined: Combined
+    combined: CombinedAdapter
     modules: tuple[str, ...]
     """The base's modules that were changed; of experts in one tensor `<module>.<expert>`."""
 

@@ -70,7 +70,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Item:
+class RewriteItem:
     """One tensor or module of the source: what happens to it, and its form in the file."""
 
     name: str
@@ -100,7 +100,7 @@ class Rewrite:
     change: WeightChange | None = None
     _amax: dict[str, Tensor] = field(default_factory=dict)
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[RewriteItem]:
         """All items to be written, in the order of the source's bytes."""
         changed = self.change.modules() if self.change else frozenset()
         computed = self.quantised | changed
@@ -111,7 +111,7 @@ class Rewrite:
             if stack.module in self.linears or changed.intersection(stack.experts())
             for tensor in stack.tensors
         }
-        items: dict[str, Item] = {}
+        items: dict[str, RewriteItem] = {}
         sizes: dict[str, int] = {}
         for name in self.source.in_order():
             info = self.source.tensors[name][1]
@@ -120,17 +120,17 @@ class Rewrite:
                 stack = stack_of[name]
                 sizes[stack.module] = sizes.get(stack.module, 0) + info.num_bytes
                 outputs = (Output(stack.module, "BF16", stack.shape),)
-                items[stack.module] = Item(stack.module, outputs, sizes[stack.module], "BF16")
+                items[stack.module] = RewriteItem(stack.module, outputs, sizes[stack.module], "BF16")
             elif name in part_of and module in self.quantised and self._stays(module):
-                items[name] = Item(name, (Output(name, info.dtype, info.shape),), info.num_bytes)
+                items[name] = RewriteItem(name, (Output(name, info.dtype, info.shape),), info.num_bytes)
             elif name in part_of or (name.endswith(".weight") and module in computed):
                 sizes[module] = sizes.get(module, 0) + info.num_bytes
                 items[module] = self._computed(module, sizes[module])
             else:
-                items[name] = Item(name, (Output(name, info.dtype, info.shape),), info.num_bytes)
+                items[name] = RewriteItem(name, (Output(name, info.dtype, info.shape),), info.num_bytes)
         return list(items.values())
 
-    def write(self, item: Item, writer: ShardWriter, advance: Advance) -> Deviation | None:
+    def write(self, item: RewriteItem, writer: ShardWriter, advance: Advance) -> Deviation | None:
         """Writes one item; returns the deviation if the module was computed."""
         if item.layout is None:
             for offset, count in self.source.blocks(item.name):
@@ -149,7 +149,7 @@ class Rewrite:
             advance(round(share * (start + len(wanted))) - round(share * start), item.name)
         return deviation
 
-    def _write_stack(self, item: Item, writer: ShardWriter, advance: Advance) -> Deviation:
+    def _write_stack(self, item: RewriteItem, writer: ShardWriter, advance: Advance) -> Deviation:
         """One expert at a time, turned to `[K, N]`."""
         stack, deviation = self.stacks[item.name], Deviation()
         changed = self.change.modules() if self.change is not None else frozenset()
@@ -187,10 +187,10 @@ class Rewrite:
         group = next((group for group in SHARED_INPUTS if leaf in group), (leaf,))
         return [name for each in group if (name := f"{parent}.{each}") in self.quantised]
 
-    def _computed(self, module: str, source_bytes: int) -> Item:
+    def _computed(self, module: str, source_bytes: int) -> RewriteItem:
         layout = self.target.layout if module in self.quantised else "BF16"
         outputs = _outputs(layout, self._shape(module), self._arguments(layout))
-        return Item(
+        return RewriteItem(
             module, tuple(replace(each, name=f"{module}.{each.name}") for each in outputs), source_bytes, layout
         )
 
@@ -291,9 +291,9 @@ def _write_run(
     return codec.dequantize(weight, torch.float32)
 
 
-def split_shards(items: Sequence[Item], limit: int) -> list[list[Item]]:
+def split_shards(items: Sequence[RewriteItem], limit: int) -> list[list[RewriteItem]]:
     """Items in order, in files of at most `limit` bytes; a larger item has a file of its own."""
-    shards: list[list[Item]] = [[]]
+    shards: list[list[RewriteItem]] = [[]]
     for item in items:
         if shards[-1] and sum(each.num_bytes for each in shards[-1]) + item.num_bytes > limit:
             shards.append([])

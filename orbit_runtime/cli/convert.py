@@ -12,7 +12,7 @@ from orbit_runtime.cli.output import format_bytes, format_table, print_json
 from orbit_runtime.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from orbit_runtime.checkpoints.convert import Result
+    from orbit_runtime.checkpoints.convert import ConversionResult
 
 
 def convert(
@@ -80,7 +80,7 @@ def check_torch() -> None:
         raise UnsupportedError("this needs torch, which is not installed", fix="pip install 'orbit-rl[train]'")
 
 
-def format_result(result: Result) -> str:
+def format_result(result: ConversionResult) -> str:
     """Error by name of module, the largest first; then what was written."""
     header = ("modules", "count", "relative RMS", "worst", "largest error")
     rows = [

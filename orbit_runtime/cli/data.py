@@ -95,14 +95,14 @@ def _run(source: str, out: Path, preparation: object, *, force: bool, as_json: b
     from orbit_runtime.cli.output import print_json
     from orbit_runtime.data.preparation import Preparation, manifest_path, prepare
     from orbit_runtime.data.rows import PromptSource
-    from orbit_runtime.storage.download import Patience
-    from orbit_runtime.storage.inputs import Fetched, fetch_input
+    from orbit_runtime.storage.download import RetryPolicy
+    from orbit_runtime.storage.inputs import FetchedInput, fetch_input
 
     assert isinstance(preparation, Preparation)
     with bytes_bar("fetching") as show:
-        patience = Patience(tell=lambda each: show(each.done, each.total, each.what))
+        patience = RetryPolicy(tell=lambda each: show(each.done, each.total, each.what))
         fetched = (
-            Fetched(Path(), source)
+            FetchedInput(Path(), source)
             if source.startswith("builtin://")
             else fetch_input(source, "prompts", "SOURCE", patience=patience)
         )

@@ -105,7 +105,7 @@ def _run_side(
     from orbit_runtime.services.engine_host import build_inference_host
     from orbit_runtime.services.host import start_host
     from orbit_runtime.services.trainer_host import build_trainer_host
-    from orbit_runtime.storage.download import Patience
+    from orbit_runtime.storage.download import RetryPolicy
     from orbit_runtime.workers.child.signals import stop_on_signals
 
     def note(text: str) -> None:
@@ -117,7 +117,7 @@ def _run_side(
     with stop_on_signals() as stop, ExitStack() as closing:
         if end_with_input:
             _end_with_input()
-        patience = Patience(notice=note, stop=is_stopped)
+        patience = RetryPolicy(notice=note, stop=is_stopped)
         try:
             asked = open_manifest(manifest, file.resolve().parent, patience)
         except StoppedOnRequest:

@@ -36,7 +36,7 @@ class Demonstration:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedDemonstration:
     """Tokens up to the end of the last answer."""
 
     token_ids_T: array[int]
@@ -126,7 +126,7 @@ def encode_demonstrations(
     max_tokens: int,
     place_of: Callable[[str], str],
     tell: Callable[[int, int], None] = lambda _done, _all: None,
-) -> list[Encoded]:
+) -> list[EncodedDemonstration]:
     """Encodes every demonstration exactly as a rollout would be: the tokens before an answer are those of a prompt, and
     the answer ends with the token that ends an answer.
 
@@ -141,7 +141,7 @@ def encode_demonstrations(
     Raises:
         DataError: a conversation lacks the property, an answer has no end, or conversations are too long.
     """
-    encoded: list[Encoded] = []
+    encoded: list[EncodedDemonstration] = []
     long: list[tuple[str, int]] = []
     for start in range(0, len(demonstrations), ENCODED_AT_ONCE):
         tell(start, len(demonstrations))
@@ -162,7 +162,9 @@ def encode_demonstrations(
     return encoded
 
 
-def _encode(demonstrations: Sequence[Demonstration], tokenizer: ChatTokenizer) -> list[tuple[Demonstration, Encoded]]:
+def _encode(
+    demonstrations: Sequence[Demonstration], tokenizer: ChatTokenizer
+) -> list[tuple[Demonstration, EncodedDemonstration]]:
     """The texts before and after every answer of each conversation, tokenised in one call."""
     texts: list[str] = []
     for each in demonstrations:
@@ -180,7 +182,7 @@ def _encode(demonstrations: Sequence[Demonstration], tokenizer: ChatTokenizer) -
 
 def _mask(
     demonstration: Demonstration, texts: Sequence[str], ids: Sequence[Sequence[int]], tokenizer: ChatTokenizer
-) -> Encoded:
+) -> EncodedDemonstration:
     """Args: texts, ids: up to the start and the end of each answer, in turn; the last is the whole conversation."""
     whole = ids[-1]
     mask_T = array(FLAGS, bytes(len(whole)))
@@ -207,7 +209,7 @@ def _mask(
             )
         length = ended[-1] + 1
         mask_T[before:length] = array(FLAGS, [1]) * (length - before)
-    return Encoded(array(TOKENS, whole[:length]), mask_T[:length])
+    return EncodedDemonstration(array(TOKENS, whole[:length]), mask_T[:length])
 
 
 def _no_prefix(

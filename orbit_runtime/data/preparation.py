@@ -56,7 +56,7 @@ class Preparation:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedData:
     """A result, and whether it already existed."""
 
     manifest: Mapping[str, Any]
@@ -71,7 +71,7 @@ def prepare(
     revision: str | None = None,
     force: bool = False,
     tell: Callable[[int, int], None] = lambda _done, _all: None,
-) -> Prepared:
+) -> PreparedData:
     """Writes `target` and its manifest beside it; does nothing if both already exist.
 
     Args:
@@ -91,7 +91,7 @@ def prepare(
     }
     before = _read_manifest(target)
     if before is not None and _is_there(target, before, asked):
-        return Prepared(before, is_new=False)
+        return PreparedData(before, is_new=False)
     if target.exists() and not force and not (before and all(before.get(key) == asked[key] for key in asked)):
         raise OutputError(
             "it holds another preparation" if before else "the file exists and is not a preparation",
@@ -116,7 +116,7 @@ def prepare(
         raise StorageError(f"cannot be written: {error.strerror}", where=str(target)) from None
     finally:
         part.unlink(missing_ok=True)
-    return Prepared(manifest, is_new=True)
+    return PreparedData(manifest, is_new=True)
 
 
 def manifest_path(target: Path) -> Path:

@@ -28,7 +28,7 @@ import zstandard
 
 from orbit_runtime.data.records import unpacked
 from orbit_runtime.data.scan import MAX_ROW, Scan, as_json
-from orbit_runtime.data.stores import Batches, Lines, RowStore, Unchanged, without_nulls
+from orbit_runtime.data.stores import Batches, Lines, RowStore, UnchangedFile, without_nulls
 from orbit_runtime.errors import DataError, StorageError
 
 Format = Literal["Auto", "JSONL", "CSV", "Parquet", "Arrow"]
@@ -84,7 +84,7 @@ def read_file(path: Path, file: IO[bytes], asked: Format, scan: Scan, where: str
     if kind == "JSONL" and not packed:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
-        unchanged = Unchanged(file, where) if size > IN_MEMORY else None
+        unchanged = UnchangedFile(file, where) if size > IN_MEMORY else None
         return _scan_lines(file if unchanged else io.BytesIO(file.read()), path, scan, where, unchanged)
     with _spooled(where) as spool, _unpacked(file, packed, where) as plain:
         if kind == "CSV":
@@ -96,7 +96,7 @@ def read_file(path: Path, file: IO[bytes], asked: Format, scan: Scan, where: str
         return _scan_lines(spool, path, scan, where, None)
 
 
-def _scan_lines(file: IO[bytes], path: Path, scan: Scan, where: str, unchanged: Unchanged | None) -> Lines:
+def _scan_lines(file: IO[bytes], path: Path, scan: Scan, where: str, unchanged: UnchangedFile | None) -> Lines:
     offset = len(BOM) if file.read(len(BOM)) == BOM else 0
     file.seek(offset)
     number = 0
@@ -262,7 +262,7 @@ def _read_parquet(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batche
         _scan_batches(opened.iter_batches(batch_size=DECODED_ROWS), scan)
         counts = [opened.metadata.row_group(number).num_rows for number in groups]
     scan.check(where)
-    return Batches(_loading(opened.read_row_group, where, "Parquet"), counts, scan.longest, Unchanged(file, where))
+    return Batches(_loading(opened.read_row_group, where, "Parquet"), counts, scan.longest, UnchangedFile(file, where))
 
 
 def _read_arrow(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batches:
@@ -284,7 +284,7 @@ def _read_arrow(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batches:
         )
         _scan_batches(pieces, scan)
     scan.check(where)
-    return Batches(_loading(load, where, "Arrow"), counts, scan.longest, Unchanged(file, where))
+    return Batches(_loading(load, where, "Arrow"), counts, scan.longest, UnchangedFile(file, where))
 
 
 def _scan_batches(batches: Iterator[Any], scan: Scan) -> None:

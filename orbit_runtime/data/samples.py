@@ -9,7 +9,7 @@ from itertools import compress
 
 import numpy as np
 
-from orbit_runtime.data.demonstrations import Encoded
+from orbit_runtime.data.demonstrations import EncodedDemonstration
 from orbit_runtime.types import FLOATS, ColumnName, Group, Rollout, Sample
 
 _ZERO = array(FLOATS, [0.0])
@@ -62,7 +62,7 @@ def _build_sample(rollout: Rollout, prefix_id: int, prefix_length: int, number: 
     )
 
 
-def build_demonstration_samples(encoded: Sequence[Encoded]) -> list[Sample]:
+def build_demonstration_samples(encoded: Sequence[EncodedDemonstration]) -> list[Sample]:
     """One sample for each demonstration, with its own prefix. Every learned token has the same weight."""
     return [
         Sample(

@@ -44,7 +44,7 @@ class RowStore(Protocol):
         ...
 
 
-class Unchanged:
+class UnchangedFile:
     """Checks that an open file is unchanged: a replacement is not read, and a file that was written to is refused."""
 
     def __init__(self, file: IO[bytes], where: str) -> None:
@@ -76,7 +76,7 @@ class Lines:
         lines: array[int],
         longest: array[int],
         unit: str = "line",
-        unchanged: Unchanged | None = None,
+        unchanged: UnchangedFile | None = None,
     ) -> None:
         """
         Args:
@@ -132,7 +132,7 @@ class Batches:
         load: Callable[[int], Any],
         counts: Sequence[int],
         longest: array[int],
-        unchanged: Unchanged | None = None,
+        unchanged: UnchangedFile | None = None,
     ) -> None:
         """
         Args:

@@ -19,9 +19,9 @@ from typing import Any
 from orbit_runtime.environments.episodes import (
     UNCHOSEN,
     Episode,
-    Played,
+    EpisodeTimeout,
+    FinishedEpisode,
     Scoring,
-    Stopped,
     Track,
     Trajectory,
     build_played,
@@ -197,16 +197,16 @@ class Branching:
         firsts = range(0, self._settings.group_size, len(self._cohorts))
         return [Episode(step, prompt, first, ()) for prompt in prompts_P for first in firsts]
 
-    async def play(self, episode: Episode, tokens: TokenSource) -> Played:
+    async def play(self, episode: Episode, tokens: TokenSource) -> FinishedEpisode:
         """Runs the environment to its end and has its choice scored. One that fails ends without a score."""
         tree = _Tree(self._settings, self._tokenizer, episode, tokens)
         process = self._process()
-        stopped: Stopped | None = None
+        stopped: EpisodeTimeout | None = None
         try:
             told = await self._converse(episode, process, tree)
         except EnvironmentFailed as failure:
             if failure.outcome == "timeout":
-                stopped = Stopped("environment", failure.reason, failure.stack)
+                stopped = EpisodeTimeout("environment", failure.reason, failure.stack)
             lost = [RewardResult(failure.outcome, None, failure.reason)] * len(self._all_weights)
             # What it was doing is worth a look.
             tracks = tree.tracks([tree.newest, *[None] * (len(self._cohorts) - 1)])

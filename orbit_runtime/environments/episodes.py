@@ -113,7 +113,7 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class EpisodeTimeout:
     """Evidence of an episode that gave no result within its stage's time limit, set so that slow code still answers."""
 
     stage: str
@@ -124,14 +124,14 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class FinishedEpisode:
     """A finished, scored episode."""
 
     rollout: Rollout
     """The (first) rollout."""
     reasons: tuple[str, ...] = ()
     """Why rewards, or the environment, timed out or crashed."""
-    stopped: Stopped | None = None
+    stopped: EpisodeTimeout | None = None
     """The first of these timeouts."""
     others: tuple[Rollout, ...] = ()
     """The episode's other rollouts, which an environment that asks the policy itself chose."""
@@ -153,7 +153,7 @@ class Environment(Protocol):
         """Episodes for all samples of each prompt's group, in the prompts' order."""
         ...
 
-    async def play(self, episode: Episode, tokens: TokenSource) -> Played: ...
+    async def play(self, episode: Episode, tokens: TokenSource) -> FinishedEpisode: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ def build_played(
     episode: Episode,
     tracks: Sequence[Track],
     weights: Mapping[str, float],
-    stopped: Stopped | None = None,
-) -> Played:
+    stopped: EpisodeTimeout | None = None,
+) -> FinishedEpisode:
     """
     Args:
         tracks: one for each rollout of the episode.
@@ -186,12 +186,12 @@ def build_played(
     if not reasons and any(rollout.outcome in FAILED for rollout in rollouts):
         reasons = ("the weighted sum of the rewards is not finite",)
     late = [
-        Stopped(f"reward {name}", each.reason, each.stack)
+        EpisodeTimeout(f"reward {name}", each.reason, each.stack)
         for track in tracks
         for name, each in zip(weights, track.results, strict=True)
         if each.outcome == "timeout"
     ]
-    return Played(rollouts[0], reasons, stopped or next(iter(late), None), tuple(rollouts[1:]))
+    return FinishedEpisode(rollouts[0], reasons, stopped or next(iter(late), None), tuple(rollouts[1:]))
 
 
 def _build_rollout(run: str, episode: Episode, index: int, track: Track, weights: Mapping[str, float]) -> Rollout:

@@ -16,7 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from orbit_runtime.environments.episodes import Episode, Played, Scoring, Stopped, Track, Trajectory, build_played
+from orbit_runtime.environments.episodes import (
+    Episode,
+    EpisodeTimeout,
+    FinishedEpisode,
+    Scoring,
+    Track,
+    Trajectory,
+    build_played,
+)
 from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, joined_text, last_role
 from orbit_runtime.environments.tool_calls import ToolCall, parameter_schemas, parse_tool_calls
 from orbit_runtime.model_info.calls.known import FORMATS
@@ -58,7 +66,7 @@ class SingleTurn:
             for sample in range(self._group_size)
         ]
 
-    async def play(self, episode: Episode, tokens: TokenSource) -> Played:
+    async def play(self, episode: Episode, tokens: TokenSource) -> FinishedEpisode:
         """Samples the episode's completion and has it scored."""
         prompt = episode.prompt
         key = stream_key(self._seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index, 0)
@@ -73,7 +81,7 @@ class SingleTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class OpponentResponse:
     """The opponent's response to a completion of the policy."""
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -87,13 +95,13 @@ class Answered:
 class Opponent(Protocol):
     """The other side of an episode, which responds to the policy. Every method may raise EnvironmentFailed."""
 
-    async def reset(self, prompt: Prompt, seed: int) -> Answered:
+    async def reset(self, prompt: Prompt, seed: int) -> OpponentResponse:
         """The first message that the policy reads."""
         ...
 
-    async def step(self, completion: str) -> Answered: ...
+    async def step(self, completion: str) -> OpponentResponse: ...
 
-    async def finish(self) -> Answered:
+    async def finish(self) -> OpponentResponse:
         """Called when a limit has ended the episode; returns its final reward."""
         ...
 
@@ -141,18 +149,18 @@ class MultiTurn:
             Episode(step, prompt, sample, ()) for prompt in prompts_P for sample in range(self._settings.group_size)
         ]
 
-    async def play(self, episode: Episode, tokens: TokenSource) -> Played:
+    async def play(self, episode: Episode, tokens: TokenSource) -> FinishedEpisode:
         """Plays an episode to its end and has it scored. A failing opponent ends it without a score."""
         state = _State(Trajectory(), [])
         opponent = self._opponent()
         lost: RewardResult | None = None
-        stopped: Stopped | None = None
+        stopped: EpisodeTimeout | None = None
         try:
             await self._converse(episode, state, opponent, tokens)
         except EnvironmentFailed as failure:
             lost = RewardResult(failure.outcome, None, failure.reason)
             if failure.outcome == "timeout":
-                stopped = Stopped("environment", failure.reason, failure.stack)
+                stopped = EpisodeTimeout("environment", failure.reason, failure.stack)
         finally:
             await opponent.close()
         results = [lost] * len(self._all_weights) if lost else await self._score(episode.prompt, state)
@@ -210,7 +218,7 @@ class MultiTurn:
         room = max(0, self._settings.limits.context - len(state.track.token_ids_T))
         state.track.add_given(last_role(messages), joined_text(messages), ids_T[:room])
 
-    def _count(self, state: _State, answered: Answered) -> None:
+    def _count(self, state: _State, answered: OpponentResponse) -> None:
         state.reward += answered.reward
         state.parts |= answered.parts
 
@@ -234,10 +242,10 @@ class ToolUse:
         self._calls = 0
         self._errors = 0
 
-    async def reset(self, prompt: Prompt, seed: int) -> Answered:
-        return Answered(prompt.messages, tools=self._pool.tools)
+    async def reset(self, prompt: Prompt, seed: int) -> OpponentResponse:
+        return OpponentResponse(prompt.messages, tools=self._pool.tools)
 
-    async def step(self, completion: str) -> Answered:
+    async def step(self, completion: str) -> OpponentResponse:
         calls = parse_tool_calls(completion, self._schemas, self._own)
         results = await asyncio.gather(*(self._make(call) for call in calls))
         self._calls += len(calls)
@@ -251,10 +259,10 @@ class ToolUse:
             }
             for call, result in zip(calls, results, strict=True)
         ]
-        return Answered(messages, done=not calls)
+        return OpponentResponse(messages, done=not calls)
 
-    async def finish(self) -> Answered:
-        return Answered(done=True)
+    async def finish(self) -> OpponentResponse:
+        return OpponentResponse(done=True)
 
     async def close(self) -> None: ...
 
@@ -274,13 +282,13 @@ class OwnProcess:
     def __init__(self, process: EpisodeProcess) -> None:
         self._process = process
 
-    async def reset(self, prompt: Prompt, seed: int) -> Answered:
+    async def reset(self, prompt: Prompt, seed: int) -> OpponentResponse:
         return _answered(await self._process.reset(prompt.messages, prompt.fields, seed))
 
-    async def step(self, completion: str) -> Answered:
+    async def step(self, completion: str) -> OpponentResponse:
         return _answered(await self._process.step(completion))
 
-    async def finish(self) -> Answered:
+    async def finish(self) -> OpponentResponse:
         return _answered(await self._process.finish())
 
     async def close(self) -> None:
@@ -291,5 +299,5 @@ class OwnProcess:
         return {}
 
 
-def _answered(answer: Mapping[str, Any]) -> Answered:
-    return Answered(answer["messages"], answer["reward"], answer["done"], answer["parts"], answer["tools"])
+def _answered(answer: Mapping[str, Any]) -> OpponentResponse:
+    return OpponentResponse(answer["messages"], answer["reward"], answer["done"], answer["parts"], answer["tools"])

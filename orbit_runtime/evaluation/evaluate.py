@@ -19,7 +19,7 @@ from orbit_runtime.environments.episodes import Episode
 from orbit_runtime.errors import StoppedOnRequest
 from orbit_runtime.evaluation.api_model import ApiConnection, ApiEpisode, ApiModel, Conversations
 from orbit_runtime.evaluation.journal import Journal
-from orbit_runtime.evaluation.player import Metered, play
+from orbit_runtime.evaluation.player import MeteredSource, play
 from orbit_runtime.evaluation.records import EvalSample
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.types import Prompt, Tokenizer
@@ -41,7 +41,7 @@ class Subject(Protocol):
         """Identifies the model: a later start under the same name must give the same."""
         ...
 
-    def asking(self) -> AbstractAsyncContextManager[Callable[[], Metered]]:
+    def asking(self) -> AbstractAsyncContextManager[Callable[[], MeteredSource]]:
         """A context in which the model answers; yields a factory of token sources, one per episode."""
         ...
 

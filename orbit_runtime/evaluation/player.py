@@ -29,7 +29,7 @@ class UnansweredSample(Exception):
         self.failure = Failure(kind, reason)
 
 
-class Metered(Protocol):
+class MeteredSource(Protocol):
     """A `TokenSource` of one episode that counts its usage."""
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
@@ -45,7 +45,7 @@ async def play(
     name: str,
     environment: Environment,
     episodes: Sequence[Episode],
-    ask: Callable[[], Metered],
+    ask: Callable[[], MeteredSource],
     *,
     concurrency: int,
     keep: Callable[[EvalSample, Prompt], None],
@@ -62,7 +62,7 @@ async def play(
         OrbitError: the model, the environment or the scorer failed.
     """
     left = iter(episodes)
-    places = Places(concurrency)
+    places = RequestLimiter(concurrency)
     silent = 0
 
     async def work(mine: Iterator[Episode]) -> None:
@@ -104,7 +104,7 @@ async def play(
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-class Places:
+class RequestLimiter:
     """Limits how many ask at a time. A running episode goes before one that begins, as its time is limited."""
 
     def __init__(self, number: int) -> None:
@@ -142,7 +142,7 @@ class _InTurn:
     It is created with a place. An episode with branches asks several times at once, each with a place of its own.
     """
 
-    def __init__(self, tokens: Metered, places: Places) -> None:
+    def __init__(self, tokens: MeteredSource, places: RequestLimiter) -> None:
         self._tokens = tokens
         self._places = places
         self._has_place = True

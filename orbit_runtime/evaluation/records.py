@@ -10,7 +10,7 @@ import orjson
 import zstandard
 
 from orbit_runtime.data.records import decompressed_lines
-from orbit_runtime.environments.episodes import Played
+from orbit_runtime.environments.episodes import FinishedEpisode
 from orbit_runtime.errors import DataError
 from orbit_runtime.types import Outcome
 
@@ -68,7 +68,7 @@ class EvalSample:
         return (self.subject, self.environment, self.prompt_id, self.sample_index)
 
 
-def build_sample(subject: str, environment: str, played: Played, usage: Usage, seconds: float) -> EvalSample:
+def build_sample(subject: str, environment: str, played: FinishedEpisode, usage: Usage, seconds: float) -> EvalSample:
     """The record of an episode that was played to its end."""
     rollout = played.rollout
     return EvalSample(

@@ -35,7 +35,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
+class PairedDifference:
     """One policy minus another, on the prompts for which both have a score."""
 
     difference: Estimate
@@ -90,7 +90,7 @@ def estimate(values_P: Sequence[float]) -> Estimate:
     return Estimate(mean, low, high, count)
 
 
-def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Paired:
+def paired(first: Mapping[str, float], second: Mapping[str, float]) -> PairedDifference:
     """`second` minus `first`, prompt by prompt.
 
     If every prompt has the same difference, the interval is a point, which tells nothing about other prompts.
@@ -99,12 +99,12 @@ def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Paired:
     count = len(differences)
     better, worse = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
     if not count:
-        return Paired(Estimate(None, None, None, 0), 0, 0)
+        return PairedDifference(Estimate(None, None, None, 0), 0, 0)
     mean = math.fsum(differences) / count
     if count == 1:
-        return Paired(Estimate(mean, None, None, 1), better, worse)
+        return PairedDifference(Estimate(mean, None, None, 1), better, worse)
     half = Z * statistics.stdev(differences, mean) / math.sqrt(count)
-    return Paired(Estimate(mean, mean - half, mean + half, count), better, worse)
+    return PairedDifference(Estimate(mean, mean - half, mean + half, count), better, worse)
 
 
 def pass_ks(samples: int) -> tuple[int, ...]:

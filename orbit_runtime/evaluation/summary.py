@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from orbit_runtime.evaluation.records import EvalSample
-from orbit_runtime.evaluation.scores import Estimate, Paired, estimate, paired, pass_at_k, pass_ks
+from orbit_runtime.evaluation.scores import Estimate, PairedDifference, estimate, paired, pass_at_k, pass_ks
 
 FAILED = ("timeout", "crash", "unanswered")
 """Outcomes without a score: counted, and part of no mean."""
@@ -86,7 +86,7 @@ class Comparison:
     environment: str
     first: str
     second: str
-    paired: Paired
+    paired: PairedDifference
 
     def to_json(self) -> dict[str, Any]:
         return {

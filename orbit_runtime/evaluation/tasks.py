@@ -23,7 +23,7 @@ from orbit_runtime.errors import OrbitError
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.download import RetryPolicy
 from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import Prompt, Sampling, Tokenizer
 from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
@@ -101,7 +101,7 @@ def open_task(
     closing: ExitStack,
     *,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
-    patience: Patience | None = None,
+    patience: RetryPolicy | None = None,
 ) -> EvalTask:
     """Reads prompts, and starts the environment and rewards. Anything to be closed is pushed on `closing`.
 
@@ -113,7 +113,7 @@ def open_task(
     Raises:
         OrbitError: prompts, rewards or environment cannot be used.
     """
-    patience = patience or Patience()
+    patience = patience or RetryPolicy()
     given = rewards or {}
     functions = {each.name: given[each.name] for each in spec.environment.rewards if each.name in given}
     fetched = [

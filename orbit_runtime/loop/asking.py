@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from orbit_runtime.errors import GateError, OrbitError
-from orbit_runtime.loop.buffer import Paid, RolloutBuffer
+from orbit_runtime.loop.buffer import PartialCompletion, RolloutBuffer
 from orbit_runtime.rollout.requests import end_all
 from orbit_runtime.types import TOKENS, Completion, Engine, Request, Sampling
 from orbit_runtime.workers.child.heartbeat import sign
@@ -77,7 +77,7 @@ class EpisodeTokens:
             before = so_far if so_far and so_far.token_ids_T else None
             so_far = await self.asking.ask(prompt, sampling, key, before, who)
             if so_far.token_ids_T or so_far.finish_reason != "abort":
-                self.buffer.pay(*who, Paid(key, prompt, so_far))
+                self.buffer.pay(*who, PartialCompletion(key, prompt, so_far))
             self._check_wanted()
         self.asking.answered[self.step] = time.monotonic()
         return so_far

@@ -16,13 +16,13 @@ import orjson
 import zstandard
 
 from orbit_runtime.data.records import decompressed_lines, rollout_from_line, rollout_to_line
-from orbit_runtime.environments.episodes import Episode, Played, Stopped, sampled_tokens
+from orbit_runtime.environments.episodes import Episode, EpisodeTimeout, FinishedEpisode, sampled_tokens
 from orbit_runtime.errors import DataError
 from orbit_runtime.types import Completion, Rollout, RoutedExperts
 
 
 @dataclass(frozen=True, slots=True)
-class Paid:
+class PartialCompletion:
     """A completion, whole or as far as it got, and the request that it answers."""
 
     key: int
@@ -40,18 +40,18 @@ class EpisodeSnapshot:
     """Index among the step's episodes, from 0."""
     name: tuple[str, int, int]
     """Prompt, visit, sample."""
-    played: Played | None
-    paid: tuple[Paid, ...] = ()
+    played: FinishedEpisode | None
+    paid: tuple[PartialCompletion, ...] = ()
     """Completions of an unfinished episode, which is replayed from its beginning and given these again."""
     cancelled: int | None = None
     """Tokens sampled for a cancelled episode and thrown away; None if it was not cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StepRollouts:
     """A step's rollouts, and a count of what was cancelled."""
 
-    played: tuple[Played, ...]
+    played: tuple[FinishedEpisode, ...]
     groups: tuple[int, ...]
     """Indices of the step's prompts that these rollouts belong to, in order."""
     prompts_cancelled: int = 0
@@ -66,8 +66,8 @@ class Taken:
 @dataclass
 class _Place:
     name: tuple[str, int, int]
-    played: Played | None = None
-    paid: dict[int, Paid] = field(default_factory=dict)
+    played: FinishedEpisode | None = None
+    paid: dict[int, PartialCompletion] = field(default_factory=dict)
     is_cancelled: bool = False
     before: int = 0
     """Tokens that an earlier execution had sampled for this episode when it was cancelled."""
@@ -167,16 +167,16 @@ class RolloutBuffer:
     def is_cancelled(self, step: int, number: int) -> bool:
         return self._steps[step].places[number].is_cancelled
 
-    def paid(self, step: int, number: int, key: int) -> Paid | None:
+    def paid(self, step: int, number: int, key: int) -> PartialCompletion | None:
         return self._steps[step].places[number].paid.get(key)
 
-    def pay(self, step: int, number: int, paid: Paid) -> None:
+    def pay(self, step: int, number: int, paid: PartialCompletion) -> None:
         """Records a completion from the engine. A later call with the same key holds more of the same completion."""
         place = self._steps[step].places[number]
         assert place.played is None, "the episode has ended"
         place.paid[paid.key] = paid
 
-    def end(self, step: int, number: int, played: Played) -> list[int]:
+    def end(self, step: int, number: int, played: FinishedEpisode) -> list[int]:
         """Records that an episode has ended. An episode cancelled meanwhile stays cancelled.
 
         Returns:
@@ -189,7 +189,7 @@ class RolloutBuffer:
         place.played, place.paid = played, {}
         return self._steps[step].end(number)
 
-    def take(self, step: int) -> Taken:
+    def take(self, step: int) -> StepRollouts:
         """Removes and returns the step's rollouts, so that nothing can train on them twice."""
         assert step == self.taken + 1, "steps are taken in order"
         taken = self._steps[step]
@@ -197,7 +197,7 @@ class RolloutBuffer:
         assert len(chosen) == taken.wanted, "an episode has not ended"
         del self._steps[step]
         self.taken = step
-        return Taken(
+        return StepRollouts(
             tuple(place.played for index in chosen for place in groups[index] if place.played is not None),
             tuple(chosen),
             len(groups) - len(chosen),
@@ -298,15 +298,20 @@ def _from_line(line: bytes) -> EpisodeSnapshot:
         row["number"],
         (prompt_id, visit, sample),
         _played(row) if row["rollout"] else None,
-        tuple(Paid(each["key"], tuple(each["prompt_ids_T"]), _completion(each["completion"])) for each in row["paid"]),
+        tuple(
+            PartialCompletion(each["key"], tuple(each["prompt_ids_T"]), _completion(each["completion"]))
+            for each in row["paid"]
+        ),
         row.get("cancelled"),
     )
 
 
-def _played(row: Mapping[str, Any]) -> Played:
+def _played(row: Mapping[str, Any]) -> FinishedEpisode:
     stopped = row.get("stopped")
     rollout, *others = (rollout_from_line(orjson.dumps(each)) for each in (row["rollout"], *row.get("others", ())))
-    return Played(rollout, tuple(row["reasons"]), Stopped(**stopped) if stopped else None, tuple(others))
+    return FinishedEpisode(
+        rollout, tuple(row["reasons"]), EpisodeTimeout(**stopped) if stopped else None, tuple(others)
+    )
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:

@@ -17,11 +17,11 @@ from orbit_runtime.data.pass_rates import PassRateBounds, PassRates
 from orbit_runtime.data.prompts import PromptTable, check_lengths
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.build import build_environment
-from orbit_runtime.loop.looking import Bisect
-from orbit_runtime.loop.materials import EpisodeMaterials, Given
+from orbit_runtime.loop.looking import FaultFinder
+from orbit_runtime.loop.materials import CallerOptions, EpisodeInputs
 from orbit_runtime.loop.measure import build_held_out, check_held_out_sampling
 from orbit_runtime.loop.parts import Parts
-from orbit_runtime.loop.publish import Keeper, PolicyVersions, Publisher
+from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
@@ -55,9 +55,9 @@ def build_parts(
     execution: Execution,
     show: Show,
     *,
-    given: Given,
+    given: CallerOptions,
     inputs: Inputs,
-    materials: EpisodeMaterials,
+    materials: EpisodeInputs,
     closing: ExitStack,
 ) -> Parts:
     """Fetches the model and connects all parts. Pushes what must be closed on `closing`.
@@ -108,7 +108,7 @@ def build_parts(
     engine = given.sides.build_engine(order)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
-    keeper = Keeper()
+    keeper = BackgroundWriter()
     closing.callback(keeper.close)
     publisher = Publisher(
         store,
@@ -124,7 +124,7 @@ def build_parts(
         ),
         change_limit(side.facts),
         weights,
-        Bisect(engine, sequences[0], resolved.compute_dtype, side.snapshot, side.explain, side.facts.group_size),
+        FaultFinder(engine, sequences[0], resolved.compute_dtype, side.snapshot, side.explain, side.facts.group_size),
         base_limit=base_limit(side.facts.precision, spec.parity.mean_limit)
         if spec.parity.preflight == "Enforce"
         else math.inf,

@@ -18,7 +18,7 @@ import numpy as np
 
 from orbit_runtime.algorithms.advantages import is_informative
 from orbit_runtime.data.samples import split_cohorts, with_column
-from orbit_runtime.environments.episodes import Played
+from orbit_runtime.environments.episodes import FinishedEpisode
 from orbit_runtime.errors import GateError, RewardsFailingError
 from orbit_runtime.types import FLOATS, Group, Prompt, Rollout, Sample
 
@@ -40,7 +40,7 @@ class EpisodeEvidence:
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedStep:
     """A step's groups, with prompts in the order they were drawn, and the cost of collecting them."""
 
     groups_P: tuple[Group, ...]
@@ -70,7 +70,7 @@ def build_groups(prompts_P: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tu
     )
 
 
-def gather_stopped(played: Sequence[Played]) -> tuple[EpisodeEvidence, ...]:
+def gather_stopped(played: Sequence[FinishedEpisode]) -> tuple[EpisodeEvidence, ...]:
     """Evidence of the first `MAX_STOPPED` episodes of a step that stopped."""
     stopped = [(each.rollout, each.stopped) for each in played if each.stopped is not None]
     return tuple(
@@ -82,7 +82,7 @@ def gather_stopped(played: Sequence[Played]) -> tuple[EpisodeEvidence, ...]:
     )  # fmt: skip
 
 
-def check_failures(collected: Collected, limit: float) -> None:
+def check_failures(collected: CollectedStep, limit: float) -> None:
     """Raises RewardsFailingError (86) if the share of failed rewards exceeds `limit`."""
     rollouts = [rollout for group in collected.groups_P for rollout in group.rollouts_G]
     timeouts, crashes = (sum(each.outcome == outcome for each in rollouts) for outcome in ("timeout", "crash"))
@@ -148,13 +148,13 @@ def _versions(rollouts: Iterable[Rollout]) -> np.ndarray:
 
 
 def collect_informative(
-    collected: Collected,
-    collect: Callable[[Sequence[Prompt], int], Collected],
+    collected: CollectedStep,
+    collect: Callable[[Sequence[Prompt], int], CollectedStep],
     take: Callable[[int], Sequence[Prompt]],
     *,
     max_rounds: int,
     extra: int = 0,
-) -> Collected:
+) -> CollectedStep:
     """Collects one further prompt for each group that taught nothing, at most `max_rounds` times.
 
     Args:
@@ -179,7 +179,7 @@ def teaches(group: Group) -> bool:
     return any(is_informative([each.reward for each in cohort.rollouts_G]) for cohort in split_cohorts(group))
 
 
-def _joined(one: Collected, other: Collected) -> Collected:
+def _joined(one: CollectedStep, other: CollectedStep) -> CollectedStep:
     return replace(
         other,
         groups_P=(*one.groups_P, *other.groups_P),

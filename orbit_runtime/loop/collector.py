@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from orbit_runtime.environments.episodes import Environment, Episode
 from orbit_runtime.loop.asking import Asking, EpisodeTokens
-from orbit_runtime.loop.buffer import EpisodeSnapshot, RolloutBuffer, Taken
-from orbit_runtime.loop.collect import MAX_STOPPED, Collected, EpisodeEvidence, build_groups, gather_stopped
+from orbit_runtime.loop.buffer import EpisodeSnapshot, RolloutBuffer, StepRollouts
+from orbit_runtime.loop.collect import MAX_STOPPED, CollectedStep, EpisodeEvidence, build_groups, gather_stopped
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.types import Engine, Prompt
 from orbit_runtime.workers.child.heartbeat import sign
@@ -38,7 +38,7 @@ END_SECONDS = 60.0
 @dataclass(frozen=True)
 class _Step:
     prompts_P: Sequence[Prompt]
-    playing: Started[None]
+    playing: StartedTask[None]
 
 
 class Collector:
@@ -98,7 +98,7 @@ class Collector:
         """Samples from `policy` from now on; returns when nothing samples from an older policy."""
         self._loop.run(self._asking.switch(policy))
 
-    def take(self, step: int, stop: StopFlag) -> Collected | None:
+    def take(self, step: int, stop: StopFlag) -> CollectedStep | None:
         """Waits for the step's rollouts and removes them; None if `stop` was set first.
 
         Raises:
@@ -115,7 +115,7 @@ class Collector:
         sampled = min(ended, max(waited, self._asking.answered.pop(step, waited)))
         taken, (waiting, unfinished) = self._loop.run(self._take(step))
         prompts_P = self._steps.pop(step).prompts_P
-        return Collected(
+        return CollectedStep(
             build_groups([prompts_P[index] for index in taken.groups], taken.rollouts),
             tuple(dict.fromkeys(reason for each in taken.played for reason in each.reasons)),
             sampled - waited,
@@ -214,7 +214,7 @@ class Collector:
                 task.cancel()
         await self._asking.end({(step, number) for number in playing})
 
-    async def _take(self, step: int) -> tuple[Taken, tuple[int, int]]:
+    async def _take(self, step: int) -> tuple[StepRollouts, tuple[int, int]]:
         return self._buffer.take(step), self._buffer.counts
 
     async def _keep(self) -> tuple[EpisodeSnapshot, ...]:
@@ -233,7 +233,7 @@ JOIN_SECONDS = 60.0
 """Limit for the end of a thread: a decode step is not interrupted."""
 
 
-class Started[T](Protocol):
+class StartedTask[T](Protocol):
     """A coroutine that was started: a future of either kind."""
 
     def done(self) -> bool: ...
@@ -248,7 +248,7 @@ class Started[T](Protocol):
 class EventLoop(Protocol):
     """An event loop, as the thread that owns the run uses it."""
 
-    def start[T](self, work: Coroutine[Any, Any, T]) -> Started[T]:
+    def start[T](self, work: Coroutine[Any, Any, T]) -> StartedTask[T]:
         """Returns at once."""
         ...
 
@@ -256,7 +256,7 @@ class EventLoop(Protocol):
         """Waits for the result; raises TimeoutError after so long."""
         ...
 
-    def wait(self, started: Started[Any], seconds: float) -> None:
+    def wait(self, started: StartedTask[Any], seconds: float) -> None:
         """Waits until it is done, at most so long."""
         ...
 
@@ -279,7 +279,7 @@ class OwnThread:
     def run[T](self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         return self.start(work).result(seconds)
 
-    def wait(self, started: Started[Any], seconds: float) -> None:
+    def wait(self, started: StartedTask[Any], seconds: float) -> None:
         assert isinstance(started, Future)
         wait((started,), seconds)
 
@@ -305,7 +305,7 @@ class CallersThread:
     def run[T](self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         return self._loop.run_until_complete(asyncio.wait_for(work, seconds))
 
-    def wait(self, started: Started[Any], seconds: float) -> None:
+    def wait(self, started: StartedTask[Any], seconds: float) -> None:
         assert isinstance(started, asyncio.Task)
         self._loop.run_until_complete(asyncio.wait((started,), timeout=seconds))
 

@@ -22,7 +22,7 @@ from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import build_policy
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.download import RetryPolicy
 from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import BASE_VERSION, AdapterFiles, Engine
 
@@ -73,7 +73,7 @@ def open_models(
     if spec.model.uri.startswith("builtin://"):
         folder = builtin_folder(spec.model.uri.removeprefix("builtin://"), spec.model.precision)
     else:
-        folder = fetch_input(spec.model.uri, "model", "spec.model.uri", patience=Patience()).path
+        folder = fetch_input(spec.model.uri, "model", "spec.model.uri", patience=RetryPolicy()).path
     tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
     for task in tasks:
         longest = spec.model.max_sequence_length - task.sampling.max_new_tokens

@@ -23,7 +23,7 @@ CONTENT = "content.adapter"
 
 
 @dataclass(frozen=True)
-class Initial:
+class InitialAdapter:
     """The adapter, as read at the start."""
 
     folder: AdapterFolder
@@ -35,7 +35,7 @@ class Initial:
         return {"uri": self.folder.place, "digest": self.digest}
 
 
-def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> Initial | None:
+def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> InitialAdapter | None:
     """The adapter to begin with; None if the run begins with one that changes nothing.
 
     Args:
@@ -58,10 +58,10 @@ def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> Initial | N
         )
     folder = open_adapter(address)
     check_adapter(spec.adapter, folder)
-    return Initial(folder, files_digest(folder.files))
+    return InitialAdapter(folder, files_digest(folder.files))
 
 
-def initial_digest(initial: Initial | None, before: Mapping[str, Any] | None) -> dict[str, str]:
+def initial_digest(initial: InitialAdapter | None, before: Mapping[str, Any] | None) -> dict[str, str]:
     """Name → digest, for the run's identity; without an adapter now, the digest that the first start recorded."""
     if initial is not None:
         return {CONTENT: initial.digest}
@@ -93,7 +93,7 @@ def check_adapter(adapter: Adapter, folder: AdapterFolder) -> None:
         )
 
 
-def begin_with(parts: RunParts, state: RunState, initial: Initial) -> None:
+def begin_with(parts: RunParts, state: RunState, initial: InitialAdapter) -> None:
     """Gives the adapter to the trainer, before its first step.
 
     Raises:

@@ -15,8 +15,8 @@ from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, adapter_name
 from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
 from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
-from orbit_runtime.loop.collect import Collected, EpisodeEvidence
-from orbit_runtime.loop.publish import MODELS, Keeper
+from orbit_runtime.loop.collect import CollectedStep, EpisodeEvidence
+from orbit_runtime.loop.publish import MODELS, BackgroundWriter
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.storage import (
@@ -48,7 +48,7 @@ def keep_step(
     store: Store,
     execution: Execution,
     row: MetricsRow,
-    collected: Collected,
+    collected: CollectedStep,
     *,
     before: MetricsRow | None,
     reference_fields: Sequence[str],
@@ -98,7 +98,7 @@ class Checkpoints:
 
     store: Store
     execution: Execution
-    keeper: Keeper
+    keeper: BackgroundWriter
     trainer: Trainer
     identity: str
     """Digest of everything that affects the run's numbers."""
@@ -172,7 +172,7 @@ def keep_failure(
     store: Store,
     step: int,
     error: OrbitError,
-    collected: Collected | None,
+    collected: CollectedStep | None,
     unanswered: Sequence[EpisodeEvidence] = (),
     stacks: str = "",
 ) -> None:

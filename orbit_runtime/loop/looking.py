@@ -10,7 +10,7 @@ from orbit_runtime.errors import OrbitError
 from orbit_runtime.types import AdapterFiles, Engine
 
 if TYPE_CHECKING:
-    from orbit_runtime.parity.locate import Location, Tapped
+    from orbit_runtime.parity.locate import InspectableCopy, Location
     from orbit_runtime.policy.snapshot import Snapshot
 
 APART = (
@@ -22,7 +22,7 @@ COPIES = 3
 
 
 @dataclass(frozen=True)
-class Bisect:
+class FaultFinder:
     """The two sides of a run, and the tokens used to compare them."""
 
     engine: Engine
@@ -46,11 +46,11 @@ class Bisect:
         """
         if self.snapshot is None:
             return None
-        from orbit_runtime.parity.locate import Tapped
+        from orbit_runtime.parity.locate import InspectableCopy
 
         found = None
         for copy in self.engine.copies():
-            if isinstance(copy, Tapped) and copy.is_tapped:
+            if isinstance(copy, InspectableCopy) and copy.is_tapped:
                 found = self._find_in(copy, name, adapter)
                 if not found.is_clear:
                     break
@@ -72,7 +72,7 @@ class Bisect:
             return [f"layers could not be inspected: {error.message}"]
         return [f"the two sides differ {location.sentence()}"] if location and location.found else []
 
-    def _find_in(self, copy: Tapped, name: str, adapter: AdapterFiles) -> Location:
+    def _find_in(self, copy: InspectableCopy, name: str, adapter: AdapterFiles) -> Location:
         from orbit_runtime.adapters.layer import TRAINER_SLOT
         from orbit_runtime.parity.locate import locate
 

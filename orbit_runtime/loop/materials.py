@@ -37,7 +37,7 @@ from orbit_runtime.workers.user_code.reward_protocol import RewardScorer
 
 
 @dataclass(frozen=True)
-class Given:
+class CallerOptions:
     """Values that a caller passes besides the manifest."""
 
     rewards: Mapping[str, Callable[..., Any]] | None = None
@@ -77,7 +77,7 @@ def _source_digest(function: Callable[..., Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Materials:
+class RunInputs:
     """Opened and checked."""
 
     names: Names
@@ -86,7 +86,7 @@ class Materials:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeMaterials(Materials):
+class EpisodeInputs(RunInputs):
     """The inputs of a run with rewards."""
 
     scorer: RewardScorer
@@ -101,7 +101,7 @@ class EpisodeMaterials(Materials):
 
 
 @dataclass(frozen=True, slots=True)
-class DemonstrationMaterials(Materials):
+class DemonstrationInputs(RunInputs):
     """The inputs of a run that learns from demonstrations."""
 
     demonstrations: Sequence[Demonstration]
@@ -112,8 +112,8 @@ class DemonstrationMaterials(Materials):
 
 
 def open_episode_materials(
-    run: OrbitRun, names: Names, inputs: Inputs, given: Given, show: Show, closing: ExitStack
-) -> EpisodeMaterials:
+    run: OrbitRun, names: Names, inputs: Inputs, given: CallerOptions, show: Show, closing: ExitStack
+) -> EpisodeInputs:
     """Fetches and reads the prompts, and starts rewards and environment, also of the run's evaluations. Pushes what
     must be closed on `closing`.
 
@@ -148,16 +148,16 @@ def open_episode_materials(
     if target is not None:
         pool = closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=search_path))
     held_out = open_held_out(run, inputs, rewards, closing)
-    return EpisodeMaterials(names, table, scorer, pool, tuple(read), held_out, open_teacher(spec))
+    return EpisodeInputs(names, table, scorer, pool, tuple(read), held_out, open_teacher(spec))
 
 
-def open_demonstration_materials(spec: RunSpec, names: Names, inputs: Inputs, show: Show) -> DemonstrationMaterials:
+def open_demonstration_materials(spec: RunSpec, names: Names, inputs: Inputs, show: Show) -> DemonstrationInputs:
     """Like `open_episode_materials`."""
     show.stage("reading demonstrations")
     table = load_prompts(_prompt_sources(spec, names, inputs), limit=spec.data.limit)
     read = read_demonstrations(table, spec.data.prompts, last_only=spec.data.chat.answers == "Last")
     trained, measured = hold_out(table, spec.data.validation.share if spec.data.validation else 0.0, spec.data.seed)
-    return DemonstrationMaterials(names, table, read, trained, measured)
+    return DemonstrationInputs(names, table, read, trained, measured)
 
 
 def _prompt_sources(spec: RunSpec, names: Names, inputs: Inputs) -> list[PromptSource]:

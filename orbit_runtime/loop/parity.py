@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.loop.build import build_parts
 from orbit_runtime.loop.looking import APART
-from orbit_runtime.loop.materials import Given, open_episode_materials
+from orbit_runtime.loop.materials import CallerOptions, open_episode_materials
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.show import Show
@@ -181,7 +181,7 @@ def compare_sides(
         stop = closing.enter_context(stop_on_signals())
         stop.on_request, show.stop = show.stopping, stop
         patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)
-        inputs, given = Inputs(asked.spec, {}, patience, search_path), Given()
+        inputs, given = Inputs(asked.spec, {}, patience, search_path), CallerOptions()
         materials = open_episode_materials(asked, resolve_names(asked, None), inputs, given, show, closing)
         given.sides.watch(stop, show.note)
         resolved = resolve(spec, given.sides.machine(show.stage), folder=manifest_folder)

@@ -12,7 +12,7 @@ from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.keep import Checkpoints
-from orbit_runtime.loop.publish import Keeper, PolicyVersions, Publisher
+from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.sides.content import Names
 from orbit_runtime.sides.inputs import Inputs
@@ -46,7 +46,7 @@ class RunParts:
     resolved: Resolved
     store: Store
     execution: Execution
-    keeper: Keeper
+    keeper: BackgroundWriter
     prompts: PromptStream
     side: TrainerSide
     algorithm: Algorithm

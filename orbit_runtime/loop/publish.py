@@ -22,10 +22,10 @@ from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, adapter_name
 from orbit_runtime.digests import Pieces, split
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
-from orbit_runtime.loop.looking import Bisect
+from orbit_runtime.loop.looking import FaultFinder
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, check_unproven, prove
-from orbit_runtime.storage import Content, Execution, Store, Stored, standing_content, write_bundle
+from orbit_runtime.storage import Content, Execution, Store, StoredFiles, standing_content, write_bundle
 from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored, Trainer
 
 MODELS = "models/"
@@ -67,7 +67,7 @@ class Publisher:
 
     store: Store
     execution: Execution
-    keeper: Keeper
+    keeper: BackgroundWriter
     """Writes the adapter while it is loaded and proven; the publish is durable once `keeper.wait` returns."""
     engine: Engine
     trainer: Trainer
@@ -75,7 +75,7 @@ class Publisher:
     change_limit: float
     base_weights: str
     """Digest of the base's files; stored with the adapter, which fits no other base."""
-    bisect: Bisect
+    bisect: FaultFinder
     """Finds the rank, layer and tensor at fault when a proof fails."""
     base_limit: float = math.inf
     """Limit for the mean |d| on the canary with no adapter."""
@@ -172,7 +172,7 @@ def adapter_facts(
 def write_adapter_bundle(store: Store, execution: Execution, adapter: AdapterFiles, facts: Mapping[str, Any]) -> None:
     """Writes `adapters/policy-v…/`, with PEFT's file names."""
     assert adapter.pieces is not None
-    if isinstance(adapter.files, Stored):
+    if isinstance(adapter.files, StoredFiles):
         parts = {name: standing_content(part) for name, part in adapter.files.parts.items()}
     else:
         parts = {name: _content(data, adapter.pieces[name]) for name, data in adapter.files.items()}
@@ -250,7 +250,7 @@ class PolicyVersions:
 _log = logging.getLogger("orbit.loop")
 
 
-class Keeper:
+class BackgroundWriter:
     """Runs work in order in one thread, beside the loop.
 
     Consumes: the adapter of a publish, then the checkpoint of its step. Waits for: nothing but the store. Unblocks: the

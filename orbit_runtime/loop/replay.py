@@ -36,7 +36,7 @@ from orbit_runtime.sides.trainers import (
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import NotFound, Store, read_run_file
 from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.download import RetryPolicy
 from orbit_runtime.types import Group, Prompt, Rollout
 
 
@@ -95,7 +95,7 @@ def replay(
         )
     resolved = resolve(_in_one_process(before["resolved"]), machine_facts())
     spec = resolved.run.spec
-    inputs = Inputs(spec, before.get("inputs", {}), Patience(), search_path)
+    inputs = Inputs(spec, before.get("inputs", {}), RetryPolicy(), search_path)
     algorithm = load_algorithm(resolved, inputs.search_path)
     loss = load_loss(resolved, inputs.search_path)
     folder = inputs.model()

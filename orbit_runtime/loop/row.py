@@ -14,7 +14,7 @@ from orbit_runtime.data.samples import count_trained
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.episodes import UNCHOSEN
 from orbit_runtime.errors import GateError
-from orbit_runtime.loop.collect import Collected, Staleness, count_groups
+from orbit_runtime.loop.collect import CollectedStep, Staleness, count_groups
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row, part_field, source_field
 from orbit_runtime.parity.statistics import ParityLimits
@@ -23,7 +23,7 @@ from orbit_runtime.types import Group, Rollout, UpdateResult
 
 def step_row(
     state: RunState,
-    collected: Collected,
+    collected: CollectedStep,
     about_prompts: Mapping[str, float | None],
     result: UpdateResult,
     staleness: Staleness,

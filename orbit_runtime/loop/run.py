@@ -35,9 +35,9 @@ from orbit_runtime.errors import (
     is_out_of_memory,
 )
 from orbit_runtime.loop.build import build_parts
-from orbit_runtime.loop.initial import Initial, begin_with, initial_digest, open_initial
+from orbit_runtime.loop.initial import InitialAdapter, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.keep import keep_failure, stacks_name, step_name
-from orbit_runtime.loop.materials import Given, open_demonstration_materials, open_episode_materials
+from orbit_runtime.loop.materials import CallerOptions, open_demonstration_materials, open_episode_materials
 from orbit_runtime.loop.measure import evaluation_fields, read_evaluation
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.parity import check_sides
@@ -130,7 +130,7 @@ def run(
             webhooks += build_webhooks(spec.spec.observability.notify, os.environ)
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
             stop.on_request, show.stop = show.stopping, stop
-            given = Given(rewards, loss, advantages, search_path, sides or Here())
+            given = CallerOptions(rewards, loss, advantages, search_path, sides or Here())
             given.sides.watch(stop, show.note)
             closing.enter_context(watch_stalls(end_stalled(store, execution, show, webhooks)))
             with told_where_memory_ran_out(show):
@@ -157,7 +157,7 @@ def _run(
     execution: Execution,
     show: Show,
     stop: StopFlag,
-    given: Given,
+    given: CallerOptions,
     closing: ExitStack,
 ) -> tuple[str, Mapping[str, Any]]:
     before = read_run_file(store)
@@ -219,7 +219,7 @@ def _kept(resolved: Resolved, before: Mapping[str, Any] | None) -> Resolved:
 
 
 def _open(
-    asked: Resolved, names: Names, inputs: Inputs, given: Given, show: Show, closing: ExitStack
+    asked: Resolved, names: Names, inputs: Inputs, given: CallerOptions, show: Show, closing: ExitStack
 ) -> Callable[..., Parts | SftParts]:
     """Opens what the run works on, without torch; returns what builds the parts from it."""
     spec = asked.run.spec
@@ -345,7 +345,7 @@ def _write_run_file(
     before: Mapping[str, Any] | None,
     functions: Sequence[str],
     origin: Origin | None,
-    initial: Initial | None,
+    initial: InitialAdapter | None,
     started: float,
 ) -> None:
     """Writes `run.json`: the manifest as given and as resolved, digests, versions, seed, and where it was computed."""

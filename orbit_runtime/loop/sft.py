@@ -20,7 +20,7 @@ from functools import partial
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.data.demonstrations import Encoded, encode_demonstrations
+from orbit_runtime.data.demonstrations import EncodedDemonstration, encode_demonstrations
 from orbit_runtime.data.samples import build_demonstration_samples, with_column
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import (
@@ -31,10 +31,10 @@ from orbit_runtime.loop.build import (
     first_sequences,
 )
 from orbit_runtime.loop.keep import keep_failure, keep_rows
-from orbit_runtime.loop.materials import DemonstrationMaterials
+from orbit_runtime.loop.materials import DemonstrationInputs
 from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.publish import (
-    Keeper,
+    BackgroundWriter,
     Publication,
     adapter_facts,
     whole_files,
@@ -57,7 +57,7 @@ from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.data import Validation
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.download import RetryPolicy
 from orbit_runtime.types import AdapterFiles, Prompt, Sample, UpdateResult
 from orbit_runtime.workers.child.signals import StopFlag
 from orbit_runtime.workers.system import gc_paused, unfreeze_objects
@@ -70,9 +70,9 @@ ROWS_SECONDS = 5.0
 class SftParts(RunParts):
     """Everything that supervised fine-tuning needs, built and checked."""
 
-    encoded: Mapping[str, Encoded]
+    encoded: Mapping[str, EncodedDemonstration]
     """Encoded demonstrations by prompt id."""
-    held_out: tuple[Encoded, ...]
+    held_out: tuple[EncodedDemonstration, ...]
     """Demonstrations that the policy is measured on and never trained on."""
     canary_T: tuple[int, ...]
     weights: str
@@ -93,7 +93,7 @@ def build_sft(
     *,
     sides: Sides,
     inputs: Inputs,
-    materials: DemonstrationMaterials,
+    materials: DemonstrationInputs,
     closing: ExitStack,
 ) -> SftParts:
     """Fetches the model, and wires it with the demonstrations. Pushes everything to be closed on `closing`."""
@@ -124,7 +124,7 @@ def build_sft(
         side = sides.open(
             TrainerOrder(resolved, folder, names.model, weights, tokenizer, sequences, store, execution, closing)
         )
-    keeper = Keeper()
+    keeper = BackgroundWriter()
     closing.callback(keeper.close)
     by_id = {prompt.prompt_id: each for prompt, each in zip(table.prompts_P, encoded, strict=True)}
     return SftParts(
@@ -149,14 +149,14 @@ def build_sft(
     )
 
 
-def _tell(show: Show, patience: Patience, _done: int, _all: int) -> None:
+def _tell(show: Show, patience: RetryPolicy, _done: int, _all: int) -> None:
     """Called between conversations. Raises StoppedOnRequest if the run is to stop."""
     show.status.beat()
     if patience.stop():
         raise StoppedOnRequest("stopped while demonstrations were tokenised; the same command starts again")
 
 
-def _told(encoded: Sequence[Encoded]) -> str:
+def _told(encoded: Sequence[EncodedDemonstration]) -> str:
     tokens, learned = sum(len(each.token_ids_T) for each in encoded), sum(sum(each.loss_mask_T) for each in encoded)
     return f"{len(encoded)} demonstrations of {tokens} tokens, {learned} of them answers; the chat template fits them"
 
@@ -307,7 +307,7 @@ def _train(parts: SftParts, state: RunState, prompts_P: Sequence[Prompt]) -> Met
     return _row(state, encoded, result, time.monotonic() - started)
 
 
-def _row(state: RunState, encoded: Sequence[Encoded], result: UpdateResult, seconds: float) -> MetricsRow:
+def _row(state: RunState, encoded: Sequence[EncodedDemonstration], result: UpdateResult, seconds: float) -> MetricsRow:
     known = {name: value for name, value in result.metrics.items() if name in FIELDS and name != "kl_old"}
     return build_row(
         **known,

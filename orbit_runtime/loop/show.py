@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.errors import StoppedOnRequest
-from orbit_runtime.loop.collect import MAX_STOPPED, Collected
+from orbit_runtime.loop.collect import MAX_STOPPED, CollectedStep
 from orbit_runtime.loop.keep import checkpoint_prefix, stopped_name
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, RunMetrics
@@ -128,7 +128,7 @@ def stop_sentence(stage: str, step: int | None, *, keeps_rollouts: bool = False)
     return f"stopping: finishing step {step} ({stage}) first; press Ctrl-C again to drop it"
 
 
-def tell_stopped(show: Show, step: int, collected: Collected) -> None:
+def tell_stopped(show: Show, step: int, collected: CollectedStep) -> None:
     """Names the stages that stopped and the file with the evidence; silent if no episode stopped."""
     if not collected.stopped:
         return

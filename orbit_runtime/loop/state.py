@@ -13,7 +13,7 @@ from orbit_runtime.observability.metrics import MetricsRow
 
 
 @dataclass
-class Validated:
+class ValidationHistory:
     """Held-out loss over the course of a run."""
 
     first: float | None = None
@@ -61,7 +61,7 @@ class RunState:
     base_digest_after: str | None = None
     trainable_parameters: int = 0
     warnings: list[str] = field(default_factory=list)
-    validated: Validated = field(default_factory=Validated)
+    validated: ValidationHistory = field(default_factory=ValidationHistory)
     """Results on held-out demonstrations so far."""
     sleep: dict[str, int] | None = None
     """Bytes that the engine held before its first sleep and during it, in this execution."""
@@ -97,4 +97,4 @@ class RunState:
         self.resumed = int(facts["resumed"]) + 1
         self.parity_limit = float(facts["parity_limit"])
         self.warnings = list(facts["warnings"])
-        self.validated = Validated(**facts.get("validated", {}))
+        self.validated = ValidationHistory(**facts.get("validated", {}))

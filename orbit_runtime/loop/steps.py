@@ -14,7 +14,7 @@ from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.advantages import build_batch, mean_advantages
 from orbit_runtime.loop.buffer import EpisodeSnapshot
 from orbit_runtime.loop.collect import (
-    Collected,
+    CollectedStep,
     check_failures,
     check_staleness,
     collect_informative,
@@ -70,7 +70,7 @@ def _run(
     while state.step < training.steps:
         assert state.publication is not None
         step = state.step + 1
-        collected: Collected | None = None
+        collected: CollectedStep | None = None
         try:
             if stop:
                 raise StoppedOnRequest(f"{stop.reason} after step {state.step}")
@@ -184,7 +184,7 @@ def _begin_steps(parts: Parts, state: RunState, collector: Collector, cursors: d
         collector.begin(step, prompts_P, training.prompts_per_step)
 
 
-def _take(parts: Parts, collector: Collector, step: int, stop: StopFlag) -> Collected:
+def _take(parts: Parts, collector: Collector, step: int, stop: StopFlag) -> CollectedStep:
     """Raises StoppedOnRequest if the run is to stop before the step's rollouts are complete."""
     collected = collector.take(step, stop)
     if collected is None:
@@ -195,7 +195,7 @@ def _take(parts: Parts, collector: Collector, step: int, stop: StopFlag) -> Coll
 
 def _take_more(
     parts: Parts, collector: Collector, step: int, stop: StopFlag, prompts_P: Sequence[Prompt], wanted: int
-) -> Collected:
+) -> CollectedStep:
     collector.begin_again(step, prompts_P, wanted)
     return _take(parts, collector, step, stop)
 

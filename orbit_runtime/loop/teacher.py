@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.samples import build_samples
-from orbit_runtime.environments.episodes import Episode, Played
+from orbit_runtime.environments.episodes import Episode, FinishedEpisode
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.collect import build_groups
@@ -33,7 +33,7 @@ ERRORS = 2.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class TeacherComparison:
     """The same prompts, answered by teacher and policy; only those that both were scored for."""
 
     teacher_P: tuple[float, ...]
@@ -126,13 +126,13 @@ def _check_finite(trainer: Trainer, samples_D: Sequence[Any], groups: Sequence[A
             )
 
 
-def _compare(played: Sequence[Played], taught: Sequence[Played]) -> Measured | None:
+def _compare(played: Sequence[FinishedEpisode], taught: Sequence[FinishedEpisode]) -> TeacherComparison | None:
     pairs = [
         (theirs.rollout.reward, own.rollout.reward)
         for theirs, own in zip(taught, played, strict=True)
         if theirs.rollout.reward is not None and own.rollout.reward is not None
     ]
-    return Measured(*map(tuple, zip(*pairs, strict=True))) if pairs else None
+    return TeacherComparison(*map(tuple, zip(*pairs, strict=True))) if pairs else None
 
 
 # --- answers ---
@@ -143,7 +143,7 @@ _NAMES = count()
 
 
 @runtime_checkable
-class Adopting(Protocol):
+class AdoptingEngine(Protocol):
     """An engine that computes with layers of ours: it can answer as what was loaded there without a publish."""
 
     def adopt(self, name: str, version: int) -> None:
@@ -153,7 +153,7 @@ class Adopting(Protocol):
     def release(self, name: str) -> None: ...
 
 
-def _play_taught(parts: Parts, episodes: Sequence[Episode]) -> list[Played] | None:
+def _play_taught(parts: Parts, episodes: Sequence[Episode]) -> list[FinishedEpisode] | None:
     """The teacher's answers; None: the engine cannot give them."""
     if parts.served_teacher is not None:
         return asyncio.run(_play(parts, parts.served_teacher.engine, episodes, OnePolicy(None, BASE_VERSION)))
@@ -167,14 +167,14 @@ def _play_taught(parts: Parts, episodes: Sequence[Episode]) -> list[Played] | No
         _leave(parts, slot)
 
 
-async def _play(parts: Parts, engine: Engine, episodes: Sequence[Episode], policy: OnePolicy) -> list[Played]:
+async def _play(parts: Parts, engine: Engine, episodes: Sequence[Episode], policy: OnePolicy) -> list[FinishedEpisode]:
     async with asking_one(engine, policy) as asking:
         return list(await asyncio.gather(*(parts.environment.play(each, EngineEpisode(asking)) for each in episodes)))
 
 
 def _enter(parts: Parts, adapter: AdapterFolder) -> str | None:
     """The slot under which the engine answers as the teacher; None: it cannot."""
-    if isinstance(parts.engine, Adopting):
+    if isinstance(parts.engine, AdoptingEngine):
         parts.engine.adopt(TEACHER_SLOT, TEACHER_VERSION)
         return TEACHER_SLOT
     own = parts.facts.adapter
@@ -187,7 +187,7 @@ def _enter(parts: Parts, adapter: AdapterFolder) -> str | None:
 
 
 def _leave(parts: Parts, slot: str) -> None:
-    if isinstance(parts.engine, Adopting):
+    if isinstance(parts.engine, AdoptingEngine):
         parts.engine.release(slot)
     else:
         parts.engine.unload_adapter(slot)

@@ -40,7 +40,7 @@ LISTED = 8
 
 
 @runtime_checkable
-class Tapped(Protocol):
+class InspectableCopy(Protocol):
     """A copy of an engine whose layers can be inspected, if it supports that."""
 
     @property

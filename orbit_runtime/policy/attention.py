@@ -23,7 +23,7 @@ Visible = torch.Tensor | Literal["causal"] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Look:
+class AttentionSettings:
     """How a layer attends to its keys."""
 
     scale: float
@@ -41,13 +41,13 @@ class AttentionPlan(Protocol):
     """How the modules see the pass's tokens: `(1, -1)` all in one row, `(-1, 1)` one per row."""
 
     def attend(
-        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, look: Look
+        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, look: AttentionSettings
     ) -> torch.Tensor:
         """Returns `[1, T, H, D]`; with one token per row, `[T, 1, H, D]` from `[T, H, 1, D]`."""
         ...
 
     def attend_tokens(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, look: Look
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, look: AttentionSettings
     ) -> torch.Tensor:
         """The same with the token axis first: returns `[T, H·D]`."""
         ...
@@ -81,7 +81,7 @@ def orbit_attention(
             "its layers do not hand arguments of a pass to the attention", where=type(module).__name__
         )
     window = extras.get("sliding_window")
-    look = Look(
+    look = AttentionSettings(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         window if window is not None and plan.longest > window else None,
         extras.get("s_aux"),
@@ -108,7 +108,7 @@ def attend_rows(
     v_BKSD: torch.Tensor,
     *,
     visible_B1QS: Visible,
-    look: Look,
+    look: AttentionSettings,
     kernel: Kernel,
 ) -> torch.Tensor:
     """Softmax attention over padded rows, including grouped-query heads.

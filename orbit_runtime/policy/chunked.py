@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from orbit_runtime.policy.attention import Look
+from orbit_runtime.policy.attention import AttentionSettings
 from orbit_runtime.quant.kept import kept
 
 BLOCK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}
@@ -51,11 +51,11 @@ class KeyBlock:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class VisibleKeys:
     """Which queries see which keys, and the size of the blocks in which this is computed."""
 
     rows: tuple[Run, ...]
-    look: Look
+    look: AttentionSettings
     longest_block: int
 
     def blocks(self, heads: int, device: torch.device) -> Iterator[tuple[slice, list[KeyBlock]]]:
@@ -97,7 +97,7 @@ def attend_chunked(
     k_TKD: Tensor,
     v_TKD: Tensor,
     rows: Sequence[Run],
-    look: Look,
+    look: AttentionSettings,
     *,
     longest_block: int = LONGEST_BLOCK,
 ) -> Tensor:
@@ -105,13 +105,13 @@ def attend_chunked(
 
     Saved for backward: queries, keys, values, the result and fp32 `[H, T]`.
     """
-    result: Tensor = _Chunked.apply(q_THD, k_TKD, v_TKD, Seen(tuple(rows), look, longest_block))
+    result: Tensor = _Chunked.apply(q_THD, k_TKD, v_TKD, VisibleKeys(tuple(rows), look, longest_block))
     return result
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: Seen) -> Tensor:
+    def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: VisibleKeys) -> Tensor:
         made: list[tuple[Tensor, Tensor]] = []
 
         def compute() -> Tensor:
@@ -130,7 +130,7 @@ class _Chunked(torch.autograd.Function):
         return (*_backward(*ctx.saved_tensors, dout_THD, ctx.seen), None)
 
 
-def _forward(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+def _forward(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: VisibleKeys) -> tuple[Tensor, Tensor]:
     """The result, and the log of each query's sum of exponentials, fp32 `[H, T]`."""
     tokens, heads, _ = q_THD.shape
     kv_heads = k_TKD.shape[1]
@@ -164,7 +164,7 @@ def _backward(
     out_THD: Tensor,
     lse_HT: Tensor,
     dout_THD: Tensor,
-    seen: Seen,
+    seen: VisibleKeys,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads = q_THD.shape[1], k_TKD.shape[1]
     dq_THD = torch.empty_like(q_THD)
@@ -188,7 +188,7 @@ def _backward(
     return dq_THD, dk_TKD, dv_TKD
 
 
-def _start(look: Look, size: tuple[int, int], q: Tensor) -> tuple[Tensor, Tensor]:
+def _start(look: AttentionSettings, size: tuple[int, int], q: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 `[K, G·Q]`: the initial maximum score and sum of exponentials, of no scores or of the sinks alone."""
     queries, _ = size
     if look.sinks_H is None:

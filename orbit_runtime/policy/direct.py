@@ -26,7 +26,7 @@ from orbit_runtime.adapters.layer import AdaptedLinear, Segment
 from orbit_runtime.adapters.lora import add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
-from orbit_runtime.policy.attention import AttentionPlan, Look, decoder_of
+from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
 from orbit_runtime.policy.modules import FusedRMSNorm
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
@@ -110,7 +110,7 @@ class _Layer:
     down: LinearGroup
     heads: tuple[int, int, int]
     """H, K, D."""
-    look: Look
+    look: AttentionSettings
     """The layer's way of attending, with the scale that remains to be applied to the scores."""
 
     @property
@@ -216,5 +216,5 @@ def _build_layer(layer: nn.Module) -> _Layer:
         gate_up=LinearGroup([mlp.gate_proj, mlp.up_proj]),
         down=LinearGroup([mlp.down_proj]),
         heads=(heads, kv_heads, size),
-        look=Look(scale),
+        look=AttentionSettings(scale),
     )

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from orbit_runtime.adapters.inject import Injected
-from orbit_runtime.adapters.layer import Applied
-from orbit_runtime.adapters.masters import Trained
+from orbit_runtime.adapters.inject import InjectedAdapter
+from orbit_runtime.adapters.layer import AppliedTensors
+from orbit_runtime.adapters.masters import Trainable
 from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
 from orbit_runtime.policy.attention import AttentionPlan, Kernel, decoder_of, hidden_of
 from orbit_runtime.policy.direct import DirectDecoder
@@ -69,7 +69,7 @@ class Policy:
 
     model: nn.Module
     """The transformers `…ForCausalLM`."""
-    injected: Injected
+    injected: InjectedAdapter
     device: torch.device
     compute_dtype: torch.dtype
     vocabulary: int
@@ -80,7 +80,7 @@ class Policy:
     """The engine's own implementation of the base, if its form is known; None to use the model's modules."""
     packs: bool = True
     """Whether sequences may share a row; if False, each has its own (`whole_rows`)."""
-    whole: Trained | None = None
+    whole: Trainable | None = None
     """The masters, if every weight is trained; None if `injected` has the trained parameters."""
     routing: Routing | None = None
     """Routing of its routed experts; None if it has none, or none that can be given another choice."""
@@ -249,11 +249,11 @@ class Policy:
         recompute_layers(self.model, recompute, [state for state in states if state is not None])
 
     @contextmanager
-    def traced(self, tell: Callable[[Applied], None] | None = None) -> Iterator[list[Applied]]:
+    def traced(self, tell: Callable[[AppliedTensors], None] | None = None) -> Iterator[list[AppliedTensors]]:
         """Makes every adapted layer call `tell` with what it multiplies by, within this context; without `tell` that is
         collected.
         """
-        selection, collected = self.injected.selection, list[Applied]()
+        selection, collected = self.injected.selection, list[AppliedTensors]()
         # Tells only of this thread's passes.
         with selection.turn:
             selection.trace, before = tell or collected.append, selection.trace

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from orbit_runtime.errors import InternalError
-from orbit_runtime.policy.attention import Kernel, Look, Visible, attend_rows
+from orbit_runtime.policy.attention import AttentionSettings, Kernel, Visible, attend_rows
 from orbit_runtime.policy.chunked import attend_chunked
 from orbit_runtime.policy.division import Turn, own_tokens
 from orbit_runtime.policy.routing import OWN_CHOICE
@@ -331,14 +331,14 @@ class PackedPlan:
         return self.batch.longest
 
     def attend(
-        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, look: Look
+        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, look: AttentionSettings
     ) -> torch.Tensor:
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD))
         out_TN = self.attend_tokens(layer, q_THD, k_TKD, v_TKD, look)
         return out_TN.unflatten(-1, (q_THD.shape[1], -1))[None]
 
     def attend_tokens(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, look: Look
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, look: AttentionSettings
     ) -> torch.Tensor:
         """`[T, H·D]`."""
         if self.captured is not None:
@@ -366,7 +366,7 @@ class PackedPlan:
             pieces.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return gather_rows(torch.cat(pieces), self.batch.unsort_T)
 
-    def _visible_of(self, number: int, bucket: Bucket, look: Look) -> Visible:
+    def _visible_of(self, number: int, bucket: Bucket, look: AttentionSettings) -> Visible:
         """The mask, built once for all layers with the same window; not needed if the fused kernel can derive it."""
         if self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.sinks_H is None:
             return "causal"

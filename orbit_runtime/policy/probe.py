@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from orbit_runtime.errors import OrbitError, UnsupportedError
-from orbit_runtime.policy.attention import IMPLEMENTATION, Look, attend_rows, decoder_of, hidden_of
+from orbit_runtime.policy.attention import IMPLEMENTATION, AttentionSettings, attend_rows, decoder_of, hidden_of
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.storage.cache import Cache
@@ -185,7 +185,7 @@ class _Watched(PackedPlan):
         self.order: list[int] = []
 
     def attend(
-        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, look: Look
+        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, look: AttentionSettings
     ) -> Tensor:  # fmt: skip
         self.order.append(layer)
         return super().attend(layer, q_1HTD, k_1KTD, v_1KTD, look)
@@ -220,7 +220,7 @@ class _StepPlan:
         self._past = [[x_TKD.split(position_B) for x_TKD in pair] for pair in captured]
         self.longest = max(position_B) + 1
 
-    def attend(self, layer: int, q_BH1D: Tensor, k_BK1D: Tensor, v_BK1D: Tensor, look: Look) -> Tensor:
+    def attend(self, layer: int, q_BH1D: Tensor, k_BK1D: Tensor, v_BK1D: Tensor, look: AttentionSettings) -> Tensor:
         rows = []
         for row, past in enumerate(zip(*self._past[layer], strict=True)):
             k_1KSD, v_1KSD = (

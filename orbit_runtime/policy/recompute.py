@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.quant.kept import KeptProducts
+from orbit_runtime.quant.kept import SavedProducts
 
 Recompute = Literal["None", "Selective", "PerLayer"]
 
@@ -73,12 +73,12 @@ def _run(
     if not torch.is_grad_enabled():
         return layer(*args)
     again = [state.remembered() for state in states]
-    contexts = partial(_contexts, again, KeptProducts() if recompute == "Selective" else None)
+    contexts = partial(_contexts, again, SavedProducts() if recompute == "Selective" else None)
     return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def _contexts(
-    again: list[Callable[[], AbstractContextManager[None]]], kept: KeptProducts | None
+    again: list[Callable[[], AbstractContextManager[None]]], kept: SavedProducts | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of the first and the second pass."""
     return _entered([kept.keeping] if kept else []), _entered([*again, *([kept.taking] if kept else [])])

@@ -22,7 +22,7 @@ from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import AdaptedLinear
 from orbit_runtime.adapters.state import published_tensors
 from orbit_runtime.adapters.tensorfile import tensor_digest
-from orbit_runtime.policy.attention import Look
+from orbit_runtime.policy.attention import AttentionSettings
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan, lay_out_experts
 from orbit_runtime.policy.shares import BEFORE_LAYERS, Elsewhere
@@ -166,14 +166,14 @@ class _TappedPlan:
     def longest(self) -> int:
         return self.plan.longest
 
-    def attend(self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, look: Look) -> Tensor:
+    def attend(self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, look: AttentionSettings) -> Tensor:
         if layer not in self.latent:
             for part, tensor in (("query", q_1HTD), ("key", k_1KTD)):
                 name = f"{self.decoder}.layers.{layer}.self_attn.{part}"
                 self.points[name] = tensor[0, :, : self.rows].transpose(0, 1).flatten(1).float().cpu()
         return self.plan.attend(layer, q_1HTD, k_1KTD, v_1KTD, look)
 
-    def attend_tokens(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, look: Look) -> Tensor:
+    def attend_tokens(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, look: AttentionSettings) -> Tensor:
         return self.plan.attend_tokens(layer, q_THD, k_TKD, v_TKD, look)
 
 

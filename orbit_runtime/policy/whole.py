@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from orbit_runtime.adapters.config import AdapterConfig, InjectReport, ReportRow
-from orbit_runtime.adapters.inject import Injected
+from orbit_runtime.adapters.inject import InjectedAdapter
 from orbit_runtime.adapters.layer import Selection
 from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.adapters.tensorfile import build
@@ -167,7 +167,7 @@ def load_whole(
     if announce is not None:
         announce(report)
     head: nn.Module = model.get_output_embeddings()
-    nothing = Injected(CONFIG, report, Selection(compute_dtype), {}, Masters(CONFIG, {}, {}, {}))
+    nothing = InjectedAdapter(CONFIG, report, Selection(compute_dtype), {}, Masters(CONFIG, {}, {}, {}))
     return Policy(
         model,
         nothing,

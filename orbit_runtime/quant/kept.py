@@ -18,7 +18,7 @@ from orbit_runtime.errors import InternalError
 
 
 @dataclass(eq=False)
-class KeptProducts:
+class SavedProducts:
     """Results of one layer's pass. Freed together with their owner: the layer's part of the graph."""
 
     results: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -37,11 +37,11 @@ class KeptProducts:
             yield
 
 
-_now: ContextVar[tuple[KeptProducts, Iterator[tuple[Tensor, int]] | None] | None] = ContextVar("kept", default=None)
+_now: ContextVar[tuple[SavedProducts, Iterator[tuple[Tensor, int]] | None] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
-def _using(kept: KeptProducts, results: Iterator[tuple[Tensor, int]] | None) -> Iterator[None]:
+def _using(kept: SavedProducts, results: Iterator[tuple[Tensor, int]] | None) -> Iterator[None]:
     token = _now.set((kept, results))
     try:
         yield

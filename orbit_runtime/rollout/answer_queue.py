@@ -31,7 +31,7 @@ from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.requests import answer_text
 from orbit_runtime.rollout.server_types import Ask, Call, LostError, TokenPiece
-from orbit_runtime.rollout.streaming import Alternatives, News, part_of, with_more
+from orbit_runtime.rollout.streaming import Alternatives, TokenDeltas, part_of, with_more
 from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Request, Tokenizer
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedRequests:
     """Requests that will never be completed, and why."""
 
     request_ids: tuple[int, ...]
@@ -248,7 +248,7 @@ class AnswerQueue:
         """
         self.under_way: dict[int, str | None] = {}
         """Adapter by request id. Belongs to the caller's thread."""
-        self._ended: deque[Completion | Failed] = deque()
+        self._ended: deque[Completion | FailedRequests] = deque()
         self._pieces: deque[tuple[int, array[int], array[float], Alternatives | None]] = deque()
         """Pieces of streamed requests that were not reported yet."""
         self._tell: Callable[[], None] | None = None
@@ -288,7 +288,7 @@ class AnswerQueue:
     def listen(self, tell: Callable[[], None] | None) -> None:
         self._tell = tell
 
-    def news(self) -> News | None:
+    def news(self) -> TokenDeltas | None:
         ids, counts = array("q"), array(TOKENS)
         tokens: array[int] = array(TOKENS)
         logprobs: array[float] = array(FLOATS)
@@ -301,7 +301,7 @@ class AnswerQueue:
             logprobs += new_logprobs
             if top is not None:
                 alternatives[request_id] = with_more(alternatives.get(request_id), top)
-        return News(ids, counts, tokens, logprobs, alternatives) if ids else None
+        return TokenDeltas(ids, counts, tokens, logprobs, alternatives) if ids else None
 
     def is_sampling_from(self, adapter: str) -> bool:
         return adapter in self.under_way.values()
@@ -318,7 +318,7 @@ class AnswerQueue:
                     self._tell()
                 while self._ended:
                     ended = self._ended.popleft()
-                    if isinstance(ended, Failed):
+                    if isinstance(ended, FailedRequests):
                         for request_id in ended.request_ids:
                             del self.under_way[request_id]
                         raise ended.error
@@ -373,7 +373,7 @@ class AnswerQueue:
         if answer.timer is not None:
             answer.timer.cancel()
 
-    def _hand_over(self, ended: Completion | Failed) -> None:
+    def _hand_over(self, ended: Completion | FailedRequests) -> None:
         self._ended.append(ended)
         self._notice()
 
@@ -416,7 +416,7 @@ class AnswerQueue:
         except Exception as error:
             for answer in _unended(group):
                 self._forget(answer)
-            self._hand_over(Failed(tuple(answer.request.request_id for answer in _unended(group)), error))
+            self._hand_over(FailedRequests(tuple(answer.request.request_id for answer in _unended(group)), error))
 
     @staticmethod
     def _lost(replica: Replica, error: LostError) -> EngineDiedError:

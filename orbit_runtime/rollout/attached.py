@@ -23,7 +23,7 @@ from orbit_runtime.errors import EngineDiedError, GateError, ModelError, Unsuppo
 from orbit_runtime.planner.support.sampling import Kind, check_sampling, shaping_fields
 from orbit_runtime.rollout.replica import Replica, Whose
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.server_types import About, Api, LostError
+from orbit_runtime.rollout.server_types import Api, LostError, ServerFacts
 from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.rollout.vllm_api import VllmApi
@@ -58,7 +58,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ServerRequirements:
     """A run's requirements on a server."""
 
     adapter: AdapterConfig | None
@@ -173,7 +173,7 @@ class AttachedServer:
 
 def attach_engine(
     endpoints: Sequence[Endpoint],
-    wanted: Wanted,
+    wanted: ServerRequirements,
     tokenizer: Tokenizer,
     *,
     folder: Path,
@@ -227,7 +227,7 @@ def attach_engine(
     return engine
 
 
-def check_about(name: str, about: About, wanted: Wanted) -> None:
+def check_about(name: str, about: ServerFacts, wanted: ServerRequirements) -> None:
     """Raises UnsupportedError (78) or ModelError (66) for a server that cannot serve this run."""
     if wanted.adapter is not None:
         _check_sampler(name, about, wanted, wanted.adapter)
@@ -246,7 +246,7 @@ def check_about(name: str, about: About, wanted: Wanted) -> None:
         )
 
 
-def _check_sampler(name: str, about: About, wanted: Wanted, adapter: AdapterConfig) -> None:
+def _check_sampler(name: str, about: ServerFacts, wanted: ServerRequirements, adapter: AdapterConfig) -> None:
     if about.plugin is not None and wanted.engine_version == "Pinned":
         check_version(about.version, name=name)
     kind: Kind = "vLLM" if about.kind == "vLLM" else "SGLang" if about.plugin is not None else "SGLang without plug-in"
@@ -281,7 +281,7 @@ def _check_sampler(name: str, about: About, wanted: Wanted, adapter: AdapterConf
         )
 
 
-def check_alike(abouts: Mapping[str, About], where: str = "spec.rollout.endpoints") -> None:
+def check_alike(abouts: Mapping[str, ServerFacts], where: str = "spec.rollout.endpoints") -> None:
     """Raises UnsupportedError (78) where two servers of one run are not of one kind and version."""
     (first, one), *others = abouts.items()
     for name, other in others:
@@ -295,7 +295,7 @@ def check_alike(abouts: Mapping[str, About], where: str = "spec.rollout.endpoint
                 )
 
 
-async def _recognise(wire: Wire, endpoint: Endpoint, wanted: Wanted) -> Api:
+async def _recognise(wire: Wire, endpoint: Endpoint, wanted: ServerRequirements) -> Api:
     """Chooses the server's interface: SGLang answers `/server_info`, vLLM `/version`."""
     try:
         info: Any = await wire.get("/server_info")
@@ -326,7 +326,7 @@ async def _recognise(wire: Wire, endpoint: Endpoint, wanted: Wanted) -> Api:
     return VllmApi(wire)
 
 
-def _method(endpoint: Endpoint, wanted: Wanted) -> Literal["Folder", "Upload"]:
+def _method(endpoint: Endpoint, wanted: ServerRequirements) -> Literal["Folder", "Upload"]:
     method = endpoint.method
     if method == "Auto":
         method = "Folder" if endpoint.is_local else "Upload"
@@ -345,7 +345,7 @@ def _method(endpoint: Endpoint, wanted: Wanted) -> Literal["Folder", "Upload"]:
     return method
 
 
-async def _check_inside(replica: Replica, wanted: Wanted, tokenizer: Tokenizer) -> None:
+async def _check_inside(replica: Replica, wanted: ServerRequirements, tokenizer: Tokenizer) -> None:
     api = replica.api
     for whole in wanted.probes:
         # Special tokens, most of which have no text here: some servers write them out, and some do not.
@@ -364,7 +364,7 @@ async def _check_inside(replica: Replica, wanted: Wanted, tokenizer: Tokenizer) 
         await api.check_processed(wanted.probes[0], shaping)
 
 
-def _ask[T](engine: ServedEngine, name: str, wanted: Wanted, work: Callable[[], Awaitable[T]]) -> T:
+def _ask[T](engine: ServedEngine, name: str, wanted: ServerRequirements, work: Callable[[], Awaitable[T]]) -> T:
     async def once() -> T:
         try:
             return await asyncio.wait_for(work(), ATTACH_SECONDS)

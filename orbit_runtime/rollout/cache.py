@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from orbit_runtime.policy.attention import Kernel, Look, attend_rows, softmax_with_sinks
+from orbit_runtime.policy.attention import AttentionSettings, Kernel, attend_rows, softmax_with_sinks
 from orbit_runtime.policy.packed import PackedBatch, PackedPlan
 from orbit_runtime.policy.whole_rows import WholeRows
 
@@ -145,14 +145,14 @@ class DecodePlan:
         return self._masks[window]
 
     def attend(
-        self, layer: int, q_BH1D: torch.Tensor, k_BK1D: torch.Tensor, v_BK1D: torch.Tensor, look: Look
+        self, layer: int, q_BH1D: torch.Tensor, k_BK1D: torch.Tensor, v_BK1D: torch.Tensor, look: AttentionSettings
     ) -> torch.Tensor:
         """Returns `[B, 1, H, D]`."""
         out = self.attend_tokens(layer, q_BH1D[:, :, 0], k_BK1D[:, :, 0], v_BK1D[:, :, 0], look)
         return out.view(len(out), 1, q_BH1D.shape[1], -1)
 
     def attend_tokens(
-        self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, look: Look
+        self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, look: AttentionSettings
     ) -> torch.Tensor:
         """Returns `[B, H·D]`, with D of the values."""
         key_size, value_size = k_BKD.shape[-1], v_BKD.shape[-1]
@@ -162,7 +162,7 @@ class DecodePlan:
         out_BN = self._attend(layer, q_BHD, torch.stack((k_BKD, v_BKD)), look)
         return out_BN if value_size == size else out_BN.unflatten(-1, (-1, size))[..., :value_size].flatten(1)
 
-    def _attend(self, layer: int, q_BHD: torch.Tensor, new_2BKD: torch.Tensor, look: Look) -> torch.Tensor:
+    def _attend(self, layer: int, q_BHD: torch.Tensor, new_2BKD: torch.Tensor, look: AttentionSettings) -> torch.Tensor:
         if self._index is None:
             self._newest[layer].copy_(new_2BKD)
         else:

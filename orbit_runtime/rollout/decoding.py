@@ -25,9 +25,9 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan
 from orbit_runtime.policy.routing import Routing
 from orbit_runtime.rollout.cache import KVCache, TokenHistory
-from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
+from orbit_runtime.rollout.rows import ActiveRequest, FinishedRequest, Rows, merge_segments
 from orbit_runtime.rollout.sampling import draw, most_probable, uniforms
-from orbit_runtime.rollout.streaming import News
+from orbit_runtime.rollout.streaming import TokenDeltas
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
 PREFILL_TOKENS = 16384
@@ -67,7 +67,7 @@ class Decoding:
         self._eos = tuple(tokenizer.eos_ids)
         self._version_of = version_of
         self._max_running = max_running_requests
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[ActiveRequest] = deque()
         self._is_grown = False
         """Something was added that may not have room yet."""
         self._rows = Rows(0, 0)
@@ -79,15 +79,15 @@ class Decoding:
         """Number of requests in flight."""
         return len(self._waiting) + len(self._rows)
 
-    def under_way(self) -> Iterable[Work]:
+    def under_way(self) -> Iterable[ActiveRequest]:
         yield from self._rows.work
         yield from self._waiting
 
-    def add(self, work: Collection[Work]) -> None:
+    def add(self, work: Collection[ActiveRequest]) -> None:
         self._waiting.extend(work)
         self._is_grown = True
 
-    def step(self, told: ScoreReadings | None = None) -> list[Finished]:
+    def step(self, told: ScoreReadings | None = None) -> list[FinishedRequest]:
         """Runs a prefill of waiting requests, or a decode step; returns the requests that it finished.
 
         When given tokens are scored, `told` receives the readings that rows do not hold.
@@ -104,7 +104,7 @@ class Decoding:
                 self._decode(told)
         return self._leave(self._finished())
 
-    def remove(self, request_ids: Collection[int], reason: FinishReason) -> list[Finished]:
+    def remove(self, request_ids: Collection[int], reason: FinishReason) -> list[FinishedRequest]:
         """Ends these requests, with the tokens sampled so far."""
         gone = [item for item in self._waiting if item.request.request_id in request_ids]
         if gone:
@@ -112,11 +112,11 @@ class Decoding:
         rows = [row for row, item in enumerate(self._rows.work) if item.request.request_id in request_ids]
         return [*self._leave([(row, reason) for row in rows]), *(_unstarted(item, reason) for item in gone)]
 
-    def news(self) -> News | None:
+    def news(self) -> TokenDeltas | None:
         """New tokens of streamed requests in the batch."""
         return self._rows.news()
 
-    def _leave(self, done: list[tuple[int, FinishReason]]) -> list[Finished]:
+    def _leave(self, done: list[tuple[int, FinishReason]]) -> list[FinishedRequest]:
         if not done:
             return []
         rows = self._rows
@@ -143,7 +143,7 @@ class Decoding:
         """Moves waiting requests into free rows, runs each distinct prompt once and samples first tokens."""
         rows, waiting = self._rows, self._waiting
         first = len(rows)
-        admitted: list[Work] = []
+        admitted: list[ActiveRequest] = []
         prompts: dict[tuple[str | None, tuple[int, ...]], int] = {}
         tokens = 0
         while waiting and first + len(admitted) < rows.capacity:
@@ -257,16 +257,16 @@ class Decoding:
         return any(stop in text for stop in stops)
 
 
-def _identity(item: Work) -> tuple[str | None, tuple[int, ...]]:
+def _identity(item: ActiveRequest) -> tuple[str | None, tuple[int, ...]]:
     """Requests with the same identity share a prefill."""
     return item.request.adapter, item.prefill_T
 
 
-def _unstarted(item: Work, reason: FinishReason) -> Finished:
+def _unstarted(item: ActiveRequest, reason: FinishReason) -> FinishedRequest:
     so_far = item.request.so_far
     if so_far is None:
-        return Finished(item.request, reason, array(TOKENS), array(FLOATS), array(TOKENS), [])
-    return Finished(
+        return FinishedRequest(item.request, reason, array(TOKENS), array(FLOATS), array(TOKENS), [])
+    return FinishedRequest(
         item.request, reason, so_far.token_ids_T, so_far.logprobs_T, so_far.versions_T, [], so_far.alternatives
     )
 

@@ -20,11 +20,11 @@ from orbit_runtime.adapters.files import seconds_for
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError, UnsupportedError
 from orbit_runtime.rollout.server_types import (
-    About,
     Api,
     Call,
     LoadedAdapter,
     LostError,
+    ServerFacts,
     ServerHandle,
     Sleeping,
     TokenPiece,
@@ -75,7 +75,7 @@ class Replica:
         self.server = server
         self.api = api
         self.taps = taps
-        self.about: About | None = None
+        self.about: ServerFacts | None = None
         self.restarts = 0
         self.missed = 0
         """Adapters that were loaded from files because the other transport failed."""
@@ -112,7 +112,7 @@ class Replica:
         """Whether it runs the plug-in."""
         return self.about is not None and self.about.plugin is not None
 
-    async def introduce(self) -> About:
+    async def introduce(self) -> ServerFacts:
         """Queries what the server is; after a restart it must be the same as before."""
         found = await self.api.about()
         if found.plugin is not None and found.plugin != FACTS_VERSION:

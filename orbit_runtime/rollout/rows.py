@@ -19,7 +19,7 @@ import torch
 
 from orbit_runtime.rollout.requests import end_ids
 from orbit_runtime.rollout.sampling import RowLogits, Truncation
-from orbit_runtime.rollout.streaming import NONE, Alternatives, News, part_of
+from orbit_runtime.rollout.streaming import NONE, Alternatives, TokenDeltas, part_of
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Request
 
 Segment = tuple[str | None, int, int]
@@ -29,7 +29,7 @@ UNTOLD = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
-class Work:
+class ActiveRequest:
     """A request in flight. With `forced_T`, those tokens are fed and scored instead of sampled ones."""
 
     request: Request
@@ -57,7 +57,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRequest:
     """A finished request: its tokens, their log-probs, and the policy versions that sampled them."""
 
     request: Request
@@ -76,7 +76,7 @@ class Rows:
     def __init__(self, capacity: int, max_new: int) -> None:
         self.capacity = capacity
         self.max_new = max_new
-        self.work: list[Work] = []
+        self.work: list[ActiveRequest] = []
         self.version: list[int] = []
         """Policy version of the slot each row samples from."""
         self.routed: list[list[np.ndarray]] = []
@@ -112,7 +112,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.work)
 
-    def admit(self, work: list[Work], versions: list[int]) -> None:
+    def admit(self, work: list[ActiveRequest], versions: list[int]) -> None:
         rows = slice(len(self), len(self) + len(work))
         requests = [item.request for item in work]
         self.work.extend(work)
@@ -185,7 +185,7 @@ class Rows:
             kept[0].extend(token for token, _ in pairs)
             kept[1].extend(logprob for _, logprob in pairs)
 
-    def news(self) -> News | None:
+    def news(self) -> TokenDeltas | None:
         """Tokens of streamed requests that were not reported yet."""
         if not self.any_streamed:
             return None
@@ -212,7 +212,7 @@ class Rows:
             if self.most_alternatives
             else {}
         )
-        return News(
+        return TokenDeltas(
             array("q", [self.work[row].request.request_id for row in rows.tolist()]),
             array(TOKENS, counts.astype(np.int32).tobytes()),
             array(TOKENS, self.tokens_CT[index, places].tobytes()),
@@ -238,10 +238,10 @@ class Rows:
                 done.append((row, "stop" if ended[row] else "length"))
         return done
 
-    def finish(self, done: Sequence[tuple[int, FinishReason]]) -> list[Finished]:
+    def finish(self, done: Sequence[tuple[int, FinishReason]]) -> list[FinishedRequest]:
         """The results of these rows."""
         return [
-            Finished(
+            FinishedRequest(
                 self.work[row].request,
                 reason,
                 array(TOKENS, self.tokens_CT[row, : self.generated_C[row]].tobytes()),

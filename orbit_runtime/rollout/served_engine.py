@@ -26,9 +26,9 @@ from orbit_runtime.errors import EngineDiedError, GateError, UnsupportedError
 from orbit_runtime.rollout.answer_queue import Answer, AnswerQueue
 from orbit_runtime.rollout.replica import PATIENCE_SECONDS, Replica
 from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
-from orbit_runtime.rollout.server_types import About, LoadedAdapter, ServerHandle, Sleeping
+from orbit_runtime.rollout.server_types import LoadedAdapter, ServerFacts, ServerHandle, Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers, SGLangApi, merge_facts
-from orbit_runtime.rollout.streaming import News
+from orbit_runtime.rollout.streaming import TokenDeltas
 from orbit_runtime.rollout.transport import Desk
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.types import BASE_VERSION, AdapterFiles, Completion, Request, Scored, ServerReading, Tokenizer
@@ -77,7 +77,7 @@ class ServedEngine:
         self._thread.start()
         self._queue = AnswerQueue(self.loop, tokenizer, max_running_requests)
 
-    def attach(self, replicas: Sequence[Replica]) -> list[About]:
+    def attach(self, replicas: Sequence[Replica]) -> list[ServerFacts]:
         """Connects the replicas, whose servers must answer by now; call it once. Returns the servers' descriptions.
 
         Raises:
@@ -221,7 +221,7 @@ class ServedEngine:
         """Makes the engine call `tell` whenever pieces have arrived from one or several servers."""
         self._queue.listen(tell)
 
-    def news(self) -> News | None:
+    def news(self) -> TokenDeltas | None:
         return self._queue.news()
 
     def kinds(self) -> set[str]:

@@ -108,7 +108,7 @@ class TokenPiece:
 
 
 @dataclass(frozen=True)
-class About:
+class ServerFacts:
     """A server's description of itself; None for what it does not report."""
 
     kind: str
@@ -178,7 +178,7 @@ class Api(Protocol):
         """Whether `abort` can end single completions of a call."""
         ...
 
-    async def about(self) -> About: ...
+    async def about(self) -> ServerFacts: ...
 
     async def is_healthy(self) -> bool:
         """Whether it responds at all."""
@@ -215,7 +215,7 @@ class Api(Protocol):
         """Readings by adapter, computed anew, without digests. `prefix_length`: see `Copy.score`, if supported."""
         ...
 
-    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> Likeliest:
+    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> LikeliestTokens:
         """The base's `count` likeliest tokens at each position from `start` (at least 1) on, as the server orders them.
         Only the positions are checked.
         """
@@ -270,18 +270,18 @@ MISSING = (float("nan"), -1)
 
 
 @dataclass(frozen=True, slots=True)
-class Likeliest:
+class LikeliestTokens:
     """A server's likeliest tokens, the likeliest first; not checked."""
 
     logprobs_RK: np.ndarray
     ids_RK: np.ndarray
     """Numbers, which may be no ids."""
 
-    def at(self, rows: Sequence[int]) -> Likeliest:
-        return Likeliest(self.logprobs_RK[rows], self.ids_RK[rows])
+    def at(self, rows: Sequence[int]) -> LikeliestTokens:
+        return LikeliestTokens(self.logprobs_RK[rows], self.ids_RK[rows])
 
 
-def from_rows(rows_R: Sequence[Sequence[Sequence[Any]]], count: int) -> Likeliest:
+def from_rows(rows_R: Sequence[Sequence[Sequence[Any]]], count: int) -> LikeliestTokens:
     """
     Args:
         rows_R: log-prob and id of tokens; what is more than `count` of them is left out.
@@ -297,13 +297,13 @@ def from_rows(rows_R: Sequence[Sequence[Sequence[Any]]], count: int) -> Likelies
         return np.fromiter(chain.from_iterable(told), np.float64, len(rows_R) * count).reshape(len(rows_R), count)
 
     try:
-        return Likeliest(column(0), column(1))
+        return LikeliestTokens(column(0), column(1))
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise GateError(f"the likeliest tokens are not log-probs and ids: {error}", where="rollout") from None
 
 
 def check_likeliest(
-    told: Likeliest, token_ids_T: Sequence[int], places_R: Sequence[int], *, vocabulary: int, where: str
+    told: LikeliestTokens, token_ids_T: Sequence[int], places_R: Sequence[int], *, vocabulary: int, where: str
 ) -> TopTokens:
     """
     Args:

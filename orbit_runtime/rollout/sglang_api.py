@@ -25,10 +25,10 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.requests import end_ids
 from orbit_runtime.rollout.server_types import (
     MISSING,
-    About,
     Ask,
     Call,
-    Likeliest,
+    LikeliestTokens,
+    ServerFacts,
     Sleeping,
     TokenPiece,
     build_piece,
@@ -79,14 +79,14 @@ class SGLangApi:
         self._incremental = False
         """Whether each event holds only what is new, rather than everything from the beginning."""
 
-    async def about(self) -> About:
+    async def about(self) -> ServerFacts:
         info, model = await self._wire.get("/server_info"), await self._wire.get("/model_info")
         states = [state.get("orbit") or {} for state in info.get("internal_states") or ()]
         versions = {state.get("version") for state in states}
         targets = info.get("lora_target_modules")
         self._ranks = int(info.get("tp_size") or 1)
         self._incremental = bool(info.get("incremental_streaming_output"))
-        return About(
+        return ServerFacts(
             kind="SGLang",
             version=str(info.get("version")),
             model=str(model.get("model_path")),
@@ -238,7 +238,7 @@ class SGLangApi:
             for each, end, top_T, routed in zip(whole, ends, top, experts, strict=True)
         ]
 
-    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> Likeliest:
+    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> LikeliestTokens:
         """See `Api.likeliest`. SGLang may read positions before `start` from its cache. It sends arrays; versions
         before 0.5.23 do not know this option, and send lists.
         """
@@ -330,13 +330,13 @@ def _read_top(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...] | None:
     return (-1, *(int(entry[0][1]) for entry in entries[1:]))
 
 
-def _read_lists(meta: Mapping[str, Any], count: int) -> Likeliest | None:
+def _read_lists(meta: Mapping[str, Any], count: int) -> LikeliestTokens | None:
     """Likeliest tokens from lists. The first entry is the token before the requested ones."""
     found = (meta.get("input_top_logprobs") or [])[1:]
     return from_rows(found, count) if all(isinstance(each, list) for each in found) else None
 
 
-def _read_arrays(meta: Mapping[str, Any], count: int) -> Likeliest | None:
+def _read_arrays(meta: Mapping[str, Any], count: int) -> LikeliestTokens | None:
     """`[rows, k]` of fp32 and int32 in base64, behind one entry that is left out: the token before."""
     columns = []
     try:
@@ -349,7 +349,7 @@ def _read_arrays(meta: Mapping[str, Any], count: int) -> Likeliest | None:
             columns.append(np.pad(told_RK, ((0, 0), (0, count - told_RK.shape[1])), constant_values=missing))
     except (KeyError, TypeError, ValueError):
         return None
-    return Likeliest(*columns) if meta.get("input_top_logprobs_null_prefix") == 1 else None
+    return LikeliestTokens(*columns) if meta.get("input_top_logprobs_null_prefix") == 1 else None
 
 
 def _read_alternatives(entries: Sequence[Any], tokens: int, count: int) -> Alternatives | None:

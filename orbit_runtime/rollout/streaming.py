@@ -35,7 +35,7 @@ def with_more(so_far: Alternatives | None, more: Alternatives) -> Alternatives:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class TokenDeltas:
     """New tokens of several requests, request after request; as columns, because there is one record per step."""
 
     request_ids_D: array[int]
@@ -55,8 +55,8 @@ class News:
 
 def _from_bytes(
     request_ids: bytes, counts: bytes, token_ids: bytes, logprobs: bytes, alternatives: Mapping[int, Alternatives]
-) -> News:
-    return News(
+) -> TokenDeltas:
+    return TokenDeltas(
         array("q", request_ids),
         array(TOKENS, counts),
         array(TOKENS, token_ids),
@@ -79,7 +79,7 @@ class StreamingEngine(Engine, Protocol):
         """
         ...
 
-    def news(self) -> News | None:
+    def news(self) -> TokenDeltas | None:
         """New tokens of streamed requests since the last call, each token once and in order; None if there are none.
 
         Tokens not collected before the completion is handed out are reported by the completion alone.

@@ -11,7 +11,7 @@ from functools import partial
 from orbit_runtime.errors import EngineDiedError, GateError, UnsupportedError
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.server_types import Likeliest, LostError, check_likeliest
+from orbit_runtime.rollout.server_types import LikeliestTokens, LostError, check_likeliest
 from orbit_runtime.rollout.streaming import LEAST_LOGPROB
 from orbit_runtime.types import FLOATS, TopTokens
 
@@ -111,7 +111,7 @@ class ServedTeacher:
             raise GateError(f"{replica.name}: {error.message}", where=self._where, fix=error.fix) from None
         return self._checked(told.at([place - first for place in places_R]), token_ids_T, places_R)
 
-    def _checked(self, told: Likeliest, token_ids_T: Sequence[int], places_R: Sequence[int]) -> TopTokens:
+    def _checked(self, told: LikeliestTokens, token_ids_T: Sequence[int], places_R: Sequence[int]) -> TopTokens:
         return check_likeliest(told, token_ids_T, places_R, vocabulary=self._vocabulary, where=self._where)
 
     async def _ask[T](self, work: Callable[[Replica], Awaitable[T]]) -> T:

@@ -22,15 +22,15 @@ import torch
 
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.files import CONFIG_FILE
-from orbit_runtime.adapters.layer import Applied
+from orbit_runtime.adapters.layer import AppliedTensors
 from orbit_runtime.adapters.state import applied_digest, load_slot, remove_slot, slot_digest, slot_files
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.rollout.decoding import Decoding, ScoreReadings
 from orbit_runtime.rollout.requests import answer_text, check_held_slot, check_new_slot, check_request
-from orbit_runtime.rollout.rows import Finished, Work
-from orbit_runtime.rollout.streaming import Alternatives, News
+from orbit_runtime.rollout.rows import ActiveRequest, FinishedRequest
+from orbit_runtime.rollout.streaming import Alternatives, TokenDeltas
 from orbit_runtime.types import (
     BASE_VERSION,
     FLOATS,
@@ -99,7 +99,7 @@ class TorchEngine:
         self._under_way: set[int] = set()
         self._due: dict[int, float] = {}
         """Deadlines, by request id."""
-        self._ended: deque[Finished] = deque()
+        self._ended: deque[FinishedRequest] = deque()
         """Finished requests that are not handed out yet."""
         self._slots: dict[str, Slot] = {}
         self._retired: set[str] = set()
@@ -186,7 +186,7 @@ class TorchEngine:
         self._under_way, now = under_way, self._clock()
         self._due |= {each.request_id: now + each.deadline_seconds for each in requests if each.deadline_seconds}
         with self._turn:
-            self._decoding.add([Work(request) for request in requests])
+            self._decoding.add([ActiveRequest(request) for request in requests])
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self._end({*self._under_way} if request_ids is None else {*request_ids}, "abort")
@@ -199,7 +199,7 @@ class TorchEngine:
         """Makes the engine call `tell` after each step of the batch."""
         self._tell = tell
 
-    def news(self) -> News | None:
+    def news(self) -> TokenDeltas | None:
         return self._decoding.news()
 
     async def completions(self) -> AsyncGenerator[Completion]:
@@ -255,7 +255,9 @@ class TorchEngine:
         """
         tail = min(SCORED_BY_DECODING, len(token_ids_T) - 1)
         prompt, forced = tuple(token_ids_T[:-tail]), tuple(token_ids_T[-tail:])
-        work = [Work(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)]
+        work = [
+            ActiveRequest(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)
+        ]
         told = ScoreReadings()
         tails: dict[int, Sequence[float]] = {}
         # A batch of its own, because requests may be in flight.
@@ -278,7 +280,7 @@ class TorchEngine:
             for index, name in enumerate(adapters)
         ]
 
-    def _completion(self, finished: Finished) -> Completion:
+    def _completion(self, finished: FinishedRequest) -> Completion:
         self._under_way.discard(finished.request.request_id)
         self._due.pop(finished.request.request_id, None)
         return Completion(
@@ -293,14 +295,14 @@ class TorchEngine:
         )
 
 
-def _experts(finished: Finished) -> RoutedExperts | None:
+def _experts(finished: FinishedRequest) -> RoutedExperts | None:
     if finished.routed:
         return pack_experts(np.concatenate(finished.routed))
     so_far = finished.request.so_far
     return so_far.routed_experts if so_far else None
 
 
-def _applied(trace: Sequence[Applied], name: str) -> str:
+def _applied(trace: Sequence[AppliedTensors], name: str) -> str:
     """Digest of what slot `name` contributed; the passes of one score apply the same tensors, so each counts once."""
     distinct = {
         (entry.module, *(id(tensor) for tensor in entry.tensors.values())): entry
@@ -375,7 +377,7 @@ class ReplaceableEngine:
         """Makes the engines call `tell` after each step of their batches."""
         self._tell = tell
 
-    def news(self) -> News | None:
+    def news(self) -> TokenDeltas | None:
         found = [news for engine in self._engines() if (news := engine.news()) is not None]
         return found[0] if len(found) == 1 else _joined(found)
 
@@ -423,7 +425,7 @@ class ReplaceableEngine:
             engine.close()
 
 
-def _joined(found: Sequence[News]) -> News | None:
+def _joined(found: Sequence[TokenDeltas]) -> TokenDeltas | None:
     """News of several engines, whose requests differ, as one record."""
     if not found:
         return None
@@ -437,4 +439,4 @@ def _joined(found: Sequence[News]) -> News | None:
         tokens += news.token_ids_T
         logprobs += news.logprobs_T
         alternatives |= news.alternatives
-    return News(ids, counts, tokens, logprobs, alternatives)
+    return TokenDeltas(ids, counts, tokens, logprobs, alternatives)

@@ -24,7 +24,7 @@ from orbit_runtime.adapters.files import seconds_for, total_bytes
 from orbit_runtime.adapters.ticket import as_tensor, blocks, carried_bytes, write_ticket
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import GateError
-from orbit_runtime.storage import Stored
+from orbit_runtime.storage import StoredFiles
 from orbit_runtime.types import AdapterFiles
 
 if TYPE_CHECKING:
@@ -305,6 +305,10 @@ class FolderDesk:
 def _proven(adapter: AdapterFiles, file: str) -> memoryview:
     """A file's bytes. Raises GateError for one of a store that somebody has changed since it was published."""
     files, content = adapter.files, adapter.files[file]
-    if isinstance(files, Stored) and adapter.pieces and first_difference(content, adapter.pieces[file]) is not None:
+    if (
+        isinstance(files, StoredFiles)
+        and adapter.pieces
+        and first_difference(content, adapter.pieces[file]) is not None
+    ):
         raise GateError(f"{files.parts[file].key} is not what the trainer wrote there", where=files.store.uri)
     return memoryview(content)

@@ -17,9 +17,9 @@ from orbit_runtime.adapters.files import adapter_bytes
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.rollout.requests import end_ids
 from orbit_runtime.rollout.server_types import (
-    About,
     Call,
-    Likeliest,
+    LikeliestTokens,
+    ServerFacts,
     Sleeping,
     TokenPiece,
     build_piece,
@@ -46,11 +46,11 @@ class VllmApi:
         self._wire = wire
         self._model = ""
 
-    async def about(self) -> About:
+    async def about(self) -> ServerFacts:
         version = str((await self._wire.get("/version"))["version"])
         base, *_ = [model for model in (await self._wire.get("/v1/models"))["data"] if not model.get("parent")]
         self._model = str(base["id"])
-        return About("vLLM", version, str(base.get("root") or self._model), max_tokens=base.get("max_model_len"))
+        return ServerFacts("vLLM", version, str(base.get("root") or self._model), max_tokens=base.get("max_model_len"))
 
     async def is_healthy(self) -> bool:
         return await self._wire.answers("/health", HEALTH_SECONDS)
@@ -106,7 +106,7 @@ class VllmApi:
         read from a cache."""
         return [await self._score(token_ids_T, adapter) for adapter in adapters]
 
-    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> Likeliest:
+    async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> LikeliestTokens:
         """vLLM answers for the whole sequence, and with the sequence's own token beside the likeliest ones."""
         entries = await self._prompt_logprobs(token_ids_T, None, count)
         return from_rows([_by_rank(entry, count) for entry in entries[start:]], count)

@@ -25,7 +25,7 @@ from orbit_runtime.serve.channel import Choice
 from orbit_runtime.serve.errors import APIError, from_orbit
 from orbit_runtime.serve.guard import Guard
 from orbit_runtime.serve.metrics import ServeMetrics
-from orbit_runtime.serve.names import POLICY, Served
+from orbit_runtime.serve.names import POLICY, ServedModel
 from orbit_runtime.serve.requests import (
     ChatBody,
     CompletionBody,
@@ -193,7 +193,7 @@ class Routes:
         choices = self._choices(asked, ids, asked.max_completion_tokens or asked.max_tokens)
         await self._answer(asked, form, choices, len(ids[0]), receive, send)
 
-    def _form(self, served: Served, asked: SamplingBody, tools: Collection[str]) -> ResponseForm:
+    def _form(self, served: ServedModel, asked: SamplingBody, tools: Collection[str]) -> ResponseForm:
         return ResponseForm(
             isinstance(asked, ChatBody),
             served.name,
@@ -205,7 +205,7 @@ class Routes:
             asked.alternatives,
         )
 
-    def _find(self, name: str) -> Served:
+    def _find(self, name: str) -> ServedModel:
         served = self._engine.find(name)
         if served is None:
             names = ", ".join(each.name for each in self._engine.all())

@@ -11,11 +11,11 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from orbit_runtime.rollout.streaming import Alternatives, News, with_more
+from orbit_runtime.rollout.streaming import Alternatives, TokenDeltas, with_more
 from orbit_runtime.serve.answers import ChoicePart
-from orbit_runtime.serve.channel import Abort, BatchStep, Changed, Choice, NameChange, Refusal, Submit
+from orbit_runtime.serve.channel import Abort, BatchStep, ChangeResult, Choice, NameChange, Refusal, Submit
 from orbit_runtime.serve.errors import APIError
-from orbit_runtime.serve.names import Served
+from orbit_runtime.serve.names import ServedModel
 from orbit_runtime.types import FinishReason
 
 
@@ -72,7 +72,7 @@ class EngineClient:
     def __init__(
         self,
         send: Callable[[object], None],
-        models: Sequence[Served],
+        models: Sequence[ServedModel],
         base: str,
         *,
         concurrent: int,
@@ -100,10 +100,10 @@ class EngineClient:
     def under_way(self) -> int:
         return len(self._jobs)
 
-    def all(self) -> list[Served]:
+    def all(self) -> list[ServedModel]:
         return [*self._models.values()]
 
-    def find(self, name: str) -> Served | None:
+    def find(self, name: str) -> ServedModel | None:
         return self._models.get(name)
 
     def default_name(self, otherwise: str) -> str:
@@ -164,14 +164,14 @@ class EngineClient:
                     self._end(*ended)
                 if record.news is not None:
                     self._tell(record.news)
-            case Changed():
+            case ChangeResult():
                 self._models = {served.name: served for served in record.models}
                 if (call := self._calls.get(record.call)) is not None and not call.done():
                     call.set_result(record.result)
             case Refusal():
                 self._refuse(record)
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, news: TokenDeltas) -> None:
         at, alternatives = 0, dict(news.alternatives)
         for request_id, count in zip(news.request_ids_D, news.counts_D, strict=True):
             start, at = at, at + count

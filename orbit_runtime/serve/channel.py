@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from orbit_runtime.planner.support.sampling import Kind
-from orbit_runtime.rollout.streaming import Alternatives, News
-from orbit_runtime.serve.names import Served
+from orbit_runtime.rollout.streaming import Alternatives, TokenDeltas
+from orbit_runtime.serve.names import ServedModel
 from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.types import FinishReason, Sampling
 from orbit_runtime.workers.child.frames import Frames, frame
@@ -34,7 +34,7 @@ class Setup:
     token: str | None
     host: str
     port: int
-    models: tuple[Served, ...]
+    models: tuple[ServedModel, ...]
     base: str
     """The base's name."""
     kind: Kind
@@ -104,7 +104,7 @@ Ended = tuple[int, array[int], array[float], FinishReason, str, Alternatives | N
 class BatchStep:
     """To the front: the results of one batch step."""
 
-    news: News | None
+    news: TokenDeltas | None
     """New tokens of streamed choices."""
     ended: Sequence[Ended]
 
@@ -124,12 +124,12 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class ChangeResult:
     """To the front: a call's result, and the new meaning of every name."""
 
     call: int
     result: dict[str, Any]
-    models: tuple[Served, ...]
+    models: tuple[ServedModel, ...]
 
 
 class Line(asyncio.Protocol):

@@ -15,7 +15,7 @@ from orbit_runtime.planner.assumptions import SERVER_SLOTS
 from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.policy import Policy
 from orbit_runtime.rollout.streaming import StreamingEngine
-from orbit_runtime.serve.policies import Replacing
+from orbit_runtime.serve.policies import BaseReplacement
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.engines import all_headers, build_servers
 from orbit_runtime.sides.interface import EngineOrder
@@ -39,7 +39,7 @@ class ServedBase:
     kind: Kind
     policy: Policy | None = None
     """The model, if it is in this process."""
-    replacing: Replacing | None = None
+    replacing: BaseReplacement | None = None
     """The parts needed to replace the base, likewise."""
     most_adapters: int | None = None
     watch: Callable[[], None] = lambda: None

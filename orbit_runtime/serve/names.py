@@ -23,7 +23,7 @@ def check_one_source(source: str | None, model: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model behind one name."""
 
     name: str

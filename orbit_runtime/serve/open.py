@@ -27,7 +27,7 @@ from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.rollout.torch_engine import ReplaceableEngine
 from orbit_runtime.serve.held import ServedBase, open_servers
 from orbit_runtime.serve.names import POLICY, check_one_source
-from orbit_runtime.serve.policies import Base, Policies, Replacing, config_of, open_policy
+from orbit_runtime.serve.policies import Base, BaseReplacement, Policies, config_of, open_policy
 from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.sides.inputs import Inputs, fetch_model, progress_lines
 from orbit_runtime.sides.machine import machine_facts
@@ -36,7 +36,7 @@ from orbit_runtime.spec import OrbitRun, Resolved, load_manifest, resolve
 from orbit_runtime.storage import open_store, read_run_file
 from orbit_runtime.storage.bundles import list_bundles
 from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.download import RetryPolicy
 
 EngineName = Literal["Auto", "Torch", "SGLang", "OpenAI"]
 
@@ -154,7 +154,7 @@ def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: ServeLimits) 
         compute_dtype=str(policy.compute_dtype).removeprefix("torch."),
         kind="Torch",
         policy=policy,
-        replacing=Replacing(source.folder, engine, load, build),
+        replacing=BaseReplacement(source.folder, engine, load, build),
     )
 
 
@@ -201,7 +201,7 @@ def _of_run(asked: ServeRequest, note: Callable[[str], None]) -> _Source:
     assert asked.source is not None
     run, inputs, uri, folder = _read_run(asked.source)
     resolved = resolve(_for_serving(run, asked.engine), machine_facts(), folder=folder)
-    fetched = Inputs(resolved.run.spec, inputs, Patience(notice=note, tell=progress_lines(note)), [])
+    fetched = Inputs(resolved.run.spec, inputs, RetryPolicy(notice=note, tell=progress_lines(note)), [])
     kept = list_bundles(open_store(uri, writable=False), "adapters") if _is_there(uri) else []
     adapters = {**({POLICY: uri} if kept else {}), **asked.adapters}
     spec = resolved.run.spec

@@ -36,7 +36,7 @@ from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.torch_engine import ReplaceableEngine
 from orbit_runtime.serve.checkpoints import ModelFolder, ModelProof, check_checkpoint, load_checked, prove_checkpoint
 from orbit_runtime.serve.errors import APIError
-from orbit_runtime.serve.names import POLICY, Served
+from orbit_runtime.serve.names import POLICY, ServedModel
 from orbit_runtime.storage import open_store
 from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import AdapterFiles, Engine, Scored
@@ -48,7 +48,7 @@ Measured = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
-class Replacing:
+class BaseReplacement:
     """Parts needed to replace the base."""
 
     folder: Path
@@ -76,7 +76,7 @@ class Base:
     """The model in this process; None if servers hold it."""
     most_adapters: int | None = None
     """Maximum number of adapters that the engine holds; None for as many as fit its memory."""
-    replacing: Replacing | None = None
+    replacing: BaseReplacement | None = None
     """None if servers hold the model, so that this process cannot replace it."""
 
 
@@ -95,14 +95,14 @@ class Policies:
         """Held while a request gets its slot, and while a name changes."""
         self._updating = threading.Lock()
         self._sweeping = threading.Lock()
-        self._served = {base.name: Served(base.name, None, base.place, digest=base.weights)}
+        self._served = {base.name: ServedModel(base.name, None, base.place, digest=base.weights)}
         self._loads = 0
         self._retired: list[str] = []
 
-    def all(self) -> list[Served]:
+    def all(self) -> list[ServedModel]:
         return [*self._served.values()]
 
-    def find(self, name: str) -> Served | None:
+    def find(self, name: str) -> ServedModel | None:
         return self._served.get(name)
 
     @contextmanager
@@ -110,7 +110,7 @@ class Policies:
         with self._lock:
             yield self._served[name].slot
 
-    def load(self, name: str, uri: str) -> tuple[Served, Proof]:
+    def load(self, name: str, uri: str) -> tuple[ServedModel, Proof]:
         """Loads an adapter, proves it live and puts it under `name`. On failure `name` stays what it was.
 
         Raises:
@@ -129,7 +129,7 @@ class Policies:
             with self._slot_filled(slot, adapter):
                 proof = self._prove(slot, adapter, folder.facts)
             version = folder.facts.get("version")
-            served = Served(name, slot, folder.place, version, adapter.digest)
+            served = ServedModel(name, slot, folder.place, version, adapter.digest)
             self._switch(served)
         return served, proof
 
@@ -187,7 +187,7 @@ class Policies:
                 self._switch(served)
         return served.to_json()
 
-    def _replace_base(self, place: str, found: ModelFolder, weights: str) -> tuple[Served, ModelProof]:
+    def _replace_base(self, place: str, found: ModelFolder, weights: str) -> tuple[ServedModel, ModelProof]:
         """Loads and proves these weights, and puts them in the base's place; on failure the base stays."""
         replacing = self.base.replacing
         assert replacing is not None
@@ -207,7 +207,7 @@ class Policies:
         engine = replacing.build(policy)
         limit = CHANGE_LIMITS[self.base.compute_dtype]
         proof = prove_checkpoint(engine, policy, found.folder, self._canary(), limit=limit)
-        served = Served(self.base.name, None, place, found.version, weights)
+        served = ServedModel(self.base.name, None, place, found.version, weights)
         with self._sweeping, self._lock:
             replacing.engine.replace(engine)
             self.base = replace(self.base, place=place, weights=weights, policy=policy)
@@ -239,7 +239,7 @@ class Policies:
                     self._engine.unload_adapter(slot)
                     self._retired.remove(slot)
 
-    def _switch(self, served: Served) -> None:
+    def _switch(self, served: ServedModel) -> None:
         with self._lock:
             before = self._served.get(served.name)
             self._served[served.name] = served

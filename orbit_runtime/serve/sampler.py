@@ -21,7 +21,7 @@ from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.serve.channel import (
     Abort,
     BatchStep,
-    Changed,
+    ChangeResult,
     Ended,
     Line,
     NameChange,
@@ -210,7 +210,7 @@ class Sampler:
         except Exception as error:
             self._line.send(_refusal((), error, call=asked.call))
         else:
-            self._line.send(Changed(asked.call, result, tuple(self._policies.all())))
+            self._line.send(ChangeResult(asked.call, result, tuple(self._policies.all())))
 
     def _changed(self, asked: NameChange) -> dict[str, Any]:
         place = asked.checkpoint if asked.adapter is None else asked.adapter

@@ -18,7 +18,7 @@ from orbit_runtime.sides.teacher import CONTENT, open_teacher, teacher_digest
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, resolve
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.download import RetryPolicy
 from orbit_runtime.version import __version__
 
 
@@ -47,7 +47,7 @@ def kinds_of(spec: RunSpec) -> tuple[str, ...]:
     return ("trainer", "inference")
 
 
-def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> SideManifest:
+def open_manifest(manifest: OrbitRun, folder: Path, patience: RetryPolicy) -> SideManifest:
     """
     Args:
         folder: base of the manifest's relative paths.

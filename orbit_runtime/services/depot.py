@@ -14,7 +14,7 @@ from typing import Any
 
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import OrbitError, StorageError
-from orbit_runtime.storage import Content, Part, Store, Stored, open_store, part_key, write_parts
+from orbit_runtime.storage import Content, Part, Store, StoredFiles, open_store, part_key, write_parts
 
 PASSING = "handover"
 """Folder for data that nothing uses after the orchestrator that wrote it."""
@@ -38,7 +38,7 @@ def try_to_share(tell: Callable[..., Any], store: Store, execution: int) -> bool
 
 def travelling(files: Mapping[str, Buffer], is_shared: bool) -> dict[str, Part | Buffer]:
     """Files in the form sent to a side: addresses if they are in the store that it shares, else the bytes."""
-    return {**files.parts} if is_shared and isinstance(files, Stored) else dict(files)
+    return {**files.parts} if is_shared and isinstance(files, StoredFiles) else dict(files)
 
 
 def sweep(store: Store) -> None:

@@ -22,7 +22,7 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import PASSING, travelling
 from orbit_runtime.services.frames import frame
-from orbit_runtime.storage import CheckpointParts, Execution, Part, Store, Stored, standing_parts, withdraw_bundle
+from orbit_runtime.storage import CheckpointParts, Execution, Part, Store, StoredFiles, standing_parts, withdraw_bundle
 from orbit_runtime.types import (
     AdapterFiles,
     AdapterManifest,
@@ -104,7 +104,7 @@ class RemoteTrainer:
         if not is_kept:
             self._passing = [part.key for part in parts.values()]
         pieces = {name: part.pieces for name, part in parts.items()}
-        return AdapterFiles(version, Stored(self._store, parts), tree_digest(pieces), pieces)
+        return AdapterFiles(version, StoredFiles(self._store, parts), tree_digest(pieces), pieces)
 
     def tidy(self) -> None:
         """Removes what was written only for inspection. Safe to call twice."""
@@ -150,7 +150,7 @@ class RemoteTrainer:
         if self._is_shared and isinstance(writer, CheckpointParts):
             parts: Mapping[str, Part] = self._connection.call("save_to", writer.folder, self._execution.number)
             writer.stand(parts)
-            self._hold(Stored(self._store, parts))
+            self._hold(StoredFiles(self._store, parts))
             return
         held: Mapping[str, Buffer] = self._connection.call("save")
         self._hold(held)

@@ -278,7 +278,7 @@ def _log(scratch: Path, index: int) -> Path:
 
 
 def _attach(order: EngineOrder) -> ServedEngine:
-    from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+    from orbit_runtime.rollout.attached import Endpoint, ServerRequirements, attach_engine
     from orbit_runtime.rollout.sglang_server import lora_targets
 
     spec, facts = order.resolved.run.spec, order.facts
@@ -292,7 +292,7 @@ def _attach(order: EngineOrder) -> ServedEngine:
         Endpoint(each.url, "Folder" if shared and each.adapter_method == "Auto" else each.adapter_method, own)
         for each, own in zip(spec.rollout.endpoints, headers, strict=True)
     ]
-    wanted = Wanted(
+    wanted = ServerRequirements(
         adapter=adapter,
         targets=lora_targets((*layers, *adapter.targets)),
         max_tokens=spec.model.max_sequence_length,

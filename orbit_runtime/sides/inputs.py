@@ -13,8 +13,8 @@ from orbit_runtime.errors import StoppedOnRequest
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.observability.progress import format_seconds
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.storage.download import Patience, Transfer
-from orbit_runtime.storage.inputs import Fetched, Kind, fetch_input
+from orbit_runtime.storage.download import RetryPolicy, Transfer
+from orbit_runtime.storage.inputs import FetchedInput, Kind, fetch_input
 from orbit_runtime.storage.opening import read_deadline
 from orbit_runtime.workers.child.signals import StopFlag
 
@@ -33,10 +33,10 @@ class Inputs:
     """Must have absolute paths."""
     before: Mapping[str, Any]
     """The `inputs` of the first start's `run.json`: a hub branch stays at the commit it had then."""
-    patience: Patience
+    patience: RetryPolicy
     folders: Sequence[str]
     """Folders searched for entry points after `environment.code`."""
-    fetched: dict[str, Fetched] = field(default_factory=dict)
+    fetched: dict[str, FetchedInput] = field(default_factory=dict)
 
     def model(self) -> Path:
         uri = self.spec.model.uri
@@ -66,7 +66,7 @@ class Inputs:
         """Field → address, commit and digest of what was read."""
         return {where: each.to_json() for where, each in self.fetched.items()}
 
-    def _fetch(self, uri: str, kind: Kind, where: str) -> Fetched:
+    def _fetch(self, uri: str, kind: Kind, where: str) -> FetchedInput:
         then = self.before.get(where) or {}
         revision = then.get("revision") if then.get("uri") == uri else None
         self.fetched[where] = fetch_input(uri, kind, where, patience=self.patience, revision=revision)
@@ -78,7 +78,7 @@ def fetch_model(uri: str, note: Callable[[str], None]) -> Path:
 
     Raises: as `fetch_input`, about `--model`.
     """
-    patience = Patience(read_deadline(os.environ), notice=note, tell=progress_lines(note))
+    patience = RetryPolicy(read_deadline(os.environ), notice=note, tell=progress_lines(note))
     return fetch_input(uri, "model", "--model", patience=patience).path
 
 
@@ -90,7 +90,7 @@ def build_patience(
     *,
     sleep: Callable[[float], None] = time.sleep,
     monotonic: Callable[[], float] = time.monotonic,
-) -> Patience:
+) -> RetryPolicy:
     """Reports progress every ten seconds, and gives up within a nap of a stop request.
 
     Args:
@@ -113,7 +113,9 @@ def build_patience(
         done[transfer.what] = transfer.done
         show_transfer(transfer)
 
-    return Patience(deadline_seconds, tell=tell, notice=note, stop=lambda: bool(stop), sleep=nap, monotonic=monotonic)
+    return RetryPolicy(
+        deadline_seconds, tell=tell, notice=note, stop=lambda: bool(stop), sleep=nap, monotonic=monotonic
+    )
 
 
 def progress_lines(

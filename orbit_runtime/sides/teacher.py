@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
 from orbit_runtime.data.samples import spread, trained
-from orbit_runtime.environments.episodes import Environment, Episode, Played
+from orbit_runtime.environments.episodes import Environment, Episode, FinishedEpisode
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.sides.engines import PROBES, all_headers
 from orbit_runtime.spec.run import RunSpec
@@ -113,12 +113,12 @@ def attach_teacher(
     teacher = spec.algorithm.decided_teacher
     if teacher is None or teacher.type != "Served":
         return None
-    from orbit_runtime.rollout.attached import REFUSED_SECONDS, Endpoint, Wanted, attach_engine
+    from orbit_runtime.rollout.attached import REFUSED_SECONDS, Endpoint, ServerRequirements, attach_engine
     from orbit_runtime.rollout.teacher_servers import ServedTeacher
 
     headers = all_headers(ENDPOINTS, teacher.endpoints, os.environ)
     endpoints = [Endpoint(each.url, "Folder", own) for each, own in zip(teacher.endpoints, headers, strict=True)]
-    wanted = Wanted(
+    wanted = ServerRequirements(
         adapter=None,
         # A server that scores a sequence may want room for one token behind it.
         max_tokens=spec.model.max_sequence_length + 1,
@@ -155,7 +155,7 @@ class TaughtEnvironment:
     def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
         return self.environment.build_episodes(prompts_P, step)
 
-    async def play(self, episode: Episode, tokens: TokenSource) -> Played:
+    async def play(self, episode: Episode, tokens: TokenSource) -> FinishedEpisode:
         """A rollout that does not train is nobody's lesson."""
         played = await self.environment.play(episode, tokens)
         first, *others = await asyncio.gather(*(self._taught(each) for each in played.rollouts))

@@ -48,7 +48,7 @@ class Content:
     """Whether another process already wrote the part to its place: it is then only listed."""
 
 
-class Stored(Mapping[str, Buffer]):
+class StoredFiles(Mapping[str, Buffer]):
     """Files in a store, each read on access. Readers that share the store can be given their keys instead."""
 
     def __init__(self, store: Store, parts: Mapping[str, Part]) -> None:
@@ -265,7 +265,7 @@ def read_bundle(store: Store, prefix: str, *, in_place: bool = False) -> Bundle:
     """Read a bundle and verify every part.
 
     Args:
-        in_place: parts are `Stored`: verified a few pieces at a time, and not kept in memory.
+        in_place: parts are `StoredFiles`: verified a few pieces at a time, and not kept in memory.
 
     Raises:
         NotFound: there is no complete bundle here.
@@ -280,7 +280,7 @@ def read_bundle(store: Store, prefix: str, *, in_place: bool = False) -> Bundle:
     if in_place:
         for part in manifest.parts.values():
             _verify_in_place(store, part)
-        return Bundle(folder, manifest, Stored(store, manifest.parts))
+        return Bundle(folder, manifest, StoredFiles(store, manifest.parts))
     found = store.view_many([part.key for part in manifest.parts.values()])
     for (name, part), data in zip(manifest.parts.items(), found, strict=True):
         if isinstance(data, NotFound):

@@ -97,7 +97,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """Limits of retrying, and whom to notify."""
 
     deadline_seconds: float = 120.0
@@ -116,7 +116,7 @@ def fetch_files(
     source: Source,
     files: Sequence[RemoteFile],
     cache: Cache,
-    patience: Patience,
+    patience: RetryPolicy,
     broken: Callable[[str, str], OrbitError],
 ) -> dict[str, str]:
     """Fetches files into the cache; returns name → SHA-256. Files already in the cache are not requested again.
@@ -151,7 +151,7 @@ def _fetch_missing(
     source: Source,
     files: Sequence[RemoteFile],
     cache: Cache,
-    patience: Patience,
+    patience: RetryPolicy,
     broken: Callable[[str, str], OrbitError],
 ) -> dict[str, str]:
     meter = _Meter(source.uri, sum(file.size for file in files), patience.monotonic)
@@ -215,7 +215,7 @@ class _Fetcher:
         source: Source,
         file: RemoteFile,
         cache: Cache,
-        patience: Patience,
+        patience: RetryPolicy,
         broken: Callable[[str, str], OrbitError],
         meter: _Meter,
     ) -> None:

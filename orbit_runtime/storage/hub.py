@@ -29,8 +29,8 @@ from orbit_runtime.storage.download import (
     UNREACHED_SECONDS,
     InterruptedTransfer,
     MissingError,
-    Patience,
     RemoteFile,
+    RetryPolicy,
 )
 from orbit_runtime.storage.store import NotFound
 
@@ -84,7 +84,7 @@ class Hub:
         self,
         uri: str,
         access: HubAccess,
-        patience: Patience,
+        patience: RetryPolicy,
         missing: MissingError,
         *,
         cache: Cache | None = None,

@@ -22,7 +22,7 @@ from typing import Literal
 from orbit_runtime.errors import DataError, ModelError, OrbitError, OutputError, StorageError, UsageError
 from orbit_runtime.spec.hub_address import MODEL_FORM, PROMPTS_FORM, parse_address
 from orbit_runtime.storage.cache import Cache, default_cache, digest_of
-from orbit_runtime.storage.download import MissingError, Patience, RemoteFile, Source, fetch_files
+from orbit_runtime.storage.download import MissingError, RemoteFile, RetryPolicy, Source, fetch_files
 from orbit_runtime.storage.opening import open_store, read_deadline
 from orbit_runtime.storage.store import NoSuchBucket, NotFound, Store, is_key
 
@@ -35,7 +35,7 @@ class BucketFolder:
     """One folder of an object store. Example: `BucketFolder("s3://bucket/models/tiny", missing, patience)`"""
 
     def __init__(
-        self, uri: str, missing: MissingError, patience: Patience, environ: Mapping[str, str] | None = None
+        self, uri: str, missing: MissingError, patience: RetryPolicy, environ: Mapping[str, str] | None = None
     ) -> None:
         self.uri = self.identity = uri.rstrip("/")
         self._missing = missing
@@ -97,7 +97,7 @@ _ERRORS: dict[Kind, type[OrbitError]] = {"model": ModelError, "prompts": DataErr
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedInput:
     """A local copy of an input."""
 
     path: Path
@@ -117,10 +117,10 @@ def fetch_input(
     kind: Kind,
     where: str,
     *,
-    patience: Patience | None = None,
+    patience: RetryPolicy | None = None,
     environ: Mapping[str, str] | None = None,
     revision: str | None = None,
-) -> Fetched:
+) -> FetchedInput:
     """The local folder or file of a URI, downloaded if necessary.
 
     Args:
@@ -137,7 +137,7 @@ def fetch_input(
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme == "file":
         path = Path(rest if separator else uri)
-        return Fetched(path, uri, digest=code_digest(path, where) if kind == "code" else None)
+        return FetchedInput(path, uri, digest=code_digest(path, where) if kind == "code" else None)
     if scheme in _ON_A_CLUSTER:
         raise _ERRORS[kind](
             f"{scheme}:// is mounted by the operator, but this run was started by hand",
@@ -145,7 +145,7 @@ def fetch_input(
             fix="write the path at which it is mounted here",
         )
     environ = os.environ if environ is None else environ
-    wanted = _Wanted(uri, kind, where, Cache(default_cache(environ)), patience or Patience(read_deadline(environ)))
+    wanted = _Wanted(uri, kind, where, Cache(default_cache(environ)), patience or RetryPolicy(read_deadline(environ)))
     try:
         if scheme == "s3":
             return wanted.from_bucket(environ)
@@ -190,7 +190,7 @@ class _Wanted:
     kind: Kind
     where: str
     cache: Cache
-    patience: Patience
+    patience: RetryPolicy
 
     def missing(self, message: str, *, fix: str | None = None) -> OrbitError:
         return _ERRORS[self.kind](f"{self.uri}: {message}", where=self.where, fix=fix or f"correct {self.where}")
@@ -199,7 +199,7 @@ class _Wanted:
         fix = "start again; if it stays so, its source is corrupt"
         return _ERRORS[self.kind](f"{self.uri}: {name} arrived damaged, twice: {message}", where=self.where, fix=fix)
 
-    def from_hub(self, environ: Mapping[str, str], revision: str | None) -> Fetched:
+    def from_hub(self, environ: Mapping[str, str], revision: str | None) -> FetchedInput:
         from orbit_runtime.storage.hub import Hub, read_access
 
         address = parse_address(self.uri)
@@ -220,7 +220,7 @@ class _Wanted:
                 raise self.missing(f"the repository has no file {address.path!r}, nor a folder of that name with rows")
             return self._keep(hub, files, hub.revision, folder=folder)
 
-    def from_bucket(self, environ: Mapping[str, str]) -> Fetched:
+    def from_bucket(self, environ: Mapping[str, str]) -> FetchedInput:
         if self.kind == "prompts" and self.uri.endswith("/"):
             bucket = BucketFolder(self.uri.rstrip("/"), self.missing, self.patience, environ)
             names = [name for name in bucket.list() if is_key(name) and _is_data(name)]
@@ -242,7 +242,7 @@ class _Wanted:
         names = [name for name in bucket.list() if is_key(name) and (_is_text(name) or name.endswith(WEIGHTS))]
         return self._keep_model(bucket, {name: bucket.describe(name) for name in names}, None)
 
-    def _keep_model(self, source: Source, listed: Mapping[str, RemoteFile], revision: str | None) -> Fetched:
+    def _keep_model(self, source: Source, listed: Mapping[str, RemoteFile], revision: str | None) -> FetchedInput:
         """Fetches text files first: the index among them lists the weights."""
         if "config.json" not in listed:
             raise self.missing("there is no config.json: this is not a model in Hugging Face format")
@@ -255,7 +255,7 @@ class _Wanted:
         files = [listed[name] for name in shards]
         found |= fetch_files(source, files, self.cache, self.patience, self.broken)
         folder, digest = self.cache.build_folder(found)
-        return Fetched(folder, self.uri, revision, f"sha256:{digest}")
+        return FetchedInput(folder, self.uri, revision, f"sha256:{digest}")
 
     def _shards(self, found: Mapping[str, str]) -> Sequence[str]:
         if INDEX not in found:
@@ -271,7 +271,7 @@ class _Wanted:
 
     def _keep(
         self, source: Source, files: Sequence[RemoteFile], revision: str | None = None, *, folder: str | None = None
-    ) -> Fetched:
+    ) -> FetchedInput:
         """Args: folder: of the source, if its files are wanted together instead of one file."""
         found = fetch_files(source, files, self.cache, self.patience, self.broken)
         kept, digest = self.cache.build_folder(found)
@@ -279,7 +279,7 @@ class _Wanted:
             kept /= folder
         elif self.kind == "prompts" or self.uri.endswith(ARCHIVE):
             kept /= files[0].name
-        return Fetched(kept, self.uri, revision, f"sha256:{digest}")
+        return FetchedInput(kept, self.uri, revision, f"sha256:{digest}")
 
 
 def _is_text(name: str) -> bool:

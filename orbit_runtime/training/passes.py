@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Dropout
-from orbit_runtime.adapters.masters import Trained
+from orbit_runtime.adapters.masters import Trainable
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.routing import Routing
@@ -53,7 +53,7 @@ class Passes(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def masters(self) -> Trained:
+    def masters(self) -> Trainable:
         """The masters that this process holds."""
         ...
 
@@ -131,7 +131,7 @@ class LocalPasses:
         self._policy = policy
         self._teacher = teacher
         self.device = policy.device
-        self.masters: Trained = policy.whole or policy.injected.masters
+        self.masters: Trainable = policy.whole or policy.injected.masters
         self.owned = self.masters.parameters
         self.finish_update = self.masters.after_update
         self.routing = policy.routing

@@ -22,7 +22,7 @@ from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+from orbit_runtime.rollout.attached import Endpoint, ServerRequirements, attach_engine
 from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets, server_arguments
 from orbit_runtime.rollout.transport import FolderDesk, Transport
@@ -109,7 +109,7 @@ def attach(
 ) -> ServedEngine:
     """An engine over servers that are there already; they are not ended with the engine."""
     policy, tokenizer = adder
-    wanted = Wanted(
+    wanted = ServerRequirements(
         adapter=policy.injected.config,
         targets=lora_targets(tuple(policy.injected.layers)),
         max_tokens=256,

@@ -9,7 +9,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Dropout
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import load_policy
-from orbit_runtime.policy.attention import Kernel, Look
+from orbit_runtime.policy.attention import AttentionSettings, Kernel
 from orbit_runtime.policy.packed import Branch, PackedPlan, build_packed
 from tests.integration.tiny_models import TARGETS
 from tests.models.family_matrix import tokens_of
@@ -24,7 +24,7 @@ def test_chunks_are_as_near_to_fp64_as_the_fused_kernel(sizes: tuple[int, int, i
     branches = [Branch(0, tokens_of(300, 1), tokens_of(count, count)) for count in (1500, 900)]
     batch = build_packed(branches, torch.device("cuda"))
     inputs = random_inputs(len(batch.token_ids_T), sizes, torch.bfloat16)
-    look = Look(0.1, window)
+    look = AttentionSettings(0.1, window)
     exact = with_gradients(expected(batch, inputs, look), inputs)
     moved = [each.detach().cuda().requires_grad_() for each in inputs]
 
@@ -44,7 +44,7 @@ def test_memory_of_a_long_row_grows_with_its_tokens() -> None:
     inputs = [each.detach().cuda().requires_grad_() for each in random_inputs(32768, (16, 4, 64, 64), torch.bfloat16)]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    PackedPlan(batch, "Chunked").attend_tokens(0, *inputs, Look(0.1)).sum().backward()  # type: ignore[call-arg]
+    PackedPlan(batch, "Chunked").attend_tokens(0, *inputs, AttentionSettings(0.1)).sum().backward()  # type: ignore[call-arg]
     assert torch.cuda.max_memory_allocated() - before < 3 << 30
 
 

@@ -22,7 +22,7 @@ from orbit_runtime.loop.buffer import EpisodeSnapshot
 from orbit_runtime.loop.build import build_parts
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.loop.keep import load_rollouts
-from orbit_runtime.loop.materials import Given, open_episode_materials
+from orbit_runtime.loop.materials import CallerOptions, open_episode_materials
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.resume import find_checkpoint
 from orbit_runtime.loop.show import Show
@@ -34,7 +34,7 @@ from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import Store, claim_execution, open_store
-from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.download import RetryPolicy
 from orbit_runtime.types import Completion, Engine, Request, Rollout, Sampling
 from tests.integration.killing import adapter_digests, demanding_manifest, small_manifest
 from tests.integration.run_launcher import RunLauncher
@@ -110,8 +110,8 @@ def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: st
         execution = claim_execution(store, run_name=spec.name)
         closing.callback(lambda: execution.release("done"))
         show = Show(SilentProgress(), LiveStatus(spec.name, total=0), RunMetrics(run=spec.name))
-        inputs, names = Inputs(resolved.run.spec, {}, Patience(), []), resolve_names(resolved.run, None)
-        given = Given()
+        inputs, names = Inputs(resolved.run.spec, {}, RetryPolicy(), []), resolve_names(resolved.run, None)
+        given = CallerOptions()
         materials = open_episode_materials(resolved.run, names, inputs, given, show, closing)
         parts = build_parts(
             resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing

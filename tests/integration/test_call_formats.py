@@ -16,7 +16,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.environments.episodes import Played
+from orbit_runtime.environments.episodes import FinishedEpisode
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.environments.tool_calls import parameter_schemas
 from orbit_runtime.environments.turns import MultiTurn, ToolUse
@@ -97,7 +97,7 @@ class Says:
         return Completion(0, ids, array(FLOATS, [-0.5] * len(ids)), array(TOKENS, [0] * len(ids)), "stop", text)
 
 
-def play(tokenizer: ChatTokenizer, engine: Says, pool: Adds) -> Played:
+def play(tokenizer: ChatTokenizer, engine: Says, pool: Adds) -> FinishedEpisode:
     settings = EpisodeSettings("run", Sampling(max_new_tokens=2048), EpisodeLimits(context=1 << 14), 1, 0, False)
     scorer = RewardThreads([RewardTarget("one", lambda *_: 1.0)])
     opponent = lambda: ToolUse(pool, tokenizer.call_format)  # type: ignore[arg-type]  # noqa: E731

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
-from orbit_runtime.environments.turns import Answered, MultiTurn
+from orbit_runtime.environments.turns import MultiTurn, OpponentResponse
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.types import Completion, Prompt, Sampling
 from orbit_runtime.workers.user_code.reward_pool import RewardThreads
@@ -81,8 +81,8 @@ def test_masks_cover_exactly_the_sampled_tokens_under_any_template(
         Completion(0, ids, [-0.5] * len(ids), [4] * len(ids), "stop", tokenizer.decode(ids))  # type: ignore[arg-type]
         for ids in sampled
     ]
-    replies = [Answered([{"role": role, "content": text}]) for _, role, text in turns[:-1]]
-    policy, opponent = Says(*said), Plays(*replies, Answered(done=True))
+    replies = [OpponentResponse([{"role": role, "content": text}]) for _, role, text in turns[:-1]]
+    policy, opponent = Says(*said), Plays(*replies, OpponentResponse(done=True))
     limits = EpisodeSettings("run", Sampling(), EpisodeLimits(turns=9), 1, 0, gives_reward=True)
     with RewardThreads([]) as scorer:
         environment = MultiTurn(limits, tokenizer, scorer, {}, lambda: opponent)

@@ -19,8 +19,8 @@ from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
-from orbit_runtime.loop.looking import Bisect
-from orbit_runtime.loop.publish import Keeper, PolicyVersions, Publication, Publisher
+from orbit_runtime.loop.looking import FaultFinder
+from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import load_policy
@@ -70,13 +70,13 @@ class Rig:
         self.publisher = Publisher(
             self.store,
             self.execution,
-            Keeper(),
+            BackgroundWriter(),
             self.engine,
             self.trainer,
             canary,
             CHANGE_LIMITS["float32"],
             "tree:0",
-            Bisect(self.engine, canary, "float32", explain=self.trainer.explain),
+            FaultFinder(self.engine, canary, "float32", explain=self.trainer.explain),
         )
         self.versions = PolicyVersions(self.engine)
         self.publication: Publication | None = None

@@ -24,7 +24,7 @@ from orbit_runtime.services.engine_host import build_inference_host
 from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Store, open_store
-from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.download import RetryPolicy
 from orbit_runtime.types import AdapterFiles, Completion, Request, Sampling
 from tests.integration.killing import demanding_manifest, small_manifest, timeless_rows
 from tests.integration.three_processes import TOKEN, Side, remote_sides, run_apart, two_sides
@@ -171,7 +171,7 @@ def test_another_teacher_than_the_runs_is_refused_before_anything_is_written(tmp
 
 
 def test_demonstrations_have_no_inference_process() -> None:
-    asked = open_manifest(OrbitRun.model_validate(demonstrations(Path())), Path.cwd(), Patience())
+    asked = open_manifest(OrbitRun.model_validate(demonstrations(Path())), Path.cwd(), RetryPolicy())
     with pytest.raises(UsageError) as caught:
         build_inference_host(asked, "127.0.0.1", [].append, ExitStack())
     assert caught.value.where == "spec.algorithm.type"

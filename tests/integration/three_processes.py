@@ -23,7 +23,7 @@ from orbit_runtime.services.host import Host, start_host
 from orbit_runtime.services.orchestrate import RemoteSides
 from orbit_runtime.services.trainer_host import build_trainer_host
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.download import RetryPolicy
 
 TOKEN = "a-token"
 
@@ -41,7 +41,7 @@ class Side:
         self.start()
 
     def start(self) -> None:
-        asked = open_manifest(OrbitRun.model_validate(self._manifest), Path.cwd(), Patience())
+        asked = open_manifest(OrbitRun.model_validate(self._manifest), Path.cwd(), RetryPolicy())
         self.host: Host = self.build(asked)
         self._stopped = threading.Event()
         self._server: HTTPServer = start_host(self.host, "127.0.0.1", self.port, TOKEN)

@@ -29,8 +29,8 @@ from orbit_runtime.adapters.part import WHOLE
 from orbit_runtime.adapters.state import config_json, slot_files
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
-from orbit_runtime.loop.looking import Bisect
-from orbit_runtime.loop.publish import Keeper, Publication, Publisher
+from orbit_runtime.loop.looking import FaultFinder
+from orbit_runtime.loop.publish import BackgroundWriter, Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy
@@ -345,10 +345,10 @@ class Bench:
         trainer = MegatronTrainer(WorldRanks(self.ranks, settings), SETTINGS.base_model)
         tokenizer = ChatTokenizer(builtin_folder("tiny-adder", "INT4"))
         engine = TappedEngine(TorchEngine(self.policy, tokenizer, max_running_requests=4), self.policy)
-        bisect = Bisect(engine, TOKENS, "float32", trainer.snapshot, trainer.explain)
+        bisect = FaultFinder(engine, TOKENS, "float32", trainer.snapshot, trainer.explain)
         with tempfile.TemporaryDirectory() as root:
             store = open_store(root)
-            execution, keeper = claim_execution(store, run_name="planted"), Keeper()
+            execution, keeper = claim_execution(store, run_name="planted"), BackgroundWriter()
             limit = CHANGE_LIMITS["float32"]
             publisher = Publisher(
                 store, execution, keeper, engine, trainer, TOKENS, limit, "tree:0", bisect, base_limit=0.02

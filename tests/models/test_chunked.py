@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.policy import load_policy
-from orbit_runtime.policy.attention import Look
+from orbit_runtime.policy.attention import AttentionSettings
 from orbit_runtime.policy.chunked import attend_chunked
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed
 from tests.integration.tiny_families import make_family
@@ -40,7 +40,7 @@ def sequences(batch: PackedBatch) -> Iterator[tuple[list[int], list[int]]]:
         yield [*range(row.prefix_first, row.prefix_first + row.prefix_length), *own], own
 
 
-def expected(batch: PackedBatch, inputs: list[Tensor], look: Look) -> Tensor:
+def expected(batch: PackedBatch, inputs: list[Tensor], look: AttentionSettings) -> Tensor:
     """fp64, sequence by sequence, with every score written out."""
     q_THD, k_TKD, v_TKD = (x.double() for x in inputs)
     heads = q_THD.shape[1]
@@ -81,7 +81,7 @@ def test_values_and_gradients_are_as_near_to_fp64_as_the_other_kernels_are(
     batch = build_packed(BRANCHES, CPU)
     inputs = random_inputs(len(batch.token_ids_T), SIZES[sizes])
     sinks = torch.linspace(-1.0, 2.0, SIZES[sizes][0]) if with_sinks else None
-    look = Look(0.3, window, sinks)
+    look = AttentionSettings(0.3, window, sinks)
     exact = with_gradients(expected(batch, inputs, look), inputs)
     dense = PackedPlan(batch, "SDPA").attend_tokens(0, *inputs, look)
     floor = [
@@ -96,7 +96,7 @@ def test_values_and_gradients_are_as_near_to_fp64_as_the_other_kernels_are(
 def test_bf16_is_as_near_to_fp64_as_the_fused_kernel() -> None:
     batch = build_packed(BRANCHES, CPU)
     inputs = random_inputs(len(batch.token_ids_T), SIZES["grouped heads"], torch.bfloat16)
-    look = Look(0.3)
+    look = AttentionSettings(0.3)
     exact = with_gradients(expected(batch, inputs, look), inputs)
     dense = PackedPlan(batch, "SDPA").attend_tokens(0, *inputs, look).view_as(exact[0])
     chunked = attend_chunked(*inputs, batch.rows, look, longest_block=8)
@@ -144,9 +144,9 @@ def test_nothing_grows_with_the_square_of_the_tokens() -> None:
             batch = build_packed(branches, CPU)
             inputs = random_inputs(len(batch.token_ids_T), (2, 1, 8, 8))
             if kernel == "SDPA":
-                out = PackedPlan(batch, kernel).attend_tokens(0, *inputs, Look(0.3))
+                out = PackedPlan(batch, kernel).attend_tokens(0, *inputs, AttentionSettings(0.3))
             else:
-                out = attend_chunked(*inputs, batch.rows, Look(0.3), longest_block=block)
+                out = attend_chunked(*inputs, batch.rows, AttentionSettings(0.3), longest_block=block)
             out.sum().backward()
         found[kernel] = largest.elements
     assert found["SDPA"] >= 2 * (answer - 1) * (prompt + answer - 1)
@@ -159,7 +159,7 @@ def test_a_bucket_without_prefixes_is_given_no_mask_and_has_the_same_bits() -> N
     inputs = random_inputs(len(batch.token_ids_T), SIZES["grouped heads"])
     masked = replace(batch, buckets=tuple(replace(bucket, starts_later=True) for bucket in batch.buckets))
     found = [
-        with_gradients(PackedPlan(each, "SDPA").attend_tokens(0, *inputs, Look(0.3)), inputs)
+        with_gradients(PackedPlan(each, "SDPA").attend_tokens(0, *inputs, AttentionSettings(0.3)), inputs)
         for each in (batch, masked)
     ]
     assert not any(bucket.starts_later for bucket in batch.buckets)
@@ -169,5 +169,8 @@ def test_a_bucket_without_prefixes_is_given_no_mask_and_has_the_same_bits() -> N
 def test_two_passes_give_the_same_bits() -> None:
     batch = build_packed(BRANCHES, CPU)
     inputs = random_inputs(len(batch.token_ids_T), SIZES["MLA"])
-    found = [with_gradients(attend_chunked(*inputs, batch.rows, Look(0.3), longest_block=8), inputs) for _ in range(2)]
+    found = [
+        with_gradients(attend_chunked(*inputs, batch.rows, AttentionSettings(0.3), longest_block=8), inputs)
+        for _ in range(2)
+    ]
     assert all(map(torch.equal, *found))

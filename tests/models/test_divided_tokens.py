@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from orbit_runtime.policy.attention import Look
+from orbit_runtime.policy.attention import AttentionSettings
 from orbit_runtime.policy.division import own_tokens
 from orbit_runtime.policy.packed import PackedPlan, build_packed
 from tests.models.test_chunked import BRANCHES, CPU, SIZES, expected, random_inputs, with_gradients
@@ -27,7 +27,7 @@ def test_parts_of_a_pass_attend_as_the_whole_does(
     tokens = len(whole.token_ids_T)
     parts = [build_packed(BRANCHES, CPU, (place, count)) for place in range(count)]
     inputs = random_inputs(tokens, sizes)
-    look = Look(0.3, window, torch.linspace(-1.0, 2.0, sizes[0]) if with_sinks else None)
+    look = AttentionSettings(0.3, window, torch.linspace(-1.0, 2.0, sizes[0]) if with_sinks else None)
     exact = with_gradients(expected(whole, inputs, look), inputs)
 
     padding = parts[0].num_tokens - tokens

@@ -12,8 +12,8 @@ from fakes.s3_server import S3Server
 from orbit_runtime.errors import CredentialsError, DataError, ModelError, OrbitError, StorageError, UsageError
 from orbit_runtime.storage import Store, open_store
 from orbit_runtime.storage.cache import Cache
-from orbit_runtime.storage.download import Patience, fetch_files
-from orbit_runtime.storage.inputs import BucketFolder, Fetched, code_digest, fetch_input
+from orbit_runtime.storage.download import RetryPolicy, fetch_files
+from orbit_runtime.storage.inputs import BucketFolder, FetchedInput, code_digest, fetch_input
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "orbit_runtime/model_info/builtin/tiny-adder/int4"
@@ -35,7 +35,7 @@ def put_all(uri: str, files: dict[str, bytes]) -> Store:
     return store
 
 
-def fetch(uri: str, kind: str) -> Fetched:
+def fetch(uri: str, kind: str) -> FetchedInput:
     return fetch_input(uri, kind, f"spec.{kind}")  # type: ignore[arg-type]
 
 
@@ -100,11 +100,11 @@ def test_an_object_that_is_replaced_meanwhile_is_not_kept(s3_bucket: str, cache:
     def missing(message: str, *, fix: str | None = None) -> OrbitError:
         return DataError(message, fix=fix)
 
-    bucket = BucketFolder(s3_bucket, missing, Patience(2.0))
+    bucket = BucketFolder(s3_bucket, missing, RetryPolicy(2.0))
     file = bucket.describe("train.jsonl")
     store.put("train.jsonl", b"b" * 100)
     with pytest.raises(StorageError, match="was replaced while it was downloaded"):
-        fetch_files(bucket, [file], Cache(cache), Patience(2.0), lambda message, name: DataError(message))
+        fetch_files(bucket, [file], Cache(cache), RetryPolicy(2.0), lambda message, name: DataError(message))
     assert not (cache / "blobs").exists()
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from orbit_operator.cache import Cache, Key, RawRun
 from orbit_operator.intake import Intake
 from orbit_operator.session import open_session, read_place
-from orbit_operator.sight import EVERYWHERE, LONGEST_PAUSE, PLURALS, Sight
+from orbit_operator.sight import EVERYWHERE, LONGEST_PAUSE, PLURALS, NamespaceView
 
 KEY: Key = ("team", "adder")
 LABELS = {"orbitrl.dev/run-name": "adder", "orbitrl.dev/run-uid": "r", "orbitrl.dev/attempt": "1"}
@@ -158,7 +158,7 @@ def test_the_session_changes_lists_and_watches_however_the_bytes_come() -> None:
         server = f"http://127.0.0.1:{runner.addresses[0][1]}"
         news: list[Key] = []
         intake = build_intake(Cache(), news.append)
-        opened = open_session(kopf.ConnectionInfo(server=server, token="t"), intake, Sight())
+        opened = open_session(kopf.ConnectionInfo(server=server, token="t"), intake, NamespaceView())
         assert opened.server == server
         async with opened.aiohttp_session as session:
             assert session.headers["Authorization"] == "Bearer t"
@@ -200,7 +200,7 @@ class PartlyForbidden:
 def test_where_reading_is_refused_there_is_nothing_and_later_all_is_listed_anew() -> None:
     told: list[tuple[str, bool]] = []
     keys: list[Key] = []
-    sight = Sight(lambda *news: told.append(news))
+    sight = NamespaceView(lambda *news: told.append(news))
     there = PartlyForbidden()
 
     async def work() -> None:
@@ -259,7 +259,7 @@ def test_where_reading_is_refused_there_is_nothing_and_later_all_is_listed_anew(
 
 def test_a_namespace_is_back_when_each_kind_was_listed_and_is_asked_less_and_less_often() -> None:
     told: list[tuple[str, bool]] = []
-    sight = Sight(lambda *news: told.append(news))
+    sight = NamespaceView(lambda *news: told.append(news))
     for kind in ("jobs", "pods"):
         sight.refuse("team", kind, "no")
     sight.list_whole("team", "pods")
@@ -286,7 +286,7 @@ def test_a_namespace_is_back_when_each_kind_was_listed_and_is_asked_less_and_les
 def test_nothing_is_in_sight_before_each_kind_was_listed(caplog: pytest.LogCaptureFixture) -> None:
     told: list[tuple[str, bool]] = []
     caplog.set_level("INFO")
-    sight = Sight(lambda *news: told.append(news), ("team", "other"))
+    sight = NamespaceView(lambda *news: told.append(news), ("team", "other"))
     for kind in ("orbitruns", "jobs"):
         sight.list_whole("team", kind)
     assert (sight.sees("team"), sight.misses("team", "pods"), told) == (False, True, [])
@@ -307,7 +307,7 @@ def test_nothing_is_in_sight_before_each_kind_was_listed(caplog: pytest.LogCaptu
 
 def test_the_whole_cluster_is_in_sight_at_once() -> None:
     told: list[tuple[str, bool]] = []
-    sight = Sight(lambda *news: told.append(news), (EVERYWHERE,))
+    sight = NamespaceView(lambda *news: told.append(news), (EVERYWHERE,))
     for kind in PLURALS:
         assert not sight.sees("team")
         sight.list_whole(EVERYWHERE, kind)

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from orbit_operator.facts import Attempt, ContainerEnd, JobFacts, PodFacts, Progress, Stored
+from orbit_operator.facts import Attempt, ContainerEnd, JobFacts, PodFacts, Progress, RecordedStatus
 from orbit_operator.observe import judge_manifest, newest_word, why_failed
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod
 from orbit_operator.timestamps import format_micro_time, format_time, read_time
@@ -181,20 +181,24 @@ def test_a_pods_last_words_go_before_what_was_heard_of_it() -> None:
     ended = PodFacts(
         "adder-a1-x", "p1", 1, phase="Succeeded", created=1.0, end=ContainerEnd(0, message=line, finished=12.0)
     )
-    said = newest_word("adder", [ended], Stored(), heard)
+    said = newest_word("adder", [ended], RecordedStatus(), heard)
     assert said is not None
     assert (said.at, said.step, said.reward, said.checkpoint_step) == (12.0, 6, 0.5, 6)
-    assert newest_word("adder", [ended, PodFacts("adder-a2-x", "p2", 2, created=20.0)], Stored(), heard) is heard
-    assert newest_word("another", [ended], Stored(), heard) is heard
+    assert (
+        newest_word("adder", [ended, PodFacts("adder-a2-x", "p2", 2, created=20.0)], RecordedStatus(), heard) is heard
+    )
+    assert newest_word("another", [ended], RecordedStatus(), heard) is heard
     killed = PodFacts("adder-a1-x", "p1", 1, phase="Failed", end=ContainerEnd(137, message="last line of a log"))
-    assert newest_word("adder", [killed], Stored(), heard) is heard
+    assert newest_word("adder", [killed], RecordedStatus(), heard) is heard
 
 
 def test_what_was_heard_of_an_earlier_run_of_the_same_name_is_not_this_ones() -> None:
     heard = Progress(10.0, "p1", "Running", 40)
-    assert newest_word("adder", [], Stored(), heard) is None
-    assert newest_word("adder", [PodFacts("adder-a1-y", "p9", 1)], Stored(), heard) is None
-    assert newest_word("adder", [], Stored(attempts=(Attempt(1, pod_uid="p1"),)), heard) is heard, "its pod is gone"
+    assert newest_word("adder", [], RecordedStatus(), heard) is None
+    assert newest_word("adder", [PodFacts("adder-a1-y", "p9", 1)], RecordedStatus(), heard) is None
+    assert newest_word("adder", [], RecordedStatus(attempts=(Attempt(1, pod_uid="p1"),)), heard) is heard, (
+        "its pod is gone"
+    )
 
 
 def test_a_cleanup_that_failed_says_why_in_its_pods_last_words_or_its_controllers() -> None:

@@ -13,9 +13,9 @@ pytest.importorskip("kopf", reason="the operator's packages are not installed (e
 from prometheus_client.parser import text_string_to_metric_families
 
 from orbit_operator.api import JOBS, PODS, RUNS, ApiError, Kind
-from orbit_operator.cache import Cache, Child, RawRun, Shelf
+from orbit_operator.cache import Cache, Child, ObjectIndex, RawRun
 from orbit_operator.crd_check import describe_problem, drop_fields, find_differences, find_served, missing_fields
-from orbit_operator.facts import JobFacts, Stored
+from orbit_operator.facts import JobFacts, RecordedStatus
 from orbit_operator.handlers import build_kopf_settings
 from orbit_operator.health import LONGEST_PASS_SECONDS, STALLED_SECONDS, Health
 from orbit_operator.intake import drop_pod, put_child, put_run
@@ -30,7 +30,7 @@ KEY = ("team", "adder")
 
 
 def test_the_cache_keeps_what_is_newer_and_what_is_deleted_stays_deleted() -> None:
-    shelf: Shelf[str] = Shelf()
+    shelf: ObjectIndex[str] = ObjectIndex()
     shelf.put(KEY, "a", "new", 7)
     shelf.put(KEY, "a", "old", 6)
     shelf.put(KEY, "b", "other", 1)
@@ -201,12 +201,12 @@ STATUS: dict[str, Any] = {
 def test_a_change_is_written_at_once_and_progress_now_and_then(
     change: dict[str, Any], now: float, due: float | None
 ) -> None:
-    assert write_due(Stored(raw=STATUS), {**STATUS, **change}, now, 30.0) == due
+    assert write_due(RecordedStatus(raw=STATUS), {**STATUS, **change}, now, 30.0) == due
 
 
 def test_the_first_report_is_written_at_once() -> None:
     before = {name: value for name, value in STATUS.items() if name not in ("lastReportTime", "step")}
-    assert write_due(Stored(raw=before), STATUS, 101.0, 30.0) == 0.0
+    assert write_due(RecordedStatus(raw=before), STATUS, 101.0, 30.0) == 0.0
 
 
 def test_a_scrape_tells_of_every_run_and_forgets_those_that_are_gone() -> None:

@@ -22,7 +22,7 @@ AVOIDED_NODES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class BudgetUse:
     """The part of each budget that the attempts so far have used."""
 
     user: int = 0
@@ -31,7 +31,7 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True)
-class Next:
+class RestartDecision:
     """The consequence of the attempts so far: another one at `not_before` or later, or the end because of `refused`."""
 
     not_before: float
@@ -61,31 +61,31 @@ def charge(attempts: Sequence[Attempt], number: int, verdict: Verdict) -> Budget
     return verdict.budget
 
 
-def num_spent(attempts: Sequence[Attempt], retired: Mapping[str, float]) -> Spent:
+def num_spent(attempts: Sequence[Attempt], retired: Mapping[str, float]) -> BudgetUse:
     """Sums over attempts that are over, including those no longer listed."""
     budgets = [
         attempt.verdict.budget for attempt in attempts if attempt.verdict and attempt.verdict.result != "Succeeded"
     ]
-    return Spent(
+    return BudgetUse(
         user=budgets.count("user") + int(retired.get("user", 0)),
         infra=budgets.count("infra") + int(retired.get("infra", 0)),
         free=budgets.count("free") + int(retired.get("free", 0)),
     )
 
 
-def decide_restart(attempts: Sequence[Attempt], spent: Spent, lifecycle: Lifecycle, uid: str) -> Next:
+def decide_restart(attempts: Sequence[Attempt], spent: BudgetUse, lifecycle: Lifecycle, uid: str) -> RestartDecision:
     """Decides what follows when no attempt is live. `attempts` are all over, in order."""
     if not attempts:
-        return Next(0.0)
+        return RestartDecision(0.0)
     last = attempts[-1]
     assert last.verdict is not None
     if spent.user > lifecycle.max_user_retries:
-        return Next(0.0, refused="RetriesExhausted")
+        return RestartDecision(0.0, refused="RetriesExhausted")
     if spent.infra > lifecycle.max_infra_restarts:
-        return Next(0.0, refused="InfraRestartsExhausted")
+        return RestartDecision(0.0, refused="InfraRestartsExhausted")
     avoid = [attempt.node for attempt in attempts if attempt.verdict and attempt.verdict.avoid_node and attempt.node]
     newest = tuple(dict.fromkeys(reversed(avoid)))[:AVOIDED_NODES]
-    return Next((last.ended or 0.0) + back_off(attempts, uid), tuple(sorted(newest)))
+    return RestartDecision((last.ended or 0.0) + back_off(attempts, uid), tuple(sorted(newest)))
 
 
 def back_off(attempts: Sequence[Attempt], uid: str) -> float:

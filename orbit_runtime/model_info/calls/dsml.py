@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas, Written, load
+from orbit_runtime.model_info.calls.format import CallFormat, NotACall, ParsedCall, Schemas, load
 
 OPEN, CLOSE = "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"
 _CALL, _CALL_END = "<｜DSML｜invoke", "</｜DSML｜invoke>"
@@ -30,7 +30,7 @@ def split(text: str) -> list[str]:
     return [piece.partition(_CALL_END)[0] for piece in block.split(_CALL)[1:]]
 
 
-def parse(body: str, schemas: Schemas) -> Written:
+def parse(body: str, schemas: Schemas) -> ParsedCall:
     """
     Raises:
         NotACall: it does not follow the syntax, names a parameter twice, or gives one that is not JSON.
@@ -51,7 +51,7 @@ def parse(body: str, schemas: Schemas) -> Written:
             'a parameter is <｜DSML｜parameter name="…" string="true|false">…</｜DSML｜parameter>, '
             f"this is {body[at:].strip()[:80]!r}"
         )
-    return Written(head[1], arguments)
+    return ParsedCall(head[1], arguments)
 
 
 def _load(name: str, value: str) -> Any:

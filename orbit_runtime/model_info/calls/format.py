@@ -16,8 +16,8 @@ class NotACall(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A call as it was written. Example: `Written("add", {"a": 1, "b": 2})`"""
+class ParsedCall:
+    """A call as it was written. Example: `ParsedCall("add", {"a": 1, "b": 2})`"""
 
     name: str
     arguments: Any
@@ -32,7 +32,7 @@ class CallFormat:
     """Strings that begin the part of a text that calls tools; it ends with the text."""
     split: Callable[[str], list[str]]
     """The part of a text from an opening on → the text of each call; the end of the last may be missing."""
-    parse: Callable[[str, Schemas], Written]
+    parse: Callable[[str, Schemas], ParsedCall]
     """One call as `split` gives it. Raises NotACall, and nothing else, whatever the text."""
     signs: tuple[str, ...]
     """Strings that a chat template contains, all of them, if it writes calls in this format."""

@@ -17,8 +17,8 @@ from orbit_runtime.model_info.calls import hermes
 from orbit_runtime.model_info.calls.format import (
     CallFormat,
     NotACall,
+    ParsedCall,
     Schemas,
-    Written,
     load,
     read_value,
     schema_of,
@@ -30,7 +30,7 @@ _KEY_END, _VALUE, _VALUE_END = "</arg_key>", "<arg_value>", "</arg_value>"
 _NAME = re.compile(r"\s*[\w.\-/:]{1,128}\s*\Z")
 
 
-def parse(body: str, schemas: Schemas) -> Written:
+def parse(body: str, schemas: Schemas) -> ParsedCall:
     """Parses a call.
 
     Raises:
@@ -49,7 +49,7 @@ def parse(body: str, schemas: Schemas) -> Written:
         if key in arguments:
             raise NotACall(f"the argument {key[:64]!r} is given twice")
         arguments[key] = _value(key, value, types_of(schema_of(schemas, name, key)))
-    return Written(name, arguments)
+    return ParsedCall(name, arguments)
 
 
 def _take(text: str) -> tuple[str, str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas, Written, load_arguments
+from orbit_runtime.model_info.calls.format import CallFormat, NotACall, ParsedCall, Schemas, load_arguments
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -40,7 +40,7 @@ def split(text: str) -> list[str]:
     return [piece for piece in text.split(START) if _RECIPIENT.search(piece.partition(MESSAGE)[0])]
 
 
-def parse(body: str, schemas: Schemas) -> Written:
+def parse(body: str, schemas: Schemas) -> ParsedCall:
     """
     Raises:
         NotACall: it has no text, or one that is not JSON.
@@ -52,7 +52,7 @@ def parse(body: str, schemas: Schemas) -> Written:
     if not recipient.startswith("functions."):
         raise NotACall(f"a call is a message to=functions.NAME, and this one is to={recipient[:64]}")
     name = recipient.removeprefix("functions.")
-    return Written(name, load_arguments(_ENDS.split(text, 1)[0], name))
+    return ParsedCall(name, load_arguments(_ENDS.split(text, 1)[0], name))
 
 
 def message(text: str) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas, Written, load
+from orbit_runtime.model_info.calls.format import CallFormat, NotACall, ParsedCall, Schemas, load
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -20,7 +20,7 @@ def split(text: str) -> list[str]:
     return [piece.partition(CLOSE)[0] for piece in text.split(OPEN)[1:]]
 
 
-def parse(body: str, schemas: Schemas) -> Written:
+def parse(body: str, schemas: Schemas) -> ParsedCall:
     """Arguments may also be JSON in a string, as OpenAI's interface has them."""
     try:
         call = load(body)
@@ -30,7 +30,7 @@ def parse(body: str, schemas: Schemas) -> Written:
         raise NotACall(f"the call is not JSON: {str(error)[:200]}") from None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise NotACall('a call is an object with "name" and "arguments"')
-    return Written(call["name"], call.get("arguments", {}))
+    return ParsedCall(call["name"], call.get("arguments", {}))
 
 
 def write(name: str, arguments: Any) -> str:

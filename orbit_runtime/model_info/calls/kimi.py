@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas, Written, load_arguments
+from orbit_runtime.model_info.calls.format import CallFormat, NotACall, ParsedCall, Schemas, load_arguments
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _ARGUMENTS, _CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -23,7 +23,7 @@ def split(text: str) -> list[str]:
     return [piece.partition(_CALL_END)[0] for piece in section.split(_CALL)[1:]]
 
 
-def parse(body: str, schemas: Schemas) -> Written:
+def parse(body: str, schemas: Schemas) -> ParsedCall:
     """
     Raises:
         NotACall: its id is none, or its arguments are not JSON.
@@ -33,7 +33,7 @@ def parse(body: str, schemas: Schemas) -> Written:
         raise NotACall(f"a call begins with functions.NAME:NUMBER, and this one with {head.strip()[:80]!r}")
     if not separator:
         raise NotACall(f"{_ARGUMENTS} is missing between {named[0][:80]} and its arguments")
-    return Written(named[1], load_arguments(arguments, named[1]))
+    return ParsedCall(named[1], load_arguments(arguments, named[1]))
 
 
 def call_id(body: str) -> str:

@@ -20,8 +20,8 @@ from orbit_runtime.model_info.calls import hermes
 from orbit_runtime.model_info.calls.format import (
     CallFormat,
     NotACall,
+    ParsedCall,
     Schemas,
-    Written,
     read_value,
     schema_of,
     types_of,
@@ -34,7 +34,7 @@ _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 """Templates write what is neither text, list nor object as Python does."""
 
 
-def parse(body: str, schemas: Schemas) -> Written:
+def parse(body: str, schemas: Schemas) -> ParsedCall:
     """Parses a call.
 
     Raises:
@@ -57,7 +57,7 @@ def parse(body: str, schemas: Schemas) -> Written:
         raise NotACall(
             f"a parameter is <parameter=NAME>, a line with its value, </parameter>, and this is {rest[:80]!r}"
         )
-    return Written(name, arguments)
+    return ParsedCall(name, arguments)
 
 
 def _value(key: str, text: str, types: frozenset[str]) -> Any:

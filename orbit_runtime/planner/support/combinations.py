@@ -44,7 +44,7 @@ class Combination:
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class RowCondition:
     """Condition of a row: every field that is set must match; an empty field matches anything."""
 
     format: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Only:
         return fits and asked.num_gpus >= (2 if self.several_gpus else 1 if self.on_gpu else 0)
 
 
-COMPARED = Only(
+COMPARED = RowCondition(
     format=FORMATS,
     family=("qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v4", "gpt_oss"),
 )
@@ -86,13 +86,13 @@ UNNAMED_FIX = "name the checkpoint of another family or format in model.uri"
 LIMITS: tuple[SupportRow[Combination], ...] = (
     SupportRow(
         "rollout.engine", "SGLang on a CPU",
-        Only(family=("gpt_oss", "deepseek_v4"), engine=("SGLang",), on_cpu=True),
+        RowCondition(family=("gpt_oss", "deepseek_v4"), engine=("SGLang",), on_cpu=True),
         "SGLang 0.5.23 computes the attention of gpt-oss and of DeepSeek-V4 on GPUs only",
         "write rollout.engine: Torch",
     ),
     SupportRow(
         "adapter.experts", "SGLang on a GPU",
-        Only(
+        RowCondition(
             format=("MXFP4",), family=tuple(name for name in MOE_FAMILIES if name != "deepseek_v4"),
             adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",), on_gpu=True,
         ),
@@ -101,7 +101,7 @@ LIMITS: tuple[SupportRow[Combination], ...] = (
     ),
     SupportRow(
         "adapter.experts", "SGLang",
-        Only(
+        RowCondition(
             format=("MXFP4",), family=("deepseek_v4",), adapter=("LoRA",), experts=("SharedOuter", "PerExpert"),
             engine=("SGLang",), without_marlin_fp4=True,
         ),
@@ -110,7 +110,7 @@ LIMITS: tuple[SupportRow[Combination], ...] = (
     ),
     SupportRow(
         "adapter.experts", "SGLang",
-        Only(
+        RowCondition(
             family=("gpt_oss",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"),
             engine=("SGLang",),
         ),
@@ -119,68 +119,68 @@ LIMITS: tuple[SupportRow[Combination], ...] = (
     ),
     SupportRow(
         "adapter.experts", "SGLang",
-        Only(adapter=("LoRA",), experts=("Shared",), engine=("SGLang",)),
+        RowCondition(adapter=("LoRA",), experts=("Shared",), engine=("SGLang",)),
         "SGLang 0.5.23 supports LoRA of routed experts shared on the outer side, or one for each",
         "write adapter.experts: SharedOuter",
     ),
     SupportRow(
         "adapter.experts", "SGLang",
-        Only(adapter=("OFT",), experts=("SharedOuter", "PerExpert"), engine=("SGLang",)),
+        RowCondition(adapter=("OFT",), experts=("SharedOuter", "PerExpert"), engine=("SGLang",)),
         "in SGLang tokens are rotated before they are sent to their experts, so all experts share one R",
         "write adapter.experts: Shared",
     ),
     SupportRow(
         "adapter.targets", "SGLang on a GPU",
-        Only(adapter=("OFT",), experts=("Shared",), engine=("SGLang",), on_gpu=True, adapts_down=True),
+        RowCondition(adapter=("OFT",), experts=("Shared",), engine=("SGLang",), on_gpu=True, adapts_down=True),
         "SGLang computes routed experts in one kernel on a GPU: no R can be applied before their down_proj",
         "leave down_proj out of adapter.targets, or write adapter.experts: None",
     ),
     SupportRow(
         "rollout.deterministic", "SGLang on a CPU",
-        Only(engine=("SGLang",), on_cpu=True, deterministic=True),
+        RowCondition(engine=("SGLang",), on_cpu=True, deterministic=True),
         "SGLang 0.5.23 samples deterministically on GPUs only",
         "remove rollout.deterministic, or write rollout.engine: Torch",
     ),
     SupportRow(
         "rollout.deterministic", "SGLang",
-        Only(family=("deepseek_v4",), engine=("SGLang",), deterministic=True),
+        RowCondition(family=("deepseek_v4",), engine=("SGLang",), deterministic=True),
         "SGLang 0.5.23 has no deterministic attention for DeepSeek-V4",
         "remove rollout.deterministic, or write rollout.engine: Torch",
     ),
     SupportRow(
         "rollout.engine", "ranks",
-        Only(engine=("Torch",), trainer=("Megatron",)),
+        RowCondition(engine=("Torch",), trainer=("Megatron",)),
         "the torch engine runs in the torch trainer's process",
         "write rollout.engine: Auto",
     ),
     SupportRow(
         "model.uri", "any engine",
-        Only(format=("INT4", "FP8", "NVFP4"), family=("gpt_oss",)),
+        RowCondition(format=("INT4", "FP8", "NVFP4"), family=("gpt_oss",)),
         "Orbit reads the experts of gpt-oss in MXFP4, as released, and in BF16",
         "point model.uri at the released checkpoint",
     ),
     SupportRow(
         "model.uri", "any engine",
-        Only(format=("INT4", "NVFP4"), family=("deepseek_v4",)),
+        RowCondition(format=("INT4", "NVFP4"), family=("deepseek_v4",)),
         "Orbit reads DeepSeek-V4 in FP4 and FP8, as released, and in BF16",
         "point model.uri at the released checkpoint",
     ),
     SupportRow(
         "adapter.experts", "attached servers",
-        Only(experts=("SharedOuter", "Shared", "PerExpert"), engine=("OpenAI",)),
+        RowCondition(experts=("SharedOuter", "Shared", "PerExpert"), engine=("OpenAI",)),
         "adapters of routed experts are not sent to attached servers in this version",
         "write adapter.experts: None",
     ),
     SupportRow(
         "training.trainer", "ranks",
-        Only(family=("deepseek_v4",), trainer=("Megatron",)),
+        RowCondition(family=("deepseek_v4",), trainer=("Megatron",)),
         "this version does not divide the attention of DeepSeek-V4 among GPUs: it keeps a state of its own",
         "write training.trainer: Torch where one GPU is enough",
         state="missing",
     ),
     SupportRow(
         "training.trainer", "ranks",
-        Only(trainer=("Megatron",), teacher=True),
+        RowCondition(trainer=("Megatron",), teacher=True),
         "ranks hold neither a second adapter nor another distribution: their teacher is the base by sampled "
         "tokens, or a served model",
         "write training.trainer: Torch where one GPU is enough, or algorithm.teacher: {type: Base, over: Sampled}",
@@ -188,19 +188,19 @@ LIMITS: tuple[SupportRow[Combination], ...] = (
     ),
     SupportRow(
         "", "ranks on a GPU",
-        Only(trainer=("Megatron",), on_gpu=True),
+        RowCondition(trainer=("Megatron",), on_gpu=True),
         "ranks that hold a model in parts have run on CPUs, not on hardware",
         state="planned",
     ),
     SupportRow(
         "", "SGLang",
-        Only(family=("deepseek_v4",), engine=("SGLang",)),
+        RowCondition(family=("deepseek_v4",), engine=("SGLang",)),
         "DeepSeek-V4's attention is adapted by Orbit's plug-in: tested module by module on a CPU, not run on hardware",
         state="planned",
     ),
     SupportRow(
         "", "SGLang",
-        Only(
+        RowCondition(
             format=("MXFP4",), family=("deepseek_v4",), adapter=("LoRA",), experts=("SharedOuter", "PerExpert"),
             engine=("SGLang",),
         ),
@@ -210,13 +210,13 @@ LIMITS: tuple[SupportRow[Combination], ...] = (
     ),
     SupportRow(
         "", "attached servers",
-        Only(family=MOE_FAMILIES, engine=("OpenAI",)),
+        RowCondition(family=MOE_FAMILIES, engine=("OpenAI",)),
         "Orbit has attached dense models only",
         state="planned",
     ),
     SupportRow(
         "", "SGLang on a GPU",
-        Only(engine=("SGLang",), on_gpu=True),
+        RowCondition(engine=("SGLang",), on_gpu=True),
         "SGLang on a GPU is written and not run on hardware",
         state="planned",
     ),

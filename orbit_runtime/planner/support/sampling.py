@@ -33,7 +33,7 @@ IS_SET: dict[str, Callable[[Sampling], bool]] = {
 
 
 @dataclass(frozen=True)
-class Lack:
+class SamplingLimit:
     """A setting, or several together, that one kind of engine does not support."""
 
     fields: tuple[str, ...]
@@ -42,19 +42,25 @@ class Lack:
 
 
 _BEFORE = "its log-probs are those before it cuts the distribution"
-_PENALTY = Lack(
+_PENALTY = SamplingLimit(
     ("repetitionPenalty",),
     "it penalises tokens of the answer alone, not of the prompt, and where it schedules ahead each of them one token "
     "late",
 )
-_ENDS = Lack(("ignoreEos", "stopTokenIds"), "where it ignores end tokens, it ignores these as well")
+_ENDS = SamplingLimit(("ignoreEos", "stopTokenIds"), "where it ignores end tokens, it ignores these as well")
 
-LACKS: dict[Kind, tuple[Lack, ...]] = {
+LACKS: dict[Kind, tuple[SamplingLimit, ...]] = {
     "Torch": (),
     "SGLang": (_PENALTY, _ENDS),
-    "SGLang without plug-in": (*(Lack((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
-    "SGLang, deterministic": (*(Lack((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
-    "vLLM": (Lack(("minP", "topP"), "it cuts by minP first, so it leaves more to topP than the trainer assumes"),),
+    "SGLang without plug-in": (
+        *(SamplingLimit((name,), _BEFORE) for name in ("topK", "topP", "minP")),
+        _PENALTY,
+        _ENDS,
+    ),
+    "SGLang, deterministic": (*(SamplingLimit((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
+    "vLLM": (
+        SamplingLimit(("minP", "topP"), "it cuts by minP first, so it leaves more to topP than the trainer assumes"),
+    ),
 }
 """Limits of SGLang 0.5.23, from its `layers/sampler.py`, `sampling/penaltylib` and `managers/schedule_batch.py`; and of
 vLLM 0.32, from its documentation: no vLLM was run with these settings.

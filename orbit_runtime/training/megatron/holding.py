@@ -35,7 +35,7 @@ BUILT: tuple[What, ...] = ("rotations", "applied")
 
 
 @dataclass(slots=True)
-class Filled:
+class WindowResult:
     """Result of a rank that wrote into a window."""
 
     bytes: int = 0
@@ -46,7 +46,7 @@ class Filled:
     built again."""
 
 
-class Holding:
+class RankParameters:
     """A rank's parts of the parameters of one adapter, and of their moments."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Holding:
         of the experts that this rank holds. None if it had other values."""
         self._runs: dict[tuple[str, bool, bool], Runs] = {}
 
-    def fill(self, window: FileWindow, dtype: torch.dtype, opening: MemoryOpening, start: int) -> Filled:
+    def fill(self, window: FileWindow, dtype: torch.dtype, opening: MemoryOpening, start: int) -> WindowResult:
         """Writes this rank's parts of a file into memory that all ranks of a machine share.
 
         A part that several ranks hold is written by one of them.
@@ -85,7 +85,7 @@ class Holding:
         Raises:
             OutOfMemoryError: the machine has no memory left for it.
         """
-        filled, place = Filled(), None
+        filled, place = WindowResult(), None
         with ExitStack() as stack:
             # On another machine than the run's process there is no such memory.
             with suppress(OSError):
@@ -129,7 +129,7 @@ class Holding:
                     moments = self._optimizer.state[master]
                     if spot.what not in moments:
                         moments[spot.what] = torch.empty_like(master)
-            for _, position, own in self._spans(window, given.element_size(), Filled(), told=False):
+            for _, position, own in self._spans(window, given.element_size(), WindowResult(), told=False):
                 first = position // given.element_size()
                 own.copy_(given[first : first + own.numel()])
         return True
@@ -155,7 +155,7 @@ class Holding:
         return held is not None and f"{held.owner}.{held.place.kind}" in self._owned
 
     def _spans(
-        self, window: FileWindow, size: int, filled: Filled, *, told: bool
+        self, window: FileWindow, size: int, filled: WindowResult, *, told: bool
     ) -> Iterator[tuple[Spot, int, Tensor]]:
         """Views of this rank's values that lie in the window, each with its entry and its first byte there.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.inject import Injected
+from orbit_runtime.adapters.inject import InjectedAdapter
 from orbit_runtime.adapters.masters import MasterPlace, Masters
 from orbit_runtime.digests import PIECE_BYTES
 
@@ -47,7 +47,7 @@ Outline = Mapping[str, HeldParameter]
 """`<module>.<kind>` → what a rank holds of it; every layer that shares a parameter has an entry."""
 
 
-def outline_of(injected: Injected, masters: Masters) -> dict[str, HeldParameter]:
+def outline_of(injected: InjectedAdapter, masters: Masters) -> dict[str, HeldParameter]:
     """What a rank holds of each parameter.
 
     Args: masters: those of the adapter that is outlined: the model's own, or a further one (`add_masters`).

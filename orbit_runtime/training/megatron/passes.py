@@ -19,7 +19,7 @@ from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.model import RankPolicy
 from orbit_runtime.training.megatron.owners import Owners
-from orbit_runtime.training.megatron.pipeline import Begun, Pipeline
+from orbit_runtime.training.megatron.pipeline import ForwardHalf, Pipeline
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.passes import LocalPasses, LossOf, TrainingPass
 from orbit_runtime.training.teacher import Teacher
@@ -78,16 +78,16 @@ class RankPasses:
             return
         self._pipeline.run(met, partial(self._begin, self._pipeline, sampling, loss_of), self._pipeline.finish)
 
-    def _begin(self, pipeline: Pipeline, sampling: Sampling, loss_of: LossOf, each: TrainingPass) -> Begun:
+    def _begin(self, pipeline: Pipeline, sampling: Sampling, loss_of: LossOf, each: TrainingPass) -> ForwardHalf:
         policy, packed, teacher, distances_R = self._policy, each.micro.packed, self._teacher, None
         with policy.injected.selection.use(TRAINER_SLOT, dropout=each.dropout):
             if not pipeline.is_last:
-                return Begun(policy.through(packed, each.routed_TLC), pipeline.take_entered())
+                return ForwardHalf(policy.through(packed, each.routed_TLC), pipeline.take_entered())
             hidden_RN = policy.target_hidden(packed, each.routed_TLC)
             logprobs_R, entropy_R = policy.logprobs_of(hidden_RN, packed, sampling=sampling, seen=each.micro.seen)
             if teacher is not None:
                 distances_R = teacher.distances(hidden_RN, each.micro, teacher.told(each.micro, None))
-        return Begun(loss_of(each.micro, logprobs_R, entropy_R, distances_R), pipeline.take_entered())
+        return ForwardHalf(loss_of(each.micro, logprobs_R, entropy_R, distances_R), pipeline.take_entered())
 
     def _met(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | None:
         """The experts of all tokens that this rank's routers see; None if none are given. Either all of these tokens
@@ -156,10 +156,10 @@ class RankValues:
             self._local.forward_backward(micro_batches, loss_of)
             return
 
-        def begin(micro: MicroBatch) -> Begun:
+        def begin(micro: MicroBatch) -> ForwardHalf:
             with policy.injected.selection.use(CRITIC_SLOT):
                 root = loss_of(micro, self._model.trained(micro)) if pipeline.is_last else policy.through(micro.packed)
-            return Begun(root, pipeline.take_entered())
+            return ForwardHalf(root, pipeline.take_entered())
 
         pipeline.run(micro_batches, begin, pipeline.finish)
 

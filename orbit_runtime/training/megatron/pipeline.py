@@ -26,7 +26,7 @@ State = TypeVar("State")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Begun:
+class ForwardHalf:
     """A pass between its forward and its backward half: the value to run backward from, and the input whose gradient
     the previous stage waits for."""
 
@@ -85,7 +85,7 @@ class Pipeline:
             finish(begun.popleft())
         self.settle()
 
-    def finish(self, begun: Begun) -> None:
+    def finish(self, begun: ForwardHalf) -> None:
         """The backward half of a pass."""
         gradient = None if self.is_last else self.receive_gradient(begun.root)
         if begun.root.requires_grad:

@@ -25,7 +25,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.adapters.part import WHOLE
-from orbit_runtime.adapters.rotations import Newest
+from orbit_runtime.adapters.rotations import RotationCache
 from orbit_runtime.adapters.state import AppliedHashes, AppliedPieces
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.digests import Pieces, cut, hash_pieces
@@ -36,7 +36,7 @@ from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.policy.snapshot import base_tensors, constants, record
 from orbit_runtime.training.critic import Critic
 from orbit_runtime.training.megatron.groups import Groups, GroupSizes, join, leave
-from orbit_runtime.training.megatron.holding import Filled, Holding
+from orbit_runtime.training.megatron.holding import RankParameters, WindowResult
 from orbit_runtime.training.megatron.model import RankPolicy, load_rank_policy
 from orbit_runtime.training.megatron.outline import (
     FileWindow,
@@ -48,7 +48,7 @@ from orbit_runtime.training.megatron.outline import (
     outline_of,
 )
 from orbit_runtime.training.megatron.passes import RankPasses, RankValues
-from orbit_runtime.training.megatron.sent import Sent, receive, send
+from orbit_runtime.training.megatron.sent import PackedTensor, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
 from orbit_runtime.training.settings import CriticSettings, TrainerSettings
 from orbit_runtime.training.teacher import Teacher
@@ -129,7 +129,7 @@ class MegatronRank:
         self.policy = held.policy
         self.policy.recompute(settings.recompute)
         self._masters = self.policy.injected.masters
-        trainer, self._holdings = settings.trainer, dict[Holder, Holding]()
+        trainer, self._holdings = settings.trainer, dict[Holder, RankParameters]()
         teacher = Teacher(self.policy, trainer.teacher) if trainer.teacher else None
         self._passes = RankPasses(held, self._groups, teacher)
         critic = None
@@ -140,7 +140,7 @@ class MegatronRank:
             )
         self._updater = Updater(self._passes, trainer, settings.loss, critic)
         self._outline = outline_of(self.policy.injected, self._masters)
-        self._holdings["policy"] = Holding(
+        self._holdings["policy"] = RankParameters(
             self._outline,
             self._masters.config,
             self._masters.parameters,
@@ -151,7 +151,7 @@ class MegatronRank:
         self._applied: AppliedPieces = {}
         self._scalings: Mapping[str, set[float | None]] = {}
         """Module → scalings that the newest `score` applied."""
-        self._newest = Newest()
+        self._newest = RotationCache()
         self._probing = ExitStack()
 
     def facts(self) -> TrainerRankFacts:
@@ -180,7 +180,7 @@ class MegatronRank:
                 adapted, adapted_top = self._scores(batch)
             with policy.injected.selection.use(None):
                 base, base_top = self._scores(batch)
-        self._applied, self._scalings, self._newest = hashes.result(), hashes.scalings, Newest()
+        self._applied, self._scalings, self._newest = hashes.result(), hashes.scalings, RotationCache()
         return RankScore(
             tuple(adapted.tolist()),
             tuple(base.tolist()),
@@ -199,8 +199,8 @@ class MegatronRank:
         return torch.empty(0), torch.empty(0, dtype=torch.long)
 
     def _built(self, what: What, key: str, row: int | None) -> Tensor | None:
-        """See `Holding.built`. Nothing that was applied is kept: it is built again, and its hash shows whether it has
-        the values that the newest `score` multiplied by.
+        """See `RankParameters.built`. Nothing that was applied is kept: it is built again, and its hash shows whether
+        it has the values that the newest `score` multiplied by.
         """
         module, _, kind = key.rpartition(".")
         experts = WHOLE if row is None else slice(row, row + 1)
@@ -216,7 +216,7 @@ class MegatronRank:
             return None
         return values if row is None else values[0]
 
-    def explain(self, values: Mapping[str, Sent], scaling: float | None) -> list[str]:
+    def explain(self, values: Mapping[str, PackedTensor], scaling: float | None) -> list[str]:
         """Differences between the values that the newest `score` applied here and the published ones, one sentence per
         parameter.
 
@@ -263,7 +263,7 @@ class MegatronRank:
         tensors = rank_tensors(self.policy, self._groups.share(), distributed.get_rank())
         return RankSnapshot(send(points), preferred, tensors, send(constants(self.policy, len(token_ids_T) - 1)))
 
-    def base_values(self, holders: Mapping[str, Sequence[int]]) -> dict[str, Sent]:
+    def base_values(self, holders: Mapping[str, Sequence[int]]) -> dict[str, PackedTensor]:
         """This rank's parts, in fp32, of the base tensors that it is to provide."""
         rank = distributed.get_rank()
         wanted = {name for name, ranks in holders.items() if rank in ranks}
@@ -273,14 +273,14 @@ class MegatronRank:
 
     def prepare_publish(self) -> None:
         """OFT: from now on rotations are built from the masters' current values."""
-        self._newest = Newest()
+        self._newest = RotationCache()
 
-    def fill(self, window: FileWindow, dtype: torch.dtype, opening: MemoryOpening, start: int) -> Filled:
-        """See `Holding.fill`."""
+    def fill(self, window: FileWindow, dtype: torch.dtype, opening: MemoryOpening, start: int) -> WindowResult:
+        """See `RankParameters.fill`."""
         return self._holdings[window.holder].fill(window, dtype, opening, start)
 
     def take(self, window: FileWindow, opening: MemoryOpening, start: int, data: bytes | None) -> bool:
-        """See `Holding.take`."""
+        """See `RankParameters.take`."""
         return self._holdings[window.holder].take(window, opening, start, data)
 
     def counters(self, holder: Holder) -> dict[str, int]:
@@ -310,7 +310,7 @@ class MegatronRank:
 
 def build_critic(
     held: RankPolicy, groups: Groups, settings: TrainerSettings, critic: CriticSettings
-) -> tuple[Critic, Holding, Mapping[str, Tensor]]:
+) -> tuple[Critic, RankParameters, Mapping[str, Tensor]]:
     """A critic around this rank's part of the policy, with its head on the last stage; and its parameters that other
     ranks hold too."""
     valued = ValueModel(held.policy, settings.seed, critic.rank, has_head=groups.is_last_stage)
@@ -320,7 +320,7 @@ def build_critic(
     outline = outline_of(held.policy.injected, adapter) | {
         name: HeldParameter(valued.places[name], HEAD, (name,)) for name in head
     }
-    holding = Holding(outline, adapter.config, valued.parameters, made.owned, made.optimizer)
+    holding = RankParameters(outline, adapter.config, valued.parameters, made.owned, made.optimizer)
     return made, holding, passes.copied
 
 

@@ -15,22 +15,22 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class PackedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     data: np.ndarray
     """uint8, one-dimensional."""
 
 
-def send[K](tensors: Mapping[K, Tensor]) -> dict[K, Sent]:
+def send[K](tensors: Mapping[K, Tensor]) -> dict[K, PackedTensor]:
     return {key: _pack(tensor) for key, tensor in tensors.items()}
 
 
-def receive[K](sent: Mapping[K, Sent]) -> dict[K, Tensor]:
+def receive[K](sent: Mapping[K, PackedTensor]) -> dict[K, Tensor]:
     """Tensors on the CPU."""
     return {key: torch.from_numpy(each.data).view(each.dtype).view(each.shape) for key, each in sent.items()}
 
 
-def _pack(tensor: Tensor) -> Sent:
+def _pack(tensor: Tensor) -> PackedTensor:
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return Sent(tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
+    return PackedTensor(tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())

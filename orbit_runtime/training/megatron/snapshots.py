@@ -16,7 +16,7 @@ from orbit_runtime.policy.shares import PER_HEAD, READ_HIDDEN, WRITE_HIDDEN, Sha
 from orbit_runtime.policy.snapshot import Snapshot, SnapshotPart, base_tensors, part_of
 from orbit_runtime.training.megatron.groups import GroupSizes
 from orbit_runtime.training.megatron.regions import in_order
-from orbit_runtime.training.megatron.sent import Sent, receive
+from orbit_runtime.training.megatron.sent import PackedTensor, receive
 
 OF_HEADS = {"query", "key", "attended"}
 """Points that are not a module's result; the parts of ranks are joined along the heads."""
@@ -28,11 +28,11 @@ OUTSIDE = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "mlp",
 class RankSnapshot:
     """One rank's snapshot, in divided form."""
 
-    points: Mapping[str, Sent]
+    points: Mapping[str, PackedTensor]
     preferred_TLC: np.ndarray | None
     tensors: Mapping[str, SnapshotPart]
     """Tensors of the base."""
-    constants: Mapping[str, Sent]
+    constants: Mapping[str, PackedTensor]
 
 
 Values = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Sequence[Tensor]]]

@@ -40,7 +40,7 @@ from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, 
 from orbit_runtime.errors import GateError, InternalError
 from orbit_runtime.policy.facts import PolicyFacts, join_facts
 from orbit_runtime.policy.snapshot import Snapshot
-from orbit_runtime.training.megatron.holding import Filled
+from orbit_runtime.training.megatron.holding import WindowResult
 from orbit_runtime.training.megatron.outline import (
     WINDOW_BYTES,
     DividedFile,
@@ -204,7 +204,7 @@ class MegatronTrainer:
         Raises:
             InternalError: the ranks' parts are not the whole window.
         """
-        filled: list[Filled] = self._call("fill", window, dtype, opening_of(memory), start)
+        filled: list[WindowResult] = self._call("fill", window, dtype, opening_of(memory), start)
         self._is_shared = not any(one.sent for one in filled)
         for position, data in (each for one in filled for each in one.sent):
             write_place(memory.descriptor, memoryview(data), start + position, start + window.size)

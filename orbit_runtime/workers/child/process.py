@@ -103,7 +103,7 @@ class Stacks:
         self._file.close()
 
 
-class Printed:
+class OutputRelay:
     """Passes everything that processes of one kind print on to standard error, up to a limit, which is reported once.
 
     Args:

@@ -25,7 +25,7 @@ from typing import Any
 
 from orbit_runtime.errors import CollectiveError, OrbitError, UnsupportedError
 from orbit_runtime.workers.child.process import end_with_parent
-from orbit_runtime.workers.ranks.evidence import Ending, NodeWatch, RankEnd, RankEvidence, Sign
+from orbit_runtime.workers.ranks.evidence import Ending, NodeWatch, ProgressSign, RankEnd, RankEvidence
 from orbit_runtime.workers.ranks.guard import end_all
 from orbit_runtime.workers.ranks.node import HOST, RESOURCE, JoinedRay, PrivateRay, port_block, set_environment
 from orbit_runtime.workers.ranks.rank import RankActor, RankFacts, RankFailure, RankOrder
@@ -358,7 +358,7 @@ def main(descriptor: int, parent: int) -> int:
     driver = Driver(start)
 
     def tell() -> None:
-        connection.send(Sign())
+        connection.send(ProgressSign())
 
     try:
         connection.send(_guarded(driver.start))

@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import Literal
 
 from orbit_runtime.workers.child.process import STACK_SIGNAL
-from orbit_runtime.workers.ranks.rank import Note, RankFailure, collective_of, read_note, tail
+from orbit_runtime.workers.ranks.rank import RankFailure, RankNote, collective_of, read_note, tail
 from orbit_runtime.workers.system import memory_kills
 
 STACK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Glance:
+class RankStatus:
     """One rank at one moment."""
 
     state: str | None
     """State letter of proc(5): `T` is stopped; None if the process is gone."""
-    note: Note
+    note: RankNote
 
 
 @dataclass(frozen=True)
-class LookBack:
+class RankRemains:
     """The remains of a rank, or the state of a living one whose call has failed."""
 
     state: str | None
-    note: Note
+    note: RankNote
     collective: str | None
     """The collective that it is in, according to its stacks, else to its note."""
     stacks: str
@@ -55,11 +55,11 @@ class NodeWatch:
         self._events = Path(events)
         self._kills = memory_kills(self._events)
 
-    def glance(self, ranks: dict[int, int]) -> dict[int, Glance]:
+    def glance(self, ranks: dict[int, int]) -> dict[int, RankStatus]:
         """Args: ranks: process id of each rank."""
-        return {rank: Glance(process_state(pid), self._note(rank)) for rank, pid in ranks.items()}
+        return {rank: RankStatus(process_state(pid), self._note(rank)) for rank, pid in ranks.items()}
 
-    def look_back(self, ranks: dict[int, int]) -> dict[int, LookBack]:
+    def look_back(self, ranks: dict[int, int]) -> dict[int, RankRemains]:
         """Includes the stacks of each rank that can still write them."""
         stacks = self._stacks(ranks)
         killed = memory_kills(self._events) > self._kills
@@ -70,7 +70,7 @@ class NodeWatch:
             text, note = stacks.get(rank, ""), self._note(rank)
             log = tuple(tail(self._folder / f"rank-{rank}.log"))
             collective = collective_of(text) or note.collective
-            found[rank] = LookBack(process_state(pid), note, collective, text, log, killed, shared)
+            found[rank] = RankRemains(process_state(pid), note, collective, text, log, killed, shared)
         return found
 
     def kill(self, pids: list[int]) -> None:
@@ -79,7 +79,7 @@ class NodeWatch:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _note(self, rank: int) -> Note:
+    def _note(self, rank: int) -> RankNote:
         return read_note(self._folder / f"rank-{rank}.note")
 
     def _stacks(self, ranks: dict[int, int]) -> dict[int, str]:
@@ -116,7 +116,7 @@ Ending = Literal["done", "failed", "lost", "pending"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class ProgressSign:
     """A sign of progress from a rank before its answer."""
 
 
@@ -128,7 +128,7 @@ class RankEnd:
     device: str
     node: str
     ending: Ending
-    seen: LookBack | None
+    seen: RankRemains | None
     """Observations by its node; None if that does not answer."""
     failure: RankFailure | None = None
     """Set if `ending` is `failed`."""

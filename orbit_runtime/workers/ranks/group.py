@@ -28,7 +28,7 @@ from orbit_runtime.errors import CollectiveError, InternalError, OrbitError, Sta
 from orbit_runtime.workers.child.heartbeat import sign
 from orbit_runtime.workers.child.process import import_path
 from orbit_runtime.workers.ranks.driver import Start
-from orbit_runtime.workers.ranks.evidence import RankEvidence, Sign
+from orbit_runtime.workers.ranks.evidence import ProgressSign, RankEvidence
 from orbit_runtime.workers.ranks.guard import MARK, end_marked
 from orbit_runtime.workers.ranks.rank import RankOrder, tail
 from orbit_runtime.workers.ranks.verdict import judge
@@ -170,7 +170,7 @@ class RankGroup:
                         raise StalledError(
                             f"the ranks did not start within {START_SECONDS:.0f} s", where=str(self.logs)
                         )
-                if not isinstance(answer := self._connection.recv(), Sign):
+                if not isinstance(answer := self._connection.recv(), ProgressSign):
                     break
                 sign()
         except (EOFError, ConnectionResetError):

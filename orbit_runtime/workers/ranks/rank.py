@@ -43,7 +43,7 @@ _GPU_WORDS = ("CUDA error", "cudaError", "uncorrectable ECC", "HIP error", "Xid"
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class RankNote:
     """The last note of a rank."""
 
     stage: str | None = None
@@ -59,9 +59,9 @@ class Note:
 class _Writer:
     def __init__(self) -> None:
         self.file: int | None = None
-        self.last = Note()
+        self.last = RankNote()
 
-    def write(self, note: Note) -> None:
+    def write(self, note: RankNote) -> None:
         self.last = replace(note, count=self.last.count + 1)
         if self.file is not None:
             line = json.dumps(asdict(self.last)).encode()[: LENGTH - 1]
@@ -76,7 +76,7 @@ _writer = _Writer()
 def keep_notes(path: Path) -> None:
     """Writes this process's notes to this file from now on."""
     _writer.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    _writer.write(Note())
+    _writer.write(RankNote())
 
 
 def note(*, stage: str | None = None, step: int | None = None) -> None:
@@ -94,12 +94,12 @@ def in_collective(name: str) -> Iterator[None]:
     _writer.write(replace(_writer.last, collective=before))
 
 
-def read_note(path: Path) -> Note:
+def read_note(path: Path) -> RankNote:
     """The last note in the file; an empty one if there is none."""
     try:
-        return Note(**json.loads(path.read_bytes()))
+        return RankNote(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
-        return Note()
+        return RankNote()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 from orbit_runtime.errors import ManifestError, OrbitError, RewardsFailingError
 from orbit_runtime.workers.child.frames import frame, receive_frame
-from orbit_runtime.workers.child.process import Printed, Stacks, how_ended, import_path, kill_group, start_module
+from orbit_runtime.workers.child.process import OutputRelay, Stacks, how_ended, import_path, kill_group, start_module
 from orbit_runtime.workers.user_code.environment_protocol import (
     MAX_MESSAGE,
     WANTED,
@@ -244,7 +244,7 @@ class EnvironmentPool:
             )  # fmt: skip
         os.close(output_write)
         self._output = output_read
-        self._printed = Printed("environments", OUTPUT_BYTES)
+        self._printed = OutputRelay("environments", OUTPUT_BYTES)
         self._loop.add_reader(output_read, self._pass_on)
         self._control.setblocking(False)
         head = {

@@ -28,7 +28,7 @@ from typing import Any, Self
 from orbit_runtime.errors import InternalError, ManifestError, OrbitError, RewardsFailingError
 from orbit_runtime.workers.child.frames import frame
 from orbit_runtime.workers.child.process import (
-    Printed,
+    OutputRelay,
     Stacks,
     how_ended,
     import_path,
@@ -221,7 +221,7 @@ class RewardPool:
         os.set_blocking(self._wake_read, False)
         self._ready = selectors.DefaultSelector()
         self._ready.register(self._wake_read, selectors.EVENT_READ)
-        self._printed = Printed("rewards", OUTPUT_BYTES)
+        self._printed = OutputRelay("rewards", OUTPUT_BYTES)
         self._output_read, self._output_write = os.pipe()
         os.set_blocking(self._output_read, False)
         self._ready.register(self._output_read, selectors.EVENT_READ)

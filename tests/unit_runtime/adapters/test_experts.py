@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig, InjectReport
 from orbit_runtime.adapters.files import MODEL_FILE, expert_file_names, layer_of
-from orbit_runtime.adapters.inject import Injected, inject
+from orbit_runtime.adapters.inject import InjectedAdapter, inject
 from orbit_runtime.adapters.layer import Dropout
 from orbit_runtime.adapters.oft import constrained, rotations, series_error, skew_symmetric
 from orbit_runtime.errors import ManifestError
@@ -63,14 +63,14 @@ def config_of(kind: str, layout: str, **changes: object) -> AdapterConfig:
     )
 
 
-def adapted(kind: str, layout: str, **changes: object) -> tuple[Layer, Injected]:
+def adapted(kind: str, layout: str, **changes: object) -> tuple[Layer, InjectedAdapter]:
     model = Layer()
     injected = inject(model, LEAVES, config_of(kind, layout, **changes), seed=1)
     move(injected, 2)
     return model, injected
 
 
-def move(injected: Injected, seed: int) -> None:
+def move(injected: InjectedAdapter, seed: int) -> None:
     """Values that BF16 holds."""
     generator = seeded(seed)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def move(injected: Injected, seed: int) -> None:
             parameter.copy_((torch.randn(parameter.shape, generator=generator) * 0.1).bfloat16())
 
 
-def dense_twin(model: Layer, injected: Injected, x: Tensor, masters: dict[str, Tensor]) -> Tensor:
+def dense_twin(model: Layer, injected: InjectedAdapter, x: Tensor, masters: dict[str, Tensor]) -> Tensor:
     """Every token at each of its experts, one by one, with whole weights."""
     config = injected.config
     weights, chosen = (x @ model.router.t()).softmax(-1).topk(TOP)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.inject import Injected, inject
+from orbit_runtime.adapters.inject import InjectedAdapter, inject
 from orbit_runtime.adapters.layer import AdaptedLinear
 from orbit_runtime.errors import InternalError, ManifestError
 from orbit_runtime.quant import int4
@@ -44,7 +44,7 @@ def config_of(kind: str, targets: tuple[str, ...] = ALL) -> AdapterConfig:
     return AdapterConfig(kind, targets, rank=4, alpha=8.0, block_size=8)
 
 
-def adapted(kind: str) -> tuple[Model, Injected]:
+def adapted(kind: str) -> tuple[Model, InjectedAdapter]:
     model, config = Model(), config_of(kind)
     injected = inject(model, ALL, config, 3)
     for version in (1, 2):
@@ -53,7 +53,7 @@ def adapted(kind: str) -> tuple[Model, Injected]:
     return model, injected
 
 
-def moved(injected: Injected, seed: int) -> None:
+def moved(injected: InjectedAdapter, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in injected.parameters():
@@ -63,7 +63,7 @@ def moved(injected: Injected, seed: int) -> None:
 X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(6))
 
 
-def output(model: Model, injected: Injected, segments: object, x: Tensor = X) -> Tensor:
+def output(model: Model, injected: InjectedAdapter, segments: object, x: Tensor = X) -> Tensor:
     with torch.no_grad(), injected.selection.use(segments):
         return model(x)
 

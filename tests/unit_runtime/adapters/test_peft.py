@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.inject import Injected, inject
+from orbit_runtime.adapters.inject import InjectedAdapter, inject
 from orbit_runtime.adapters.oft import rotations
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,7 +41,7 @@ def tiny_model() -> nn.Module:
     return Qwen3ForCausalLM(config).eval()
 
 
-def adapted(config: AdapterConfig) -> tuple[nn.Module, Injected]:
+def adapted(config: AdapterConfig) -> tuple[nn.Module, InjectedAdapter]:
     model = tiny_model()
     injected = inject(model, TARGETS, config, seed=1)
     generator = torch.Generator().manual_seed(2)

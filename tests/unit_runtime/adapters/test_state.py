@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.files import expected_applied_digest, files_digest
-from orbit_runtime.adapters.inject import Injected, inject
-from orbit_runtime.adapters.layer import Applied
+from orbit_runtime.adapters.inject import InjectedAdapter, inject
+from orbit_runtime.adapters.layer import AppliedTensors
 from orbit_runtime.errors import InternalError, ModelError
 
 TARGETS = ("q_proj", "k_proj", "up_proj")
@@ -36,7 +36,7 @@ class Block(nn.Module):
         return x + self.up_proj(torch.tanh(self.q_proj(x) * self.k_proj(x)))
 
 
-def adapted(config: AdapterConfig, seed: int = 0) -> tuple[nn.Module, Injected]:
+def adapted(config: AdapterConfig, seed: int = 0) -> tuple[nn.Module, InjectedAdapter]:
     torch.manual_seed(11)
     model = nn.Sequential(Block(), Block())
     injected = inject(model, config.targets, config, seed)
@@ -77,7 +77,7 @@ def test_trainer_and_engine_compute_the_same_bits_and_prove_it(config: AdapterCo
     digests, outputs = [], []
     for slot in ("trainer", "policy-v1"):
         with injected.selection.use(slot):
-            trace: list[Applied] = []
+            trace: list[AppliedTensors] = []
             injected.selection.trace = trace.append
             outputs.append(model(X).detach())
             digests.append(state.applied_digest(trace))
@@ -116,7 +116,7 @@ def test_one_changed_bit_in_a_slot_changes_what_is_read_back(config: AdapterConf
     words[data.draw(st.integers(0, words.numel() - 1))] ^= 1 << data.draw(st.integers(0, 30))
     again = state.slot_files(engine.layers, "policy-v1", files["adapter_config.json"])
     assert files_digest(again) != files_digest(files)
-    trace: list[Applied] = []
+    trace: list[AppliedTensors] = []
     engine.selection.trace = trace.append
     with torch.no_grad(), engine.selection.use("policy-v1"):
         model(X)
@@ -129,7 +129,7 @@ def test_a_changed_scaling_shows() -> None:
     engine.layers["1.up_proj"].slots["policy-v1"].scaling = 1.0
     again = state.slot_files(engine.layers, "policy-v1", files["adapter_config.json"])
     assert files_digest(again) != files_digest(files)
-    trace: list[Applied] = []
+    trace: list[AppliedTensors] = []
     engine.selection.trace = trace.append
     with torch.no_grad(), engine.selection.use("policy-v1"):
         model(X)
@@ -139,7 +139,7 @@ def test_a_changed_scaling_shows() -> None:
 def test_a_layer_that_did_not_take_part_shows() -> None:
     files, (model, engine) = published(LORA), adapted(LORA)
     state.load_slot(engine.layers, "policy-v1", files)
-    trace: list[Applied] = []
+    trace: list[AppliedTensors] = []
     engine.selection.trace = trace.append
     with torch.no_grad(), engine.selection.use("policy-v1"):
         model[0](X)

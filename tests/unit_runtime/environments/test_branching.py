@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from orbit_runtime.environments import Branch, Chosen, Policy
 from orbit_runtime.environments.asked import check_group_size
 from orbit_runtime.environments.branching import Branching
-from orbit_runtime.environments.episodes import Played
+from orbit_runtime.environments.episodes import FinishedEpisode
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling
@@ -64,7 +64,7 @@ def play(
     only_first: bool = False,
     process: Callable[[Any], Any] = PlayedHere,
     clock: Callable[[], float] = time.monotonic,
-) -> list[Played]:
+) -> list[FinishedEpisode]:
     """One group of it."""
     rollouts = getattr(environment, "rollouts", 1)
     cohorts = [""] * rollouts if isinstance(rollouts, int) else rollouts
@@ -77,7 +77,7 @@ def play(
     )  # fmt: skip
     episodes = made.build_episodes([PROMPT], 3)
 
-    async def run() -> list[Played]:
+    async def run() -> list[FinishedEpisode]:
         return list(await asyncio.gather(*(made.play(each, policy) for each in episodes)))
 
     return asyncio.run(run())
@@ -341,7 +341,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
         yield made
 
 
-def in_process(pool: EnvironmentPool, mode: str, policy: ByKey) -> Played:
+def in_process(pool: EnvironmentPool, mode: str, policy: ByKey) -> FinishedEpisode:
     settings = EpisodeSettings("run", Sampling(max_new_tokens=16), EpisodeLimits(), 2, 0, True)
     assert pool.cohorts == ("", "")
     made = Branching(settings, Written(), RewardThreads([]), {}, pool.open_episode, pool.cohorts)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbit_runtime.environments.episodes import Played, Stopped
+from orbit_runtime.environments.episodes import EpisodeTimeout, FinishedEpisode
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
-from orbit_runtime.environments.turns import Answered, MultiTurn, ToolUse
+from orbit_runtime.environments.turns import MultiTurn, OpponentResponse, ToolUse
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling
 from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, ToolResult
 from orbit_runtime.workers.user_code.reward_pool import RewardThreads
@@ -79,7 +79,7 @@ class Plays:
     """An opponent of given answers."""
 
     def __init__(
-        self, *answers: Answered | EnvironmentFailed, first: Answered | EnvironmentFailed | None = None
+        self, *answers: OpponentResponse | EnvironmentFailed, first: OpponentResponse | EnvironmentFailed | None = None
     ) -> None:
         self.answers = list(answers)
         self.first = first
@@ -87,27 +87,27 @@ class Plays:
         self.is_closed = False
         self.counts: Mapping[str, int] = {"tool_calls": 7}
 
-    async def reset(self, prompt: Prompt, seed: int) -> Answered:
-        return self._give(self.first or Answered(prompt.messages))
+    async def reset(self, prompt: Prompt, seed: int) -> OpponentResponse:
+        return self._give(self.first or OpponentResponse(prompt.messages))
 
-    async def step(self, completion: str) -> Answered:
+    async def step(self, completion: str) -> OpponentResponse:
         self.heard.append(completion)
         return self._give(self.answers.pop(0))
 
-    async def finish(self) -> Answered:
-        return Answered(reward=0.125, done=True)
+    async def finish(self) -> OpponentResponse:
+        return OpponentResponse(reward=0.125, done=True)
 
     async def close(self) -> None:
         self.is_closed = True
 
-    def _give(self, answer: Answered | EnvironmentFailed) -> Answered:
+    def _give(self, answer: OpponentResponse | EnvironmentFailed) -> OpponentResponse:
         if isinstance(answer, EnvironmentFailed):
             raise answer
         return answer
 
 
-def user(text: str, reward: float = 0.0) -> Answered:
-    return Answered([{"role": "user", "content": text}], reward)
+def user(text: str, reward: float = 0.0) -> OpponentResponse:
+    return OpponentResponse([{"role": "user", "content": text}], reward)
 
 
 def play(
@@ -119,7 +119,7 @@ def play(
     rewards: Mapping[str, Any] | None = None,
     max_new_tokens: int = 256,
     clock: Callable[[], float] = time.monotonic,
-) -> Played:
+) -> FinishedEpisode:
     scorer = RewardThreads([RewardTarget(name, function) for name, function in (rewards or {}).items()])
     sampling = Sampling(max_new_tokens=max_new_tokens)
     settings = EpisodeSettings("run", sampling, limits or EpisodeLimits(), 1, 0, gives_reward, clock)
@@ -130,7 +130,7 @@ def play(
 
 def test_turns_follow_each_other_and_only_what_was_sampled_trains() -> None:
     policy = Says("ab", "c")
-    rollout = play(policy, Plays(user("more"), Answered(reward=1.0, done=True))).rollout
+    rollout = play(policy, Plays(user("more"), OpponentResponse(reward=1.0, done=True))).rollout
     text = f"[user]hi{chr(END)}[assistant]ab{chr(END)}[user]more{chr(END)}[assistant]c{chr(END)}"
     assert "".join(map(chr, rollout.token_ids_T)) == text
     trained = [chr(token) for token, flag in zip(rollout.token_ids_T, rollout.loss_mask_T, strict=True) if flag]
@@ -155,7 +155,7 @@ def test_masks_cover_exactly_the_sampled_tokens_of_any_conversation(
 ) -> None:
     """An answer may end by its end token or by a stop string, be empty, be cut off, or be one too many."""
     policy = Says(*(said(text, "stop", ends) for text, ends, _ in turns[:-1]), said(turns[-1][0], last))
-    opponent = Plays(*(user(reply) for _, _, reply in turns[:-1]), Answered(done=True))
+    opponent = Plays(*(user(reply) for _, _, reply in turns[:-1]), OpponentResponse(done=True))
     sent = [each if isinstance(each, Completion) else said(each) for each in policy.answers]
     rollout = play(policy, opponent, EpisodeLimits(turns=most)).rollout
     played = sent[: len(policy.asked)]
@@ -182,7 +182,7 @@ def test_rewards_of_turns_add_up_and_those_of_the_manifest_see_the_last_answer()
         seen.append((completion, [str(message["content"]) for message in prompt]))
         return float(completion == fields["answer"])
 
-    opponent = Plays(user("more", 0.25), Answered(reward=0.5, done=True, parts={"wins": 2.0}))
+    opponent = Plays(user("more", 0.25), OpponentResponse(reward=0.5, done=True, parts={"wins": 2.0}))
     rollout = play(Says("ab", "46"), opponent, rewards={"correct": last}).rollout
     assert seen == [("46", ["hi", "ab", "more"])]
     assert rollout.reward_parts == {"environment": 0.75, "correct": 1.0}
@@ -226,14 +226,14 @@ class Slow(Plays):
     """Each reset and each step takes so many seconds of a clock that is told."""
 
     def __init__(self, resets: float, steps: float) -> None:
-        super().__init__(*[user("more", 0.5)] * 2, Answered(reward=1.0, done=True))
+        super().__init__(*[user("more", 0.5)] * 2, OpponentResponse(reward=1.0, done=True))
         self.now, self.resets, self.steps = 0.0, resets, steps
 
-    async def reset(self, prompt: Prompt, seed: int) -> Answered:
+    async def reset(self, prompt: Prompt, seed: int) -> OpponentResponse:
         self.now += self.resets
         return await super().reset(prompt, seed)
 
-    async def step(self, completion: str) -> Answered:
+    async def step(self, completion: str) -> OpponentResponse:
         self.now += self.steps
         return await super().step(completion)
 
@@ -256,7 +256,7 @@ def test_an_answer_that_was_cut_off_is_answered_by_nothing() -> None:
 
 
 def test_an_environment_that_ends_at_once_trains_nothing() -> None:
-    rollout = play(Says(), Plays(first=Answered(PROMPT.messages, reward=1.0, done=True))).rollout
+    rollout = play(Says(), Plays(first=OpponentResponse(PROMPT.messages, reward=1.0, done=True))).rollout
     assert (rollout.reward, rollout.trains) == (1.0, False)
 
 
@@ -266,7 +266,7 @@ def test_an_environment_that_fails_loses_its_episode_without_a_score(when: str) 
     opponent = {
         "reset": Plays(first=failure),
         "step": Plays(failure),
-        "nothing to say": Plays(Answered()),
+        "nothing to say": Plays(OpponentResponse()),
     }[when]
     played = play(Says("ab"), opponent, rewards={"one": lambda *_: 1.0})
     assert played.rollout.reward is None
@@ -274,7 +274,7 @@ def test_an_environment_that_fails_loses_its_episode_without_a_score(when: str) 
     assert played.rollout.reward_parts == {"environment": None, "one": None}
     assert not played.rollout.trains
     assert len(played.reasons) == 1
-    evidence = Stopped("environment", "no answer within 1 s", "in act")
+    evidence = EpisodeTimeout("environment", "no answer within 1 s", "in act")
     assert played.stopped == (None if when == "nothing to say" else evidence), "a crash is none that stopped"
     assert opponent.is_closed
 

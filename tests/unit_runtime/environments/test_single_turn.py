@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.environments.episodes import Played, combine
+from orbit_runtime.environments.episodes import FinishedEpisode, combine
 from orbit_runtime.environments.rewards.exact_match import exact_match
 from orbit_runtime.environments.rewards.math_answer import math_answer
 from orbit_runtime.environments.turns import SingleTurn
@@ -70,8 +70,8 @@ class Tokens:
         return Completion(number, tuple(map(ord, text)), (-0.5,) * len(text), (3,) * len(text), "stop", text)
 
 
-def play(environment: SingleTurn, prompts: Sequence[Prompt], tokens: Tokens) -> list[Played]:
-    async def all_of_them() -> list[Played]:
+def play(environment: SingleTurn, prompts: Sequence[Prompt], tokens: Tokens) -> list[FinishedEpisode]:
+    async def all_of_them() -> list[FinishedEpisode]:
         episodes = environment.build_episodes(prompts, 7)
         return await asyncio.gather(*(environment.play(each, tokens) for each in episodes))
 

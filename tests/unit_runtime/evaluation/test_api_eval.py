@@ -25,7 +25,7 @@ from orbit_runtime.evaluation import api_model
 from orbit_runtime.evaluation.api_model import ApiConnection, ApiEpisode, ApiModel, Conversations, _proxy_of
 from orbit_runtime.evaluation.evaluate import ApiSubject, ask_all
 from orbit_runtime.evaluation.journal import Journal, read_samples
-from orbit_runtime.evaluation.player import Places, UnansweredSample
+from orbit_runtime.evaluation.player import RequestLimiter, UnansweredSample
 from orbit_runtime.evaluation.records import EvalSample, Failure
 from orbit_runtime.evaluation.tasks import EvaluationSettings, open_task
 from orbit_runtime.seeds import stream_key
@@ -287,13 +287,13 @@ def test_what_was_refused_together_does_not_come_back_together() -> None:
 def test_an_episode_under_way_comes_before_one_that_begins() -> None:
     order: list[str] = []
 
-    async def wait(places: Places, name: str, *, begins: bool) -> None:
+    async def wait(places: RequestLimiter, name: str, *, begins: bool) -> None:
         await places.take(begins=begins)
         order.append(name)
         places.give_back()
 
     async def all_wait() -> None:
-        places = Places(1)
+        places = RequestLimiter(1)
         await places.take(begins=True)
         tasks = []
         for name in ("begins", "stopped", "under way"):

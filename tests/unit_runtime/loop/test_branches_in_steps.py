@@ -18,7 +18,7 @@ from orbit_runtime.data.samples import build_samples, split_cohorts
 from orbit_runtime.environments import Chosen, Policy
 from orbit_runtime.environments.branching import Branching
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
-from orbit_runtime.evaluation.player import Places, _InTurn
+from orbit_runtime.evaluation.player import RequestLimiter, _InTurn
 from orbit_runtime.loop.advantages import build_batch, mean_advantages
 from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
@@ -185,7 +185,7 @@ def test_branches_of_an_evaluation_ask_with_a_place_each() -> None:
             return Completion(0, [1], [0.0], [0], "stop", "")  # type: ignore[arg-type]
 
     async def run() -> None:
-        places = Places(3)
+        places = RequestLimiter(3)
         for _ in range(2):
             await places.take(begins=True)
             episode = _InTurn(Slow(), places)  # type: ignore[arg-type]

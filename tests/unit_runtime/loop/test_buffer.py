@@ -10,9 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orbit_runtime.environments.episodes import Episode, Played
+from orbit_runtime.environments.episodes import Episode, FinishedEpisode
 from orbit_runtime.errors import DataError
-from orbit_runtime.loop.buffer import EpisodeSnapshot, Paid, RolloutBuffer, Taken, dump_kept, load_kept
+from orbit_runtime.loop.buffer import (
+    EpisodeSnapshot,
+    PartialCompletion,
+    RolloutBuffer,
+    StepRollouts,
+    dump_kept,
+    load_kept,
+)
 from orbit_runtime.types import Completion, FinishReason, Prompt, Rollout, RoutedExperts, Turn
 
 PROMPTS, SAMPLES = 2, 2
@@ -39,13 +46,13 @@ def completion(length: int, reason: FinishReason, version: int) -> Completion:
     return Completion(0, range(length), [-0.1] * length, [version] * length, reason, "é" * length, routed)  # type: ignore[arg-type]
 
 
-def played(episode: Episode, tokens: int) -> Played:
+def played(episode: Episode, tokens: int) -> FinishedEpisode:
     rollout = Rollout(
         "run", episode.step, episode.prompt.prompt_id, episode.sample_index, (Turn("user", 0, 2, "?"),),
         [1, 2, *range(tokens)], [0, 0, *[1] * tokens], [0.0, 0.0, *[-0.1] * tokens], [-1, -1, *[3] * tokens],
         1.0, "value", {"one": 1.0}, "stop",
     )  # type: ignore[arg-type]  # fmt: skip
-    return Played(rollout, ("why",) if tokens % 2 else ())
+    return FinishedEpisode(rollout, ("why",) if tokens % 2 else ())
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -61,7 +68,7 @@ class Interleavings(RuleBasedStateMachine):
         self.trained: list[tuple[int, Name]] = []
         self.paid: dict[tuple[int, int], int] = {}
         """Tokens of the one completion of each episode that has not ended."""
-        self.ended: dict[tuple[int, int], Played] = {}
+        self.ended: dict[tuple[int, int], FinishedEpisode] = {}
         self.cancelled: dict[tuple[int, int], int] = {}
         """Tokens that were thrown away of each episode that its step goes on without."""
         self.checkpoint: tuple[Any, ...] | None = None
@@ -91,7 +98,7 @@ class Interleavings(RuleBasedStateMachine):
         at = data.draw(st.sampled_from(self.open()))
         self.paid[at] = self.paid.get(at, 0) + more
         reason: FinishReason = data.draw(st.sampled_from(["abort", "stop"]))
-        self.buffer.pay(*at, Paid(2**64 - 1, (1, 2), completion(self.paid[at], reason, 3)))
+        self.buffer.pay(*at, PartialCompletion(2**64 - 1, (1, 2), completion(self.paid[at], reason, 3)))
 
     @precondition(lambda self: self.open())
     @rule(data=st.data())
@@ -120,7 +127,7 @@ class Interleavings(RuleBasedStateMachine):
         self.cancelled[step, number] += more
         if self.cancelled[step, number]:
             ended = completion(self.cancelled[step, number], "abort", 3)
-            self.buffer.pay(step, number, Paid(2**64 - 1, (1, 2), ended))
+            self.buffer.pay(step, number, PartialCompletion(2**64 - 1, (1, 2), ended))
         assert self.buffer.end(step, number, played(self.begun[step][number], 1)) == []
 
     @precondition(lambda self: self.begun and not [at for at in self.open() if at[0] == min(self.begun)])
@@ -132,7 +139,7 @@ class Interleavings(RuleBasedStateMachine):
         all_ = self.begun.pop(step)
         gone = [self.cancelled.pop((step, n)) for n in range(len(all_)) if n not in numbers]
         ended = tuple(self.ended.pop((step, number)) for number in numbers)
-        assert found == Taken(ended, tuple(whole), self.extra, sum(gone))
+        assert found == StepRollouts(ended, tuple(whole), self.extra, sum(gone))
         self.trained += [(step, name(all_[number])) for number in numbers]
 
     @rule()
@@ -221,7 +228,7 @@ def place(buffer: RolloutBuffer, number: int) -> Any:
     [
         lambda buffer: buffer._steps.update({5: buffer._steps[1]}),
         lambda buffer: setattr(place(buffer, 0), "name", place(buffer, 1).name),
-        lambda buffer: place(buffer, 0).paid.update({1: Paid(2, (1,), completion(1, "abort", 0))}),
+        lambda buffer: place(buffer, 0).paid.update({1: PartialCompletion(2, (1,), completion(1, "abort", 0))}),
         lambda buffer: setattr(place(buffer, 0), "played", played(episodes(2)[0], 1)),
         lambda buffer: buffer._restored.update({(1, 0): None}),
         lambda buffer: setattr(place(buffer, 0), "is_cancelled", True),

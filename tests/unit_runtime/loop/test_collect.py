@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from orbit_runtime.loop.collect import Collected, GroupCounts, collect_informative, count_groups, what_is_missing
+from orbit_runtime.loop.collect import CollectedStep, GroupCounts, collect_informative, count_groups, what_is_missing
 from orbit_runtime.types import Group, Outcome, Prompt, Rollout, Sample
 
 OUTCOMES: tuple[Outcome, Outcome] = ("value", "crash")
@@ -33,15 +33,15 @@ class Prompts:
         first, self.drawn = self.drawn, min(self.drawn + count, len(self.rewards))
         return [Prompt(str(index), 0, ()) for index in range(first, self.drawn)]
 
-    def collect(self, prompts_P: Sequence[Prompt], wanted: int) -> Collected:
+    def collect(self, prompts_P: Sequence[Prompt], wanted: int) -> CollectedStep:
         """The last of them end first."""
         self.rounds.append(len(prompts_P))
         first_P = prompts_P[-wanted:]
         groups = tuple(group(self.rewards[int(each.prompt_id)], each.prompt_id) for each in first_P)
         lost = len(prompts_P) - len(first_P)
-        return Collected(groups, ("slow",), 1.0, 0.5, prompts_cancelled=lost, tokens_cancelled=7 * lost)
+        return CollectedStep(groups, ("slow",), 1.0, 0.5, prompts_cancelled=lost, tokens_cancelled=7 * lost)
 
-    def run(self, count: int, max_rounds: int, extra: int = 0) -> Collected:
+    def run(self, count: int, max_rounds: int, extra: int = 0) -> CollectedStep:
         first = self.collect(self.take(count + extra), count)
         return collect_informative(first, self.collect, self.take, max_rounds=max_rounds, extra=extra)
 

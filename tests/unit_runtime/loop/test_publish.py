@@ -9,13 +9,13 @@ import threading
 import pytest
 
 from orbit_runtime.errors import GateError, StorageError
-from orbit_runtime.loop.publish import Keeper, PolicyVersions, Publication
+from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publication
 from orbit_runtime.storage import CheckpointParts
 from orbit_runtime.types import AdapterFiles
 
 
 def test_work_is_done_in_its_order_beside_the_caller() -> None:
-    keeper, go, done = Keeper(), threading.Event(), []
+    keeper, go, done = BackgroundWriter(), threading.Event(), []
     keeper.submit(lambda: (go.wait(), done.append("adapter")))
     keeper.submit(lambda: done.append("checkpoint"))
     assert done == [], "the caller did not wait"
@@ -26,7 +26,7 @@ def test_work_is_done_in_its_order_beside_the_caller() -> None:
 
 
 def test_after_a_failure_nothing_more_is_written_and_it_is_raised_once() -> None:
-    keeper, done = Keeper(), []
+    keeper, done = BackgroundWriter(), []
 
     def full() -> None:
         raise StorageError("the disk is full")
@@ -43,7 +43,7 @@ def test_after_a_failure_nothing_more_is_written_and_it_is_raised_once() -> None
 
 
 def test_a_trainer_is_not_kept_waiting_by_a_checkpoint_that_is_never_begun() -> None:
-    keeper, parts, go = Keeper(), CheckpointParts("checkpoints/step-000001"), threading.Event()
+    keeper, parts, go = BackgroundWriter(), CheckpointParts("checkpoints/step-000001"), threading.Event()
 
     def full() -> None:
         go.wait()
@@ -58,7 +58,7 @@ def test_a_trainer_is_not_kept_waiting_by_a_checkpoint_that_is_never_begun() -> 
 
 
 def test_closing_finishes_what_was_begun() -> None:
-    keeper, go, done = Keeper(), threading.Event(), []
+    keeper, go, done = BackgroundWriter(), threading.Event(), []
     keeper.submit(lambda: (go.wait(), done.append("adapter")))
     threading.Timer(0.05, go.set).start()
     keeper.close()
@@ -67,7 +67,7 @@ def test_closing_finishes_what_was_begun() -> None:
 
 
 def test_a_third_piece_of_work_would_pile_up() -> None:
-    keeper, go = Keeper(), threading.Event()
+    keeper, go = BackgroundWriter(), threading.Event()
     keeper.submit(go.wait)
     keeper.submit(go.wait)
     with pytest.raises(AssertionError, match="not durable yet"):

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from orbit_runtime.environments.episodes import Played, Stopped
+from orbit_runtime.environments.episodes import EpisodeTimeout, FinishedEpisode
 from orbit_runtime.errors import RewardsFailingError
 from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
-from orbit_runtime.loop.collect import MAX_STOPPED, Collected, gather_stopped
+from orbit_runtime.loop.collect import MAX_STOPPED, CollectedStep, gather_stopped
 from orbit_runtime.loop.keep import keep_failure
 from orbit_runtime.loop.show import Show, StartTimes, tell_stopped
 from orbit_runtime.observability.metrics import RunMetrics
@@ -39,20 +39,20 @@ def test_stages_up_to_the_first_rollouts_are_told_once_and_one_that_goes_on_is_a
     ]  # fmt: skip
 
 
-STOPPED = Stopped("environment", "no answer within 1 s; its process was killed", "File game.py, line 3 in step")
+STOPPED = EpisodeTimeout("environment", "no answer within 1 s; its process was killed", "File game.py, line 3 in step")
 
 
-def played(number: int, stopped: Stopped | None = STOPPED) -> Played:
+def played(number: int, stopped: EpisodeTimeout | None = STOPPED) -> FinishedEpisode:
     turns = (Turn("user", 0, 1, "play"), Turn("assistant", 1, 2, f"move {number}"))
     rollout = Rollout(
         "r", 3, f"p/{number}", 1, turns, [5, 6], [0, 1], [0.0, -1.0], [-1, 0], None, "timeout", {"one": None}, "stop"
     )  # type: ignore[arg-type]
-    return Played(rollout, (STOPPED.reason,), stopped)
+    return FinishedEpisode(rollout, (STOPPED.reason,), stopped)
 
 
-def collected(*episodes: Played) -> Collected:
+def collected(*episodes: FinishedEpisode) -> CollectedStep:
     groups = tuple(Group(Prompt(each.rollout.prompt_id, 0, ()), (each.rollout,)) for each in episodes)
-    return Collected(groups, (), 0.0, 0.0, stopped=gather_stopped(episodes))
+    return CollectedStep(groups, (), 0.0, 0.0, stopped=gather_stopped(episodes))
 
 
 class Notes(SilentProgress):
@@ -64,7 +64,7 @@ class Notes(SilentProgress):
         self.notes.append(message)
 
 
-def told(found: Collected) -> list[str]:
+def told(found: CollectedStep) -> list[str]:
     progress = Notes()
     tell_stopped(Show(progress, LiveStatus("r"), RunMetrics(run="r")), 3, found)
     return progress.notes

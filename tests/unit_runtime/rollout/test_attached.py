@@ -19,7 +19,7 @@ from fakes.fake_servers import FakeServer, dies_at, once
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import CredentialsError, EngineDiedError, GateError, OrbitError
-from orbit_runtime.rollout.attached import AttachedServer, Endpoint, Wanted, attach_engine
+from orbit_runtime.rollout.attached import AttachedServer, Endpoint, ServerRequirements, attach_engine
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.sides.engines import endpoint_headers
@@ -28,7 +28,7 @@ from orbit_runtime.spec.rollout import Header
 from orbit_runtime.types import Sampling
 from tests.unit_runtime.rollout.test_served_engine import Words, adapter, check_whole, prove_on, requests
 
-WANTED = Wanted(
+WANTED = ServerRequirements(
     adapter=AdapterConfig(type="LoRA", targets=("q_proj",), rank=8),
     targets=("q_proj",),
     max_tokens=1024,
@@ -48,7 +48,7 @@ def servers() -> Iterator[list[FakeServer]]:
 
 
 def attach(
-    servers: list[FakeServer], folder: Path, *found: FakeServer, wanted: Wanted = WANTED,
+    servers: list[FakeServer], folder: Path, *found: FakeServer, wanted: ServerRequirements = WANTED,
     tokenizer: Words | None = None, **endpoint: Any,
 ) -> ServedEngine:  # fmt: skip
     for server in found:
@@ -126,7 +126,7 @@ def test_a_server_that_cannot_serve_the_run_is_refused_with_the_reason(
     servers: list[FakeServer],
     tmp_path: Path,
     found: list[FakeServer],
-    wanted: Wanted,
+    wanted: ServerRequirements,
     endpoint: dict,
     code: int,
     says: str,
@@ -142,7 +142,7 @@ def test_a_server_that_cannot_serve_the_run_is_refused_with_the_reason(
 
 @pytest.mark.parametrize(("plugin", "wanted"), [(True, ANY), (False, WANTED)])
 def test_another_version_of_sglang_serves_where_it_is_asked_for_or_nothing_is_hooked(
-    servers: list[FakeServer], tmp_path: Path, plugin: bool, wanted: Wanted
+    servers: list[FakeServer], tmp_path: Path, plugin: bool, wanted: ServerRequirements
 ) -> None:
     attach(servers, tmp_path, FakeServer(version="0.5.22", plugin=plugin), wanted=wanted).close()
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import CredentialsError, EngineDiedError, GateError, ModelError, OrbitError, UnsupportedError
-from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+from orbit_runtime.rollout.attached import Endpoint, ServerRequirements, attach_engine
 from orbit_runtime.rollout.teacher_servers import SEQUENCES, ServedTeacher
 from orbit_runtime.sides.teacher import ENDPOINTS
 from orbit_runtime.types import Sampling
 from tests.fakes.fake_servers import CUT, FakeServer, dies_at, once
 from tests.unit_runtime.rollout.test_served_engine import Words
 
-WANTED = Wanted(
+WANTED = ServerRequirements(
     adapter=None, max_tokens=1025, sampling=Sampling(), probes=((5, 6, 7), (8, 9)), where=ENDPOINTS, who="teacher"
 )
 TOKENS = (5, 6, 7, 8, 9, 3)
@@ -31,7 +31,7 @@ def servers() -> Iterator[list[FakeServer]]:
         server.stop()
 
 
-def teacher(servers: list[FakeServer], *found: FakeServer, wanted: Wanted = WANTED) -> ServedTeacher:
+def teacher(servers: list[FakeServer], *found: FakeServer, wanted: ServerRequirements = WANTED) -> ServedTeacher:
     for server in found:
         server.start()
         servers.append(server)
@@ -143,7 +143,7 @@ def test_an_impossible_token_is_named(servers: list[FakeServer], bad: float) -> 
     asked.engine.close()
 
 
-def refused(servers: list[FakeServer], *found: FakeServer, wanted: Wanted = WANTED) -> OrbitError:
+def refused(servers: list[FakeServer], *found: FakeServer, wanted: ServerRequirements = WANTED) -> OrbitError:
     with pytest.raises(OrbitError) as caught:
         teacher(servers, *found, wanted=wanted)
     return caught.value

@@ -38,7 +38,7 @@ from orbit_runtime.digests import hash_pieces
 from orbit_runtime.errors import GateError, ModelError
 from orbit_runtime.rollout.transport import EXPLAIN_FILE, Broadcast, FolderDesk, SharedMemory, Transport
 from orbit_runtime.sglang_plugin.arrival import files_of, receive
-from orbit_runtime.storage import Part, Stored, open_store
+from orbit_runtime.storage import Part, StoredFiles, open_store
 from orbit_runtime.types import AdapterFiles
 
 ALONE = {"replica 0": (0, 1)}
@@ -303,7 +303,7 @@ def stored(folder: Path) -> AdapterFiles:
     for name, data in FILES.items():
         store.put(f"adapters/policy-v1/{name}", data)
     parts = {name: Part(f"adapters/policy-v1/{name}", each) for name, each in pieces.items()}
-    return AdapterFiles(1, Stored(store, parts), "tree:1", pieces)
+    return AdapterFiles(1, StoredFiles(store, parts), "tree:1", pieces)
 
 
 def read(folder: Path) -> dict[str, bytes]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 from array import array
 
-from orbit_runtime.rollout.streaming import News
+from orbit_runtime.rollout.streaming import TokenDeltas
 from orbit_runtime.serve.answers import ChoicePart
 from orbit_runtime.serve.asking import EngineClient
 from orbit_runtime.serve.channel import BatchStep, Choice
-from orbit_runtime.serve.names import Served
+from orbit_runtime.serve.names import ServedModel
 from orbit_runtime.types import FLOATS, TOKENS, Sampling
 
 TOP, STEPS = 3, 400
@@ -22,14 +22,14 @@ def columns(part: ChoicePart) -> list[array]:
 def step(at: int) -> BatchStep:
     """One token of request 0 with what else was probable in its place."""
     top = (array(TOKENS, range(at, at + TOP)), array(FLOATS, [-at - 1.0] * TOP))
-    news = News(array("q", [0]), array(TOKENS, [1]), array(TOKENS, [at]), array(FLOATS, [-0.5]), {0: top})
+    news = TokenDeltas(array("q", [0]), array(TOKENS, [1]), array(TOKENS, [at]), array(FLOATS, [-0.5]), {0: top})
     return BatchStep(news, [])
 
 
 def test_a_streamed_answers_tokens_and_alternatives_are_never_copied_again() -> None:
     """Counted: elements of columns that were made anew, which of a copy at each step are 4 * STEPS * STEPS."""
     engine = EngineClient(
-        lambda _: None, [Served("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None
+        lambda _: None, [ServedModel("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None
     )
     sampling = Sampling(max_new_tokens=STEPS)
     job = engine.submit("base", [Choice((1,), 0, sampling, TOP)], is_streamed=True)
@@ -52,12 +52,12 @@ def test_a_streamed_answers_tokens_and_alternatives_are_never_copied_again() -> 
 
 def test_alternatives_of_two_pieces_that_come_at_once_are_added_once() -> None:
     engine = EngineClient(
-        lambda _: None, [Served("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None
+        lambda _: None, [ServedModel("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None
     )
     job = engine.submit("base", [Choice((1,), 0, Sampling(max_new_tokens=STEPS), 1)], is_streamed=True)
     (part,) = job.parts
     top = (array(TOKENS, [7, 8, 9]), array(FLOATS, [-1.0, -2.0, -3.0]))
-    pieces = News(
+    pieces = TokenDeltas(
         array("q", [0, 0]), array(TOKENS, [1, 2]), array(TOKENS, [4, 5, 6]), array(FLOATS, [-0.5] * 3), {0: top}
     )
     engine.hear(BatchStep(pieces, []))
@@ -68,7 +68,7 @@ def test_what_ended_with_its_news_has_each_token_once_and_is_told_before_what_go
     told = []
     engine = EngineClient(
         lambda _: None,
-        [Served("base", None, "a folder")],
+        [ServedModel("base", None, "a folder")],
         "base",
         concurrent=2,
         ended=lambda _, part: told.append(list(part.token_ids_T)),
@@ -76,7 +76,9 @@ def test_what_ended_with_its_news_has_each_token_once_and_is_told_before_what_go
     jobs = [
         engine.submit("base", [Choice((1,), 0, Sampling(max_new_tokens=STEPS))], is_streamed=True) for _ in range(2)
     ]
-    news = News(array("q", [0, 1]), array(TOKENS, [2, 1]), array(TOKENS, [4, 5, 6]), array(FLOATS, [-0.5] * 3), {})
+    news = TokenDeltas(
+        array("q", [0, 1]), array(TOKENS, [2, 1]), array(TOKENS, [4, 5, 6]), array(FLOATS, [-0.5] * 3), {}
+    )
     ended = (0, array(TOKENS, [4, 5]), array(FLOATS, [-0.5, -0.5]), "length", "ab", None)
     engine.hear(BatchStep(news, [ended]))
     assert told == [[4, 5]]
@@ -87,7 +89,7 @@ def test_what_ended_with_its_news_has_each_token_once_and_is_told_before_what_go
 
 def test_news_travel_as_they_are() -> None:
     top = (array(TOKENS, [7, 8]), array(FLOATS, [-1.0, -2.0]))
-    news = News(
+    news = TokenDeltas(
         array("q", [1 << 40, 3]), array(TOKENS, [1, 2]), array(TOKENS, [4, 5, 6]), array(FLOATS, [-0.5] * 3), {3: top}
     )
     back = pickle.loads(pickle.dumps(news, pickle.HIGHEST_PROTOCOL))

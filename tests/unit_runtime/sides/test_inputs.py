@@ -12,7 +12,7 @@ from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.sides.inputs import Inputs, build_patience, transfer_line
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.storage.download import Patience, Transfer
+from orbit_runtime.storage.download import RetryPolicy, Transfer
 from orbit_runtime.storage.inputs import code_digest
 from orbit_runtime.workers.child.signals import StopFlag
 from tests.integration.killing import small_manifest
@@ -85,7 +85,7 @@ def test_what_ships_with_orbit_is_not_fetched_and_code_comes_first_in_the_search
     made = small_manifest(steps=1)
     (tmp_path / "mine.py").write_text("x = 1\n")
     made["spec"]["environment"]["code"] = {"uri": str(tmp_path)}
-    inputs = Inputs(OrbitRun.model_validate(made).spec, {}, Patience(), ["beside"])
+    inputs = Inputs(OrbitRun.model_validate(made).spec, {}, RetryPolicy(), ["beside"])
     assert inputs.prompts(0) is None
     assert inputs.code_digest() is None
     assert inputs.search_path() == [str(tmp_path), "beside"]

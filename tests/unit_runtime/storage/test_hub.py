@@ -28,9 +28,9 @@ from orbit_runtime.errors import (
     UsageError,
 )
 from orbit_runtime.spec.hub_address import HubAddress, parse_address
-from orbit_runtime.storage.download import Patience, Transfer
+from orbit_runtime.storage.download import RetryPolicy, Transfer
 from orbit_runtime.storage.hub import read_access
-from orbit_runtime.storage.inputs import Fetched, fetch_input
+from orbit_runtime.storage.inputs import FetchedInput, fetch_input
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "orbit_runtime/model_info/builtin/tiny-adder/bf16"
@@ -49,8 +49,8 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def patience(self, deadline: float = 120.0) -> Patience:
-        return Patience(deadline, sleep=self.sleep, monotonic=lambda: self.now)
+    def patience(self, deadline: float = 120.0) -> RetryPolicy:
+        return RetryPolicy(deadline, sleep=self.sleep, monotonic=lambda: self.now)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
-def fetch(uri: str = URI, kind: str = "model", **settings: object) -> Fetched:
+def fetch(uri: str = URI, kind: str = "model", **settings: object) -> FetchedInput:
     settings.setdefault("patience", Clock().patience())
     return fetch_input(uri, kind, f"spec.{kind}", **settings)  # type: ignore[arg-type]
 
@@ -72,7 +72,7 @@ def fetch(uri: str = URI, kind: str = "model", **settings: object) -> Fetched:
 def test_a_model_is_its_weights_and_texts_and_nothing_else(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     told: list[Transfer] = []
-    found = fetch(patience=Patience(tell=told.append))
+    found = fetch(patience=RetryPolicy(tell=told.append))
     assert {path.name: path.read_bytes() for path in found.path.iterdir()} == MODEL
     assert found.revision == hub.repositories["models", "org/tiny"].head
     assert (told[-1].done, told[-1].total) == (len(MODEL[WEIGHTS]), len(MODEL[WEIGHTS]))
@@ -265,7 +265,7 @@ def test_a_pause_that_the_hub_asks_for_is_kept(hub: HubServer) -> None:
 def test_a_process_that_stood_still_while_it_asked_asks_once_more(hub: HubServer, path: str) -> None:
     hub.faults = [Fault(path, status=503)]
     clock = Clock()
-    later = Patience(60.0, sleep=clock.sleep, monotonic=lambda: clock.now + (3600 if hub.asked_for(path) else 0))
+    later = RetryPolicy(60.0, sleep=clock.sleep, monotonic=lambda: clock.now + (3600 if hub.asked_for(path) else 0))
     assert fetch(patience=later).path.is_dir()
     assert len(hub.asked_for(path)) == 2
 
@@ -316,7 +316,7 @@ def test_a_request_to_stop_ends_a_download_and_keeps_what_came(hub: HubServer, t
         return stopping
 
     with pytest.raises(StoppedOnRequest):
-        fetch(patience=Patience(stop=stop))
+        fetch(patience=RetryPolicy(stop=stop))
     kept = part.stat().st_size
     assert kept >= min(half, 2**16)
     fetch()

@@ -15,7 +15,7 @@ import pytest
 from orbit_runtime.errors import DivergedError, OutOfMemoryError, OutputError, StorageError
 from orbit_runtime.workers.ranks.evidence import NodeWatch, process_state
 from orbit_runtime.workers.ranks.node import check_disk, check_ports, check_shared_memory, port_block
-from orbit_runtime.workers.ranks.rank import Note, collective_of, describe, read_note
+from orbit_runtime.workers.ranks.rank import RankNote, collective_of, describe, read_note
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_kernels_count_of_kills_for_memory_is_compared_with_that_at_the_star
 
 def test_a_file_that_holds_no_note_is_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "cut").write_text('{"stage": "tr')
-    assert read_note(tmp_path / "cut") == read_note(tmp_path / "none") == Note()
+    assert read_note(tmp_path / "cut") == read_note(tmp_path / "none") == RankNote()
 
 
 def test_two_groups_never_share_a_port() -> None:

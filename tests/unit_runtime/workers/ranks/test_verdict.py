@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from orbit_runtime.errors import says_no_memory
-from orbit_runtime.workers.ranks.evidence import Ending, LookBack, RankEnd, RankEvidence
-from orbit_runtime.workers.ranks.rank import Note, RankFailure
+from orbit_runtime.workers.ranks.evidence import Ending, RankEnd, RankEvidence, RankRemains
+from orbit_runtime.workers.ranks.rank import RankFailure, RankNote
 from orbit_runtime.workers.ranks.verdict import judge
 
-NOTE = Note(stage="train", step=12)
+NOTE = RankNote(stage="train", step=12)
 
 
 def look(
@@ -18,11 +18,13 @@ def look(
     log: tuple[str, ...] = (),
     short: bool = False,
     shared: int = 1 << 30,
-) -> LookBack:
-    return LookBack(state, NOTE, collective, "", log, short, shared)
+) -> RankRemains:
+    return RankRemains(state, NOTE, collective, "", log, short, shared)
 
 
-def end(rank: int, ending: Ending, seen: LookBack | None = None, error: str | None = None, said: str = "") -> RankEnd:
+def end(
+    rank: int, ending: Ending, seen: RankRemains | None = None, error: str | None = None, said: str = ""
+) -> RankEnd:
     failure = RankFailure(error, "it failed", None, None, "Traceback", None) if error else None
     return RankEnd(rank, f"GPU {rank}", "10.0.0.1", ending, seen or look(), failure, said)
 
