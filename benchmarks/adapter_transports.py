@@ -4,7 +4,7 @@
 
 Files are the baseline. With the shipped model the load call is HTTP and SGLang's own work. For the medium alone, an
 adapter in the trainer's memory is passed to another process, which touches every page of it; nothing is hashed on
-arrival, with any medium. `--only medium` needs no server.
+arrival, with either medium. `--only medium` needs no server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks import harness
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.buffer import AdapterBuffer
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
-from orbit_runtime.rollout.transport import Broadcast, SharedMemory, Transport
+from orbit_runtime.rollout.transport import Transport, shared_memory
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.types import AdapterFiles, AdapterManifest
 
@@ -36,7 +36,7 @@ MEASURES = (
     "orbit_runtime/rollout/transport.py", "orbit_runtime/sglang_plugin/arrival.py", "orbit_runtime/adapters/state.py",
     "orbit_runtime/adapters/ticket.py",
 )  # fmt: skip
-COPIES = {"the engine": (0, 1)}
+COPIES = ("the engine",)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,14 +50,14 @@ def measure(options: argparse.Namespace) -> harness.Measured:
     sizes = [1] if options.smallest else options.megabytes
     comparisons = []
     if options.only != "load":
-        comparisons += [each for size in sizes for each in measure_medium(size, options.repetitions)]
+        comparisons += [measure_medium(size, options.repetitions) for size in sizes]
     if options.only != "medium":
-        comparisons += measure_load(options.repetitions)
+        comparisons.append(measure_load(options.repetitions))
     print(harness.table(comparisons))
     return harness.Measured(comparisons, facts={"megabytes": sizes}, variant=options.only or "")
 
 
-def measure_medium(megabytes: int, repetitions: int) -> list[harness.Comparison]:
+def measure_medium(megabytes: int, repetitions: int) -> harness.Comparison:
     adapter = an_adapter(megabytes)
     numbers = itertools.count()
     spawn = multiprocessing.get_context("spawn")
@@ -71,23 +71,13 @@ def measure_medium(megabytes: int, repetitions: int) -> list[harness.Comparison]
             assert receiver.submit(take_files, folder).result() == megabytes
             shutil.rmtree(folder)
 
-        def by(transport: Transport) -> Callable[[], None]:
-            def send() -> None:
-                folder = Path(scratch) / str(next(numbers))
-                with transport.carry(adapter, folder, COPIES):
-                    assert receiver.submit(take_files, folder).result() == megabytes
+        def by_memory() -> None:
+            folder = Path(scratch) / str(next(numbers))
+            with shared_memory(adapter, folder, COPIES):
+                assert receiver.submit(take_files, folder).result() == megabytes
 
-            return send
-
-        memory, broadcast = SharedMemory(), Broadcast()
         name = f"{megabytes} MiB to another process"
-        files = ("files", by_files)
-        found = [
-            harness.compare(name, ("memory", by(memory)), files, repetitions=repetitions, target=1.5),
-            harness.compare(name, ("broadcast", by(broadcast)), files, repetitions=repetitions, target=1.0),
-        ]
-        broadcast.close()
-    return found
+        return harness.compare(name, ("memory", by_memory), ("files", by_files), repetitions=repetitions, target=1.5)
 
 
 def an_adapter(megabytes: int) -> AdapterFiles:
@@ -113,7 +103,7 @@ def take_files(folder: Path) -> int:
     return sum(memoryview(data).nbytes for data in files.values()) >> 20
 
 
-def measure_load(repetitions: int) -> list[harness.Comparison]:
+def measure_load(repetitions: int) -> harness.Comparison:
     from benchmarks.sglang_rig import Chosen, started
     from orbit_runtime.rollout.transport import FolderDesk
 
@@ -132,13 +122,10 @@ def measure_load(repetitions: int) -> list[harness.Comparison]:
 
             return once
 
-        memory, broadcast = SharedMemory(), Broadcast()
-        name = "load and unload, shipped model"
-        found = [
-            harness.compare(name, ("memory", load(memory)), ("files", load(None)), repetitions=repetitions),
-            harness.compare(name, ("broadcast", load(broadcast)), ("files", load(None)), repetitions=repetitions),
-        ]
-        broadcast.close()
+        found = harness.compare(
+            "load and unload, shipped model", ("memory", load(shared_memory)), ("files", load(None)),
+            repetitions=repetitions,
+        )  # fmt: skip
         assert rig.engine.replicas[0].missed == 0, "what was measured came as files"
     return found
 

@@ -5,7 +5,7 @@ Belongs here: assembling them. Does not belong here: measuring (`sglang_false_al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,13 +95,10 @@ class Chosen:
 
     now: Transport | None = None
 
-    def carry(
-        self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
+    def __call__(
+        self, adapter: AdapterFiles, folder: Path, copies: Iterable[str]
     ) -> AbstractContextManager[Handover | None]:
-        return nullcontext() if self.now is None else self.now.carry(adapter, folder, copies)
-
-    def close(self) -> None:
-        pass
+        return nullcontext() if self.now is None else self.now(adapter, folder, copies)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from orbit_runtime.planner import judge
 from orbit_runtime.planner.job import asked_machine
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.placement import Placement
-from orbit_runtime.spec.run import API_VERSION
+from orbit_runtime.spec.run import API_VERSION, upgrade_manifest
 
 NODE_SECONDS = 5.0
 """A node is not read more often than this."""
@@ -331,15 +331,17 @@ def _sees_model(manifest: OrbitRun) -> bool:
 
 def build_source(body: Body) -> RunSource:
     """The input from which the objects of a run are made."""
-    metadata, spec = body["metadata"], body.get("spec") or {}
-    document = {
-        "apiVersion": API_VERSION,
-        "kind": "OrbitRun",
-        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
-        "spec": spec,
-    }
+    metadata = body["metadata"]
+    document = upgrade_manifest(
+        {
+            "apiVersion": API_VERSION,
+            "kind": "OrbitRun",
+            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+            "spec": body.get("spec") or {},
+        }
+    )
     manifest = OrbitRun.model_validate(document, by_name=False)
-    return RunSource(metadata["namespace"], metadata["name"], metadata["uid"], spec, manifest)
+    return RunSource(metadata["namespace"], metadata["name"], metadata["uid"], document["spec"], manifest)
 
 
 WORKLOADS = tuple(Kind(f"/apis/kueue.x-k8s.io/{version}", "workloads") for version in ("v1beta2", "v1beta1"))

@@ -166,9 +166,5 @@ def seconds_for(num_bytes: float) -> float:
 def adapter_bytes(adapter: AdapterFiles) -> int:
     """Size of all its files; none is read for it if their pieces are known."""
     if adapter.pieces is None:
-        return total_bytes(adapter.files.values())
+        return sum(memoryview(data).nbytes for data in adapter.files.values())
     return sum(piece.bytes for pieces in adapter.pieces.values() for piece in pieces)
-
-
-def total_bytes(files: Iterable[Buffer]) -> int:
-    return sum(memoryview(data).nbytes for data in files)

@@ -227,6 +227,7 @@ def _read(target: str, models: Models, overrides: Sequence[str]) -> tuple[OrbitR
     import json
 
     from orbit_runtime.spec import load_manifest, parse_manifest
+    from orbit_runtime.spec.run import upgrade_manifest
     from orbit_runtime.storage import NotFound, open_store
 
     if "://" not in target and not Path(target).is_dir():
@@ -236,12 +237,12 @@ def _read(target: str, models: Models, overrides: Sequence[str]) -> tuple[OrbitR
     store = open_store(target, writable=False)
     try:
         content = json.loads(store.get("run.json"))
-        text = json.dumps(content["resolved"])
+        text = json.dumps(upgrade_manifest(content["resolved"]))
     except NotFound:
         raise UsageError(
             "there is no run here", where=store.uri, fix="name a manifest, or the folder of a run"
         ) from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError("not a run's run.json", where=f"{store.uri}/run.json", fix="name another folder") from None
     run = parse_manifest(text, name=f"{store.uri}/run.json", overrides=overrides)
     return run, Path.cwd(), (models.weights_dir or target).rstrip("/") if models.adapter is None else None

@@ -11,6 +11,7 @@ from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.sides.content import PREFIX, WEIGHTS, check_weights_known
 from orbit_runtime.spec import OrbitRun, identity_fields
+from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.storage import (
     Bundle,
     CorruptBundle,
@@ -112,8 +113,7 @@ def begin_from(parts: RunParts, state: RunState, origin: Origin) -> None:
             where=FIELD,
             fix="write the model and precision of that run",
         )
-    adapter = OrbitRun.model_validate(origin.run["resolved"]).spec.adapter
-    if adapter != parts.spec.adapter:
+    if Adapter.model_validate(origin.run["resolved"]["spec"]["adapter"]) != parts.spec.adapter:
         raise UsageError("that run's `adapter` is different", where=FIELD, fix="write the `spec.adapter` of that run")
     parts.trainer.load_state(origin.bundle.parts)
     state.step, state.policy_version = origin.step, int(facts["policy_version"])

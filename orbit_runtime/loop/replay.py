@@ -34,6 +34,7 @@ from orbit_runtime.sides.trainers import (
     load_loss,
 )
 from orbit_runtime.spec import OrbitRun, resolve
+from orbit_runtime.spec.run import upgrade_manifest
 from orbit_runtime.storage import NotFound, Store, read_run_file
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import RetryPolicy
@@ -134,7 +135,7 @@ def _in_one_process(manifest: Mapping[str, Any]) -> OrbitRun:
     """The manifest with the Torch trainer. If ranks trained the run, the last bits differ, and `rounding` says so."""
     spec = manifest["spec"]
     training = {**spec["training"], "trainer": "Torch"}
-    return OrbitRun.model_validate({**manifest, "spec": {**spec, "training": training}})
+    return OrbitRun.model_validate(upgrade_manifest({**manifest, "spec": {**spec, "training": training}}))
 
 
 def _rows(store: Store) -> list[MetricsRow]:

@@ -274,18 +274,14 @@ class Replica:
         await self.api.load(name, loaded.adapter, await asyncio.to_thread(loaded.files))
 
     async def _take(self, name: str, adapter: AdapterFiles, handover: Handover) -> bool:
-        """Whether the adapter came by the transport. If this copy fails, the others need not wait for it."""
+        """Whether the adapter came by the transport."""
         if not handover.take(self.name):
             return False
         try:
             await self.api.load(name, adapter, handover.folder)
         except GateError as error:
-            handover.end()
             if NOT_ARRIVED not in error.message:
                 raise
-        except BaseException:
-            handover.end()
-            raise
         else:
             return True
         self.missed += 1
@@ -390,9 +386,9 @@ class Replica:
             if name in standing:
                 self._held.add(name)
             handover = self._adapters[name].handover
-            if handover is not None and handover.take(self.name):
-                # It was expected while it was lost; it gets the adapter from files.
-                handover.end()
+            if handover is not None:
+                # A server that came back gets the adapter from files.
+                handover.take(self.name)
             await self.load(name)
             await self._check_held(name, "a restart")
 

@@ -57,7 +57,7 @@ class ServedEngine:
         """
         Args:
             client: closed with the engine.
-            desk: where its servers find adapters; closed with the engine.
+            desk: where its servers find adapters.
             max_running_requests: completions that one server samples at the same time.
             sleeping: what its servers give back between `sleep` and `wake`.
         """
@@ -99,7 +99,7 @@ class ServedEngine:
         self.desk.take(name, adapter)
         self.loaded[name] = loaded = LoadedAdapter(adapter, partial(self.desk.files, name))
         # A server that is lost just now gets it as files, once it is back.
-        copies = {each.name: (each.restarts, each.about.ranks) for each in self.replicas if each.is_up and each.about}
+        copies = [each.name for each in self.replicas if each.is_up and each.about]
         try:
             with self.desk.carry(name, copies) as handover:
                 self.loaded[name] = replace(loaded, handover=handover)
@@ -154,7 +154,6 @@ class ServedEngine:
         finally:
             for replica in self.replicas:
                 replica.server.stop()
-            self.desk.close()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(10)
             self.loop.close()
@@ -398,7 +397,7 @@ def start_engine(
     """Starts the servers; if one fails, all are stopped.
 
     Args:
-        desk: where the servers find adapters; closed with the engine.
+        desk: where the servers find adapters.
         at_once: servers that start at the same time; on a CPU they would slow each other down.
         sleeping: what the servers, started with support for it, release while the trainer works.
         patience: seconds that a request may take before its server is checked for progress.

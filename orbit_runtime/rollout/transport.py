@@ -1,54 +1,35 @@
-"""How published adapters reach an engine's servers: as files in a folder that both see, or faster on the way there.
+"""How published adapters reach an engine's servers: as files in a folder that both see, or in the host's memory.
 
-Belongs here: folders and files, the transports, which copies may still receive an adapter, and when that is over. Does
-not belong here: receiving (`sglang_plugin.arrival`), the call that makes a server load one (`replica`).
+Belongs here: folders and files, which copies may still receive an adapter by memory, and when that is over. Does not
+belong here: receiving (`sglang_plugin.arrival`), the call that makes a server load one (`replica`).
 
-Transports need Orbit's plug-in in the servers. `SharedMemory` is host memory: SGLang keeps adapters there and copies
-them into its slots itself, so passing GPU memory would only move the bytes twice more. `Broadcast` reaches every server
-at once, on other machines too.
+Memory needs Orbit's plug-in in the servers. SGLang keeps adapters in the host's memory and copies them into its slots
+itself, so passing GPU memory would only move the bytes twice more.
 """
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import threading
-from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Protocol
 
 from orbit_runtime.adapters.buffer import opening_of, shared
-from orbit_runtime.adapters.files import seconds_for, total_bytes
-from orbit_runtime.adapters.ticket import as_tensor, blocks, carried_bytes, write_ticket
+from orbit_runtime.adapters.ticket import write_ticket
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import GateError
 from orbit_runtime.storage import StoredFiles
 from orbit_runtime.types import AdapterFiles
 
-if TYPE_CHECKING:
-    from orbit_runtime.adapters.group import BroadcastGroup
-
-
-BROADCAST_SECONDS = 30.0
-"""Limit for joining; a server handles no requests meanwhile."""
-STEP_BYTES = 10_000_000
-"""Granularity of sizes: an adapter of nearly the same size reuses the open group."""
-LOOPBACK = "127.0.0.1"
-
 
 class Handover:
     """One publish in transit."""
 
-    def __init__(self, folder: Path, copies: Iterable[str], end: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            folder: the ticket's folder.
-            end: called when a copy fails or will not come.
-        """
+    def __init__(self, folder: Path, copies: Iterable[str]) -> None:
+        """Args: folder: the ticket's folder."""
         self.folder = folder
-        self.end = end
         self._waiting = set(copies)
 
     def take(self, copy: str) -> bool:
@@ -58,147 +39,22 @@ class Handover:
         return expected
 
 
-class Transport(Protocol):
-    """Safe to use for one publish after another, from one thread."""
+Transport = Callable[[AdapterFiles, Path, Iterable[str]], AbstractContextManager[Handover | None]]
+"""Keeps an adapter's bytes available within the context to the copies of these names; None if it cannot.
 
-    def carry(
-        self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
-    ) -> AbstractContextManager[Handover | None]:
-        """Keeps the bytes available within the context; None if there is no copy to wait for.
-
-        Args:
-            folder: a new folder for the ticket.
-            copies: for each copy's name, its number of restarts and of processes that load an adapter.
-        """
-        ...
-
-    def close(self) -> None: ...
+Its second argument is a new folder for the ticket.
+"""
 
 
-class SharedMemory:
+@contextmanager
+def shared_memory(adapter: AdapterFiles, folder: Path, copies: Iterable[str]) -> Iterator[Handover]:
     """The memory into which the trainer wrote the adapter: servers map it, and nothing is copied.
 
     It is freed when the last process unmaps it, or when the run ends, however that happens.
     """
-
-    @contextmanager
-    def carry(
-        self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
-    ) -> Iterator[Handover | None]:
-        memory = shared(adapter)
-        opening, places = opening_of(memory), {name: memory.places[name] for name in adapter.files}
-        source = {"path": opening.path, "title": opening.title, "places": places}
-        write_ticket(folder, adapter, "SharedMemory", source)
-        yield Handover(folder, copies)
-
-    def close(self) -> None:
-        pass
-
-
-class Broadcast:
-    """A group that stays open across publishes, as long as its members are the same and none fails."""
-
-    def __init__(self, host: str = LOOPBACK, seconds: float = BROADCAST_SECONDS) -> None:
-        """
-        Args:
-            host: address at which servers reach this machine.
-            seconds: limit for joining, and for a broadcast of an almost empty adapter.
-        """
-        self._host, self._seconds = host, seconds
-        self._generation: _Generation | None = None
-
-    @contextmanager
-    def carry(
-        self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
-    ) -> Iterator[Handover | None]:
-        if not copies:
-            yield None
-            return
-        parts = [*carried_bytes(adapter)]
-        seconds = self._seconds + seconds_for(total_bytes(parts) // STEP_BYTES * STEP_BYTES)
-        generation = self._open(copies, seconds)
-        publish = secrets.token_hex(8)
-        write_ticket(folder, adapter, "Broadcast", generation.source | {"publish": publish})
-        sent = generation.send(publish, parts)
-        try:
-            yield Handover(folder, copies, generation.end)
-        except BaseException:
-            generation.end()
-            raise
-        if not generation.is_over:
-            # Every copy has the bytes. If only this side did not finish, the group alone is no longer usable.
-            wait([sent], seconds)
-        if generation.is_over or not sent.done():
-            self.close()
-        else:
-            generation.rest()
-
-    def close(self) -> None:
-        """Safe to call twice."""
-        if self._generation is not None:
-            self._generation.end()
-            self._generation = None
-
-    def _open(self, copies: Mapping[str, tuple[int, int]], seconds: float) -> _Generation:
-        before = self._generation
-        if before is None or before.is_over or before.copies != copies or before.seconds < seconds:
-            self.close()
-            self._generation = _Generation(self._host, copies, seconds)
-        assert self._generation is not None
-        return self._generation
-
-
-class _Generation:
-    def __init__(self, host: str, copies: Mapping[str, tuple[int, int]], seconds: float) -> None:
-        from orbit_runtime.adapters.group import BroadcastOpening
-
-        self.copies, self.seconds = dict(copies), seconds
-        self._opening = BroadcastOpening(host, sum(ranks for _, ranks in copies.values()), seconds)
-        self.source = self._opening.source
-        self._group: BroadcastGroup | None = None
-        self._over = threading.Event()
-
-    @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
-
-    def end(self) -> None:
-        """Ends the group. A broadcast in progress ends by its timeout at the latest: gloo cannot be interrupted."""
-        self._over.set()
-
-    def rest(self) -> None:
-        """Lets a member that joins now, because its server reloads a name itself, return without the next publish."""
-        self._opening.announce("")
-
-    def send(self, publish: str, parts: Sequence[Buffer]) -> Future[None]:
-        """Sends in a thread that waits for members, which join as their servers handle the load call."""
-        done: Future[None] = Future()
-        self._opening.announce(publish)
-
-        def work() -> None:
-            try:
-                if self._group is None:
-                    self._group = self._opening.wait(lambda: self.is_over)
-                for part in parts:
-                    for block in blocks(part):
-                        self._group.broadcast(as_tensor(block))
-                done.set_result(None)
-            except BaseException as error:
-                self.end()
-                self._group = None
-                self._opening.close()
-                done.set_exception(error)
-
-        threading.Thread(target=work, name="broadcast", daemon=True).start()
-        return done
-
-
-def build_transport(kind: Literal["Auto", "File", "SharedMemory", "Broadcast"]) -> Transport | None:
-    """The transport for servers of this machine, once `Auto` is resolved. None: adapters are loaded from files."""
-    assert kind != "Auto"
-    if kind == "File":
-        return None
-    return SharedMemory() if kind == "SharedMemory" else Broadcast()
+    memory = shared(adapter)
+    write_ticket(folder, adapter, opening_of(memory), {name: memory.places[name] for name in adapter.files})
+    yield Handover(folder, copies)
 
 
 EXPLAIN_FILE = "explain"
@@ -220,12 +76,8 @@ class Desk(Protocol):
         """
         ...
 
-    def carry(self, name: str, copies: Mapping[str, tuple[int, int]]) -> AbstractContextManager[Handover | None]:
-        """Keeps its bytes available to these copies other than as files; None if they come as files.
-
-        Args:
-            copies: see `Transport.carry`.
-        """
+    def carry(self, name: str, copies: Iterable[str]) -> AbstractContextManager[Handover | None]:
+        """Keeps its bytes available to these copies other than as files; None if they come as files."""
         ...
 
     def explaining(self, name: str) -> AbstractContextManager[Sequence[Path]]:
@@ -235,16 +87,12 @@ class Desk(Protocol):
 
     def drop(self, name: str) -> None: ...
 
-    def close(self) -> None:
-        """Safe to call twice."""
-        ...
-
 
 class FolderDesk:
     """A folder of this machine, which the servers see under the same path."""
 
     def __init__(self, folder: Path, transport: Transport | None = None) -> None:
-        """Args: transport: how adapters reach servers; None: as files, and so where it fails. Closed with the desk."""
+        """Args: transport: how adapters reach servers; None: as files, and so where it fails."""
         self._folder = folder
         self._transport = transport
         self._adapters: dict[str, AdapterFiles] = {}
@@ -268,10 +116,10 @@ class FolderDesk:
     def files(self, name: str) -> Path:
         return self._write(name, self.home(name))
 
-    def carry(self, name: str, copies: Mapping[str, tuple[int, int]]) -> AbstractContextManager[Handover | None]:
+    def carry(self, name: str, copies: Iterable[str]) -> AbstractContextManager[Handover | None]:
         if self._transport is None:
             return nullcontext()
-        return self._transport.carry(self._adapters[name], self.ticket(name), copies)
+        return self._transport(self._adapters[name], self.ticket(name), copies)
 
     @contextmanager
     def explaining(self, name: str) -> Iterator[Sequence[Path]]:
@@ -288,10 +136,6 @@ class FolderDesk:
         """Also deletes the files, so that a server that reloads a name by itself finds nothing."""
         del self._adapters[name]
         shutil.rmtree(self.home(name))
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
 
     def _write(self, name: str, folder: Path) -> Path:
         adapter = self._adapters[name]

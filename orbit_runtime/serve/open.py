@@ -33,6 +33,7 @@ from orbit_runtime.sides.inputs import Inputs, fetch_model, progress_lines
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import adapter_config, build_policy
 from orbit_runtime.spec import OrbitRun, Resolved, load_manifest, resolve
+from orbit_runtime.spec.run import upgrade_manifest
 from orbit_runtime.storage import open_store, read_run_file
 from orbit_runtime.storage.bundles import list_bundles
 from orbit_runtime.storage.cache import Cache, default_cache
@@ -239,7 +240,7 @@ def _read_run(source: str) -> tuple[OrbitRun, Mapping[str, object], str, Path | 
     before = read_run_file(open_store(source, writable=False))
     if before is None:
         raise UsageError("there is no run here", where=source, fix="name a run folder; `orbit ls` lists them")
-    return OrbitRun.model_validate(before["resolved"]), before.get("inputs", {}), source, None
+    return OrbitRun.model_validate(upgrade_manifest(before["resolved"])), before.get("inputs", {}), source, None
 
 
 def _is_there(uri: str) -> bool:

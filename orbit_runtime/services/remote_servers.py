@@ -8,7 +8,7 @@ Belongs here: the servers and their desk, seen from the orchestrator. Does not b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class RemoteDesk:
         return Path(self._connection.call("files", name))
 
     @contextmanager
-    def carry(self, name: str, copies: Mapping[str, tuple[int, int]]) -> Iterator[Handover | None]:
+    def carry(self, name: str, copies: Iterable[str]) -> Iterator[Handover | None]:
         folder = self._connection.call("carry", name)
         try:
             yield None if folder is None else Handover(Path(folder), copies)
@@ -111,9 +111,6 @@ class RemoteDesk:
         with self._connection.turn:
             self._connection.call("drop", name)
             del self._adapters[name]
-
-    def close(self) -> None:
-        """The process stays for the next orchestrator; its session ends with the connection."""
 
     def _take(self, tell: Callable[..., Any], name: str, adapter: AdapterFiles) -> None:
         tell("take", name, adapter.version, adapter.digest, travelling(adapter.files, self._is_shared))

@@ -21,7 +21,7 @@ from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.rollout.served_engine import start_servers
 from orbit_runtime.rollout.sglang_server import SGLangServer
-from orbit_runtime.rollout.transport import FolderDesk, build_transport
+from orbit_runtime.rollout.transport import FolderDesk, shared_memory
 from orbit_runtime.services.building import SideManifest, common_facts
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
@@ -85,7 +85,7 @@ class ServerCalls:
 
     def carry(self, name: str) -> str | None:
         """The folder of a ticket: until `carried`, the adapter is in memory that servers map. None: it is in files."""
-        handover = self._carrying.enter_context(self._desk.carry(name, {}))
+        handover = self._carrying.enter_context(self._desk.carry(name, ()))
         return None if handover is None else str(handover.folder)
 
     def carried(self) -> None:
@@ -137,7 +137,7 @@ def build_server_host(asked: SideManifest, address: str, note: Callable[[str], N
     Raises:
         OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
     """
-    resolved, rollout = asked.resolved, asked.resolved.run.spec.rollout
+    resolved = asked.resolved
     facts = facts_of_checkpoint(asked.folder, adapter_config(resolved.run.spec), resolved.compute_dtype)
     check_served(facts.served(place_of(resolved)))
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
@@ -146,9 +146,8 @@ def build_server_host(asked: SideManifest, address: str, note: Callable[[str], N
         closing.callback(server.stop)
     note(f"starting {len(servers)} SGLang server{'s' if len(servers) > 1 else ''}")
     start_servers(servers, starts_at_once(resolved))
-    desk = FolderDesk(scratch / "adapters", build_transport(rollout.adapter_transport))
-    closing.callback(desk.close)
-    calls = ServerCalls(servers, desk)
+    transport = shared_memory if resolved.run.spec.rollout.adapter_transport == "SharedMemory" else None
+    calls = ServerCalls(servers, FolderDesk(scratch / "adapters", transport))
     weights = kept_weights_digest(asked.folder, Cache(default_cache(os.environ)))
     told = {**common_facts("inference", asked, weights, {}), "servers": len(servers)}
     return Host(told, calls.calls(), calls.reset, calls.looks())

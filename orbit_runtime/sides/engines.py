@@ -91,7 +91,7 @@ def place_of(resolved: Resolved) -> Place:
 def _start(order: EngineOrder) -> ServedEngine:
     from orbit_runtime.rollout.served_engine import start_engine
     from orbit_runtime.rollout.sglang_server import sleeping_parts
-    from orbit_runtime.rollout.transport import FolderDesk, build_transport
+    from orbit_runtime.rollout.transport import FolderDesk, shared_memory
 
     resolved, rollout = order.resolved, order.resolved.run.spec.rollout
     scratch = Path(order.closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
@@ -101,7 +101,7 @@ def _start(order: EngineOrder) -> ServedEngine:
     return start_engine(
         servers,
         order.tokenizer,
-        desk=FolderDesk(scratch / "adapters", build_transport(rollout.adapter_transport)),
+        desk=FolderDesk(scratch / "adapters", shared_memory if rollout.adapter_transport == "SharedMemory" else None),
         max_running_requests=rollout.max_running_requests,
         at_once=starts_at_once(resolved),
         sleeping=sleeping_parts(rollout.sleep),

@@ -78,6 +78,8 @@ _HINTS |= {
     },
 }
 """What a pattern means, by path."""
+_SUCCESSORS = {"Broadcast": "SharedMemory"}
+"""What to write instead of a value that earlier versions had."""
 
 
 def show_value(value: Any) -> str:
@@ -110,7 +112,7 @@ def explain(kind: str, path: Path, value: Any) -> tuple[str, str | None]:
     if value is None:
         return "the value is empty", _say_what_to_write(path, schema)
     if kind == "literal_error":
-        near = find_near(str(value), map(str, schema["enum"]))
+        near = _SUCCESSORS.get(str(value)) or find_near(str(value), map(str, schema["enum"]))
         allowed = f"allowed: {format_allowed(schema)}"
         return f"{show_value(value)} is not one of its values", f"did you mean `{near}`? {allowed}" if near else allowed
     if kind.startswith("string_pattern"):

@@ -159,10 +159,10 @@ class Rollout(Block):
     """With `engine: OpenAI`: servers that somebody else runs, all of one version, serving the model of `model.uri`."""
     adapter_folder: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=1024, pattern="^/")] = None
     """With `engine: OpenAI`: a folder for published adapters that Orbit and the endpoints see under this path."""
-    adapter_transport: Annotated[Literal["Auto", "File", "SharedMemory", "Broadcast"], LAYOUT] = "Auto"
-    """How published adapters reach servers that Orbit starts: as files, in the host's memory, or by one broadcast to
-    all. A server that cannot be reached that way gets files. `Auto` is `SharedMemory`, or `File` in a `Split` pod,
-    whose containers share no memory; `endpoints` use `adapterMethod` instead."""
+    adapter_transport: Annotated[Literal["Auto", "File", "SharedMemory"], LAYOUT] = "Auto"
+    """How published adapters reach servers that Orbit starts: as files, or in the host's memory. A server that cannot
+    be reached that way gets files. `Auto` is `SharedMemory`, or `File` in a `Split` pod, whose containers share no
+    memory; `endpoints` use `adapterMethod` instead."""
     sleep: Annotated[Literal["None", "Cache", "All"], LAYOUT] = "None"
     """What servers that Orbit starts release while the trainer works, on a GPU that both use: nothing, the key-value
     cache, or also the weights, which meanwhile wait in the host's memory. On a CPU nothing is freed."""

@@ -118,7 +118,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             "self.placement.layout != 'Split' || self.rollout.adapterTransport != 'SharedMemory'",
-            "write File or Broadcast, or leave it out",
+            "write File, or leave it out",
             ".rollout.adapterTransport",
         ),
         Rule(

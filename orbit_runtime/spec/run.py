@@ -211,7 +211,7 @@ class RunSpec(Block):
                 ("rollout", "adapterTransport"),
                 (("placement", "layout"),),
                 "with `spec.placement.layout: Split` the engine's container does not see the trainer's memory",
-                "write `File` or `Broadcast`, or leave it out",
+                "write `File`, or leave it out",
             )
         if self.placement.nodes > 1:
             yield from self._check_nodes()
@@ -282,6 +282,17 @@ class OrbitRun(Block):
             message = "; ".join(f"{'.'.join(map(str, each.at))}: {each.message}" for each in found)
             raise PydanticCustomError("contradiction", "{text}", {"text": message, "found": found})
         return self
+
+
+def upgrade_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest that was accepted when it was stored, in a run folder or a cluster, as this version accepts it."""
+    spec = manifest["spec"]
+    rollout = spec.get("rollout") or {}
+    if rollout.get("adapterTransport") == "Broadcast":
+        is_split = (spec.get("placement") or {}).get("layout") == "Split"
+        rollout = {**rollout, "adapterTransport": "File" if is_split else "SharedMemory"}
+        spec = {**spec, "rollout": rollout}
+    return {**manifest, "spec": spec}
 
 
 def _without(value: Any, names: Collection[str]) -> Any:

@@ -87,13 +87,13 @@ def test_a_killed_server_costs_no_step(tmp_path: Path) -> None:
 
 def test_a_replica_that_is_killed_costs_no_step_and_the_run_goes_on_meanwhile(tmp_path: Path) -> None:
     out = tmp_path / "replica-killed"
-    run = start(out, "spec.rollout.replicas=2", "spec.rollout.adapterTransport=Broadcast", steps=4)
+    run = start(out, "spec.rollout.replicas=2", steps=4)
     wait_for_step(out, 2, run)
     _, second = servers(run)
     os.killpg(second.pid, signal.SIGKILL)
     assert run.wait(1000) == 0, out.with_suffix(".log").read_text()[-3000:]
     report = check_report(out, 4)
-    assert report["adapter_transport"] == "Broadcast"
+    assert report["adapter_transport"] == "SharedMemory"
     assert report["executions"] == 1
     assert report["publishes"] == 5
     assert json.loads((out / "parity" / "preflight-e000001-1.json").read_text())["engine"] == "replica 1"

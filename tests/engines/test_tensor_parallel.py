@@ -18,7 +18,7 @@ from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy.snapshot import take_snapshot
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.transport import Broadcast, SharedMemory, Transport
+from orbit_runtime.rollout.transport import Transport, shared_memory
 from orbit_runtime.types import AdapterFiles, Request, Sampling
 from tests.engines.servers import OFT, Adder, attach, server_of, start_server
 from tests.engines.test_contract import policy_logprobs
@@ -56,7 +56,7 @@ def engine(halves: ServedEngine, chosen: Chosen) -> Iterator[ServedEngine]:
     yield halves
     for name in halves.adapters():
         halves.unload_adapter(name)
-    chosen.close()
+    chosen.now = None
 
 
 @pytest.fixture(params=["LoRA", "OFT"])
@@ -94,17 +94,17 @@ def failures_again(proof: Proof) -> list[str]:
     return [each for each in proof.failures if not each.startswith("versions share cached keys")]
 
 
-@pytest.mark.parametrize("transport", [None, SharedMemory, Broadcast])
+@pytest.mark.parametrize("transport", [None, shared_memory])
 def test_a_publish_reaches_both_processes_and_is_proven_of_them_together(
     engine: ServedEngine,
     chosen: Chosen,
     adder: Adder,
     new_name: NewName,
-    transport: Callable[[], Transport] | None,
+    transport: Transport | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With what each process tells of the canary's pass: none is asked about its slots, for which all would stop."""
-    chosen.now = transport() if transport else None
+    chosen.now = transport
     for version in (1, 2):
         name, adapter = new_name(), random_adapter(adder[0], version)
         engine.load_adapter(name, adapter)
@@ -197,20 +197,18 @@ def test_a_process_that_still_applies_the_version_before_is_named(
 MISSES = (
     "from orbit_runtime.sglang_plugin import arrival\n"
     "from orbit_runtime.adapters.ticket import NotArrivedError\n"
-    "arrival.right = dict(arrival.RECEIVERS)\n"
+    "arrival.right = arrival.from_memory\n"
     "def misses(ticket):\n"
-    "    arrival.RECEIVERS = arrival.right\n"
+    "    arrival.from_memory = arrival.right\n"
     "    raise {error}\n"
-    "arrival.RECEIVERS = dict.fromkeys(arrival.RECEIVERS, misses)\n"
+    "arrival.from_memory = misses\n"
 )
 
 
-@pytest.mark.parametrize("transport", [SharedMemory, Broadcast])
 def test_an_adapter_that_did_not_reach_one_process_comes_to_all_as_files(
-    engine: ServedEngine, chosen: Chosen, adder: Adder, new_name: NewName, on_rank: OnRank,
-    transport: Callable[[], Transport],
-) -> None:  # fmt: skip
-    chosen.now = transport() if transport is SharedMemory else Broadcast(seconds=6)
+    engine: ServedEngine, chosen: Chosen, adder: Adder, new_name: NewName, on_rank: OnRank
+) -> None:
+    chosen.now = shared_memory
     missed = engine.replicas[0].missed
     on_rank(engine, 1, MISSES.format(error="NotArrivedError('it was not looked for')"))
     name, adapter = new_name(), random_adapter(adder[0], 7)
@@ -224,7 +222,7 @@ def test_an_adapter_that_did_not_reach_one_process_comes_to_all_as_files(
 def test_a_load_that_one_process_refuses_stands_in_none_and_the_server_goes_on(
     engine: ServedEngine, chosen: Chosen, lora_adder: Adder, new_name: NewName, on_rank: OnRank
 ) -> None:
-    chosen.now = SharedMemory()
+    chosen.now = shared_memory
     on_rank(engine, 1, MISSES.format(error="ValueError('this one is not for me')"))
     name, adapter = new_name(), random_adapter(lora_adder[0], 8)
     with pytest.raises(GateError, match="rank 1: this one is not for me"):

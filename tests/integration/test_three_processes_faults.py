@@ -306,7 +306,6 @@ def test_another_version_is_refused(counter: Counter) -> None:
 # --- at the door ---
 
 APART = {
-    "spec.rollout.adapterTransport": {"rollout": {"engine": "SGLang", "adapterTransport": "Broadcast"}},
     "spec.rollout.sleep": {"rollout": {"engine": "SGLang", "sleep": "All"}},
     "spec.training.trainer": {"placement": {"nodes": 2}, "rollout": {"engine": "SGLang"}},
     "spec.adapter.type": {"adapter": {"type": "Full"}},

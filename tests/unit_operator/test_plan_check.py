@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
 from unit_operator.cluster_model import build_cluster
 
-from orbit_operator.observe import check_plan, judge_manifest
+from orbit_operator.manifests.config_map import build_config_map
+from orbit_operator.observe import build_source, check_plan, judge_manifest
 from orbit_operator.plan import plan
 from orbit_runtime.api.before import check_before_run, find_facts
 from orbit_runtime.cli.plan import find_machine
@@ -127,6 +129,15 @@ def test_a_run_that_is_refused_fails_without_a_pod_and_says_who_must_act() -> No
     assert chosen.state is not None
     assert (chosen.state.phase, chosen.state.reason, chosen.state.owner) == ("Failed", "DoesNotFit", "user")
     assert [(event.reason, event.is_warning) for event in chosen.events] == [("RunFailed", True)]
+
+
+def test_a_stored_run_with_a_transport_that_is_gone_goes_on_by_memory() -> None:
+    spec = build_run(rollout={"engine": "SGLang"}).to_manifest()["spec"]
+    spec["rollout"]["adapterTransport"] = "Broadcast"
+    body = {"metadata": {"name": "a", "namespace": "team", "uid": "u"}, "spec": spec}
+    assert judge_manifest(body).invalid == ""
+    written = json.loads(build_config_map(build_source(body))["data"]["run.yaml"])
+    assert written["spec"]["rollout"]["adapterTransport"] == "SharedMemory"
 
 
 def test_a_manifest_of_another_version_is_told_and_not_planned() -> None:

@@ -76,10 +76,6 @@ MANIFESTS: tuple[SupportRow[ManifestFacts], ...] = (
 )  # fmt: skip
 
 APART: tuple[SupportRow[RunSpec], ...] = (
-    SupportRow("rollout.adapterTransport", "three processes",
-        lambda spec: spec.rollout.adapter_transport == "Broadcast",
-        "adapters come to the servers' machine by the run's store; from there a broadcast brings nothing",
-        "write SharedMemory or File, or use `orbit run`"),
     SupportRow("rollout.sleep", "three processes", lambda spec: spec.rollout.sleep != "None",
         "a server sleeps to make room for the trainer on its GPU, and a trainer in another process does not give back "
         "what it took before the server wakes", "write None, or use `orbit run`"),

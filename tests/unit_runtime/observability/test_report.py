@@ -73,12 +73,12 @@ def test_a_report_says_whether_sampling_was_deterministic(tmp_path: Path) -> Non
 def test_a_report_says_how_adapters_reached_the_engine(tmp_path: Path) -> None:
     folder = write_run_folder(tmp_path, SyntheticRun(steps=3))
     run = json.loads((folder / "run.json").read_text())
-    for engine, told in (("SGLang", "Broadcast"), ("Torch", None)):
-        run["resolved"]["spec"]["rollout"] = {"engine": engine, "adapterTransport": "Broadcast"}
+    for engine, told in (("SGLang", "SharedMemory"), ("Torch", None)):
+        run["resolved"]["spec"]["rollout"] = {"engine": engine, "adapterTransport": "SharedMemory"}
         (folder / "run.json").write_text(json.dumps(run))
         report = build_report(open_store(str(folder), writable=False))
         assert report.to_json()["adapter_transport"] == told
-        assert "Broadcast" in render_html(report)
+        assert "SharedMemory" in render_html(report)
 
 
 def test_a_report_says_where_the_newest_starts_time_went(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
-from orbit_runtime.rollout.transport import Broadcast, FolderDesk, SharedMemory, Transport
+from orbit_runtime.rollout.transport import FolderDesk, shared_memory
 from orbit_runtime.rollout.wire import Wire, build_client
 from tests.unit_runtime.rollout.test_served_engine import Words, adapter
 
@@ -28,9 +28,9 @@ Build = Callable[..., ServedEngine]
 def build(tmp_path: Path) -> Iterator[Build]:
     made: list[ServedEngine] = []
 
-    def start(*servers: FakeServer, transport: Transport) -> ServedEngine:
+    def start(*servers: FakeServer) -> ServedEngine:
         client = build_client()
-        desk = FolderDesk(tmp_path / "adapters", transport)
+        desk = FolderDesk(tmp_path / "adapters", shared_memory)
         engine = ServedEngine(Words(), client, desk=desk, max_running_requests=64)
         made.append(engine)
         for server in servers:
@@ -54,7 +54,7 @@ def told(*servers: FakeServer, name: str = "policy-v1") -> list[str]:
 
 def test_servers_are_told_a_ticket_and_one_that_it_does_not_reach_gets_files(build: Build) -> None:
     servers = FakeServer(), FakeServer()
-    engine = build(*servers, transport=SharedMemory())
+    engine = build(*servers)
     servers[1].faults.append(once("/load_lora_adapter", 400, {"error_message": f"{NOT_ARRIVED}: given back"}))
     engine.load_adapter("policy-v1", adapter(1))
     assert told(*servers) == ["ticket", "policy-v1"]
@@ -70,17 +70,16 @@ def test_servers_are_told_a_ticket_and_one_that_it_does_not_reach_gets_files(bui
 
 def test_a_refusal_is_no_reason_for_files(build: Build) -> None:
     servers = FakeServer(), FakeServer()
-    engine = build(*servers, transport=SharedMemory())
+    engine = build(*servers)
     servers[1].faults.append(once("/load_lora_adapter", 400, {"error_message": "arrived as sha256:1, not sha256:2"}))
     with pytest.raises(GateError, match=r"replica 1 refused adapter policy-v1: .*arrived as sha256:1"):
         engine.load_adapter("policy-v1", adapter(1))
     assert [set(server.held) for server in servers] == [set(), set()]
 
 
-@pytest.mark.parametrize("transport", [SharedMemory(), Broadcast(seconds=0.5)])
-def test_one_that_dies_while_it_is_handed_an_adapter_comes_back_by_files(build: Build, transport: Transport) -> None:
+def test_one_that_dies_while_it_is_handed_an_adapter_comes_back_by_files(build: Build) -> None:
     servers = FakeServer(), FakeServer()
-    engine = build(*servers, transport=transport)
+    engine = build(*servers)
     servers[1].faults.append(dies_at("/load_lora_adapter"))
     engine.load_adapter("policy-v1", adapter(1))
     engine.load_adapter("policy-v2", adapter(2))
@@ -91,7 +90,7 @@ def test_one_that_dies_while_it_is_handed_an_adapter_comes_back_by_files(build: 
 def test_some_processes_of_a_server_having_it_does_not_keep_its_name(build: Build) -> None:
     """SGLang holds a name back that only some of its ranks loaded, until it is unloaded."""
     server = FakeServer()
-    engine = build(server, transport=SharedMemory())
+    engine = build(server)
 
     def half(fake: FakeServer, path: str, body: dict) -> tuple[int, dict] | None:
         if path != "/load_lora_adapter":

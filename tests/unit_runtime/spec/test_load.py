@@ -104,6 +104,12 @@ FIELDS = [
         "  fix: allowed: `Auto` `Torch` `SGLang` `OpenAI`",
     ),
     (
+        "    engine: Auto",
+        "    engine: SGLang\n    adapterTransport: Broadcast",
+        'run.yaml:21: spec.rollout.adapterTransport: `"Broadcast"` is not one of its values\n'
+        "  fix: did you mean `SharedMemory`? allowed: `Auto` `File` `SharedMemory`",
+    ),
+    (
         "    steps: 5",
         "    steps: 0",
         "run.yaml:22: spec.training.steps: `0` is out of range\n  fix: allowed: 1 to 100000000",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from orbit_runtime.spec import (
 from orbit_runtime.spec.fields import all_fields, field_sets
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 from orbit_runtime.spec.resolve import with_trainer
+from orbit_runtime.spec.run import upgrade_manifest
 
 TEXT = """\
 apiVersion: orbitrl.dev/v1alpha1
@@ -65,8 +67,8 @@ def test_adapters_reach_servers_of_our_own_through_memory_unless_asked_otherwise
     assert decided == {"Torch": "File", "SGLang": "SharedMemory", "OpenAI": "File"}
     split = resolved("rollout.engine=SGLang", "placement={layout: Split, gpus: 2}").run.spec.rollout
     assert split.adapter_transport == "File", "the engine's container does not see the trainer's memory"
-    asked = resolved("rollout.engine=SGLang", "rollout.adapterTransport=Broadcast")
-    assert asked.run.spec.rollout.adapter_transport == "Broadcast"
+    asked = resolved("rollout.engine=SGLang", "rollout.adapterTransport=File")
+    assert asked.run.spec.rollout.adapter_transport == "File"
 
 
 def test_nothing_that_can_be_decided_stays_auto() -> None:
@@ -367,6 +369,19 @@ def test_a_field_of_another_version_counts_as_identity() -> None:
     assert [tuple(each) for each in differences(old, resolved().run.to_manifest())] == [
         ("spec.algorithm.entropyBonus", "identity", 0.1, None)
     ]
+
+
+@pytest.mark.parametrize(("layout", "now"), [("Colocated", "SharedMemory"), ("Split", "File")])
+def test_a_stored_manifest_with_a_transport_that_is_gone_is_the_same_run_by_another(layout: str, now: str) -> None:
+    run = resolved("rollout.engine=SGLang", f"placement={{layout: {layout}, gpus: 2}}").run.to_manifest()
+    old = copy.deepcopy(run)
+    old["spec"]["rollout"]["adapterTransport"] = "Broadcast"
+    assert [tuple(each) for each in differences(old, run)] == [
+        ("spec.rollout.adapterTransport", "layout", "Broadcast", now)
+    ]
+    upgraded = OrbitRun.model_validate(upgrade_manifest(old))
+    assert resolve(upgraded, CPU).run.to_manifest() == upgraded.to_manifest() == run
+    assert upgrade_manifest(run) == run
 
 
 def test_the_identity_is_the_digest_of_what_differences_call_identity() -> None:
