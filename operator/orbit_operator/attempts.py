@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from orbit_operator.actions import State
-from orbit_operator.claims import read_count
 from orbit_operator.facts import Attempt, JobFacts, Lifecycle, Observed, PodFacts, Progress
 from orbit_operator.policies.accounting import account_all
 from orbit_operator.policies.deadlines import STARTING_PHASES, held_seconds, startup_deadline
 from orbit_operator.policies.failure import judge_job, judge_lost, judge_startup, read_termination
 from orbit_operator.policies.restart import charge, num_spent
 from orbit_operator.policies.suspend import is_lost
+from orbit_operator.reported_values import read_count
 
 ENDED_PHASES = ("Done", "Stopped", "Failed")
 """Phases that a process reports as it ends. They do not tell whether, or since when, it trained."""

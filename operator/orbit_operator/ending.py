@@ -21,7 +21,7 @@ from orbit_operator.policies.deadlines import active_deadline
 from orbit_operator.policies.restart import decide_restart
 from orbit_operator.policies.suspend import live_pods
 from orbit_operator.policies.ttl import expiry
-from orbit_operator.stored import read_owner
+from orbit_operator.recorded_status import read_owner
 
 SKIP_CLEANUP = "orbitrl.dev/skip-artifact-cleanup"
 FINALIZER = "orbitrl.dev/artifact-cleanup"

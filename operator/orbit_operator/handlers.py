@@ -9,12 +9,12 @@ import kopf
 
 from orbit_operator.cache import Key
 from orbit_operator.intake import Intake
+from orbit_operator.kopf_storage import NoDiffBase, NoProgress
+from orbit_operator.namespaces import NamespaceView
 from orbit_operator.read import run_name_of
 from orbit_operator.resync import CHILDREN
 from orbit_operator.session import open_session
 from orbit_operator.settings import Settings
-from orbit_operator.sight import NamespaceView
-from orbit_operator.stateless import NoDiffBase, NoProgress
 
 Body = Mapping[str, Any]
 WATCH_PAUSES = (0.5, 1.0, *[2.0] * 30)

@@ -29,6 +29,7 @@ from orbit_operator.intake import Intake
 from orbit_operator.lease import Lease, LeaseLostError
 from orbit_operator.manifests.source import METRICS_PORT
 from orbit_operator.metrics import Metrics
+from orbit_operator.namespaces import EVERYWHERE, NamespaceView
 from orbit_operator.observe import Observer
 from orbit_operator.plan import Limits
 from orbit_operator.poll import Poller
@@ -36,7 +37,6 @@ from orbit_operator.read import has_ended
 from orbit_operator.reconcile import Parts, reconcile
 from orbit_operator.resync import Resync
 from orbit_operator.settings import PREFIX, Settings, load_settings
-from orbit_operator.sight import EVERYWHERE, NamespaceView
 from orbit_operator.work_queue import WorkQueue
 from orbit_runtime.errors import OrbitError
 

@@ -24,10 +24,10 @@ from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progre
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RUN_UID, RunSource, cleanup_name, run_folder
 from orbit_operator.policies.failure import read_termination
-from orbit_operator.policies.patience import PATIENCE_SECONDS
+from orbit_operator.policies.requeue import PATIENCE_SECONDS
 from orbit_operator.poll import read_progress
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, read_ranks, run_uid_of
-from orbit_operator.stored import read_stored
+from orbit_operator.recorded_status import read_stored
 from orbit_operator.timestamps import read_time
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.model_info.builtin_models import builtin_folder

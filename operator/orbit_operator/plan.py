@@ -19,7 +19,7 @@ from orbit_operator.policies.accounting import account_all
 from orbit_operator.policies.deadlines import active_deadline, startup_deadline
 from orbit_operator.policies.failure import STARTUP_DEADLINE
 from orbit_operator.policies.nodes import missing_ranks, unused_ranks
-from orbit_operator.policies.patience import PATIENCE_SECONDS, look_again
+from orbit_operator.policies.requeue import PATIENCE_SECONDS, look_again
 from orbit_operator.policies.restart import decide_restart, num_spent
 from orbit_operator.policies.suspend import is_stranded, live_pods, node_wake
 

@@ -17,9 +17,9 @@ import orjson
 
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Key
-from orbit_operator.claims import read_count, read_number, read_seconds, read_text
 from orbit_operator.facts import PodFacts, Progress
 from orbit_operator.metrics import Metrics
+from orbit_operator.reported_values import read_count, read_number, read_seconds, read_text
 
 ANSWER_SECONDS = 3.0
 LARGEST_ANSWER = 64 * 1024

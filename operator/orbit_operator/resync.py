@@ -42,7 +42,7 @@ class Resync:
         """Whether the cache agrees with the API server.
 
         Raises ApiError if the API server does not answer: then nothing is known and nothing is concluded. The same
-        holds, without an error, for one kind in a namespace where listing it is refused; `sight` knows why.
+        holds, without an error, for one kind in a namespace where listing it is refused; `namespaces` knows why.
         """
         behind: dict[str, int] = {}
         missing: set[str] = set()

@@ -16,7 +16,7 @@ import kopf
 import orjson
 
 from orbit_operator.intake import Intake
-from orbit_operator.sight import EVERYWHERE, PLURALS, NamespaceView
+from orbit_operator.namespaces import EVERYWHERE, PLURALS, NamespaceView
 
 LIST_ANEW = orjson.dumps(
     {"type": "ERROR", "object": {"kind": "Status", "apiVersion": "v1", "code": 410, "reason": "Expired"}}

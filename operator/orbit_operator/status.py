@@ -1,6 +1,7 @@
 """Turns a state into the OrbitRun's whole `status`, which is applied once per pass.
 
-Belongs here: conditions, and which fact goes into which field. Does not belong here: reading it back (`stored`).
+Belongs here: conditions, and which fact goes into which field. Does not belong here: reading it back
+(`recorded_status`).
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.fair_lock import FairLock
 from orbit_runtime.adapters.lora import LoRASlot, add_lora, dropout
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.adapters.part import WHOLE, WeightPart
 from orbit_runtime.adapters.rotations import RotationCache
-from orbit_runtime.adapters.turn import FairLock
 from orbit_runtime.errors import InternalError
 from orbit_runtime.seeds import stream_key
 

@@ -1,9 +1,8 @@
 """The arithmetic of RL: advantages, losses, corrections and reductions, as pure functions that compose.
 
 Belongs here: numbers and tensors in, numbers and tensors out, with the paper and equation cited. Does not belong here:
-models, optimisers, recording of metrics, which parts make up a named algorithm (`spec.objectives`). `own` loads
-functions of the user's that replace the ones here. `advantages`, `constants`, `table` and `own` import no torch; the
-others do.
+models, optimisers, recording of metrics, which parts make up a named algorithm (`spec.objectives`). `custom_loss` loads
+the user's functions that replace the ones here. `advantages`, `constants`, `table` and `custom_loss` import no torch.
 """
 
 from __future__ import annotations

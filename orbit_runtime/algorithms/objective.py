@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from orbit_runtime.algorithms.custom_loss import OwnLoss
 from orbit_runtime.algorithms.losses import Surrogate, clipped, clipped_weights, likelihood, nothing, policy_loss
-from orbit_runtime.algorithms.own import OwnLoss
 from orbit_runtime.algorithms.ratios import SEQUENCE_RATIOS
 from orbit_runtime.spec.algorithm import Algorithm as Settings
 

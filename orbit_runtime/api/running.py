@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.api.before import check_before_run, check_can_train
-from orbit_runtime.api.given import with_given
+from orbit_runtime.api.checks import check_before_run, check_can_train
 from orbit_runtime.api.manifest import load_manifest
+from orbit_runtime.api.replacements import with_given
 from orbit_runtime.api.report import Report
 from orbit_runtime.observability.progress import Progress, SilentProgress, build_progress
 from orbit_runtime.spec import OrbitRun

@@ -19,7 +19,7 @@ from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, U
 if TYPE_CHECKING:
     import httpx
 
-    from orbit_runtime.cli.beside import ModelAnswer, Pieces
+    from orbit_runtime.cli.side_by_side import ModelAnswer, Pieces
 
 HELP = "/reset forgets the conversation, /quit ends, /help says this, Ctrl-C ends an answer"
 FIRST_SECONDS = 600.0
@@ -113,7 +113,7 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
     """The API's address and key, and the names to talk to."""
     if options.base_url is not None:
         return _attach(options)
-    from orbit_runtime.api.before import check_can_train
+    from orbit_runtime.api.checks import check_can_train
     from orbit_runtime.cli.serve import check_named, fetch_named, to_stderr
 
     if options.api_key_env is not None:
@@ -198,7 +198,7 @@ def _answer(
 
     from rich.console import Console
 
-    from orbit_runtime.cli.beside import is_wide, printable, show_beside
+    from orbit_runtime.cli.side_by_side import is_wide, printable, show_beside
 
     seed: dict[str, int] = {}
     if len(talks) > 1 and "seed" not in settings:
@@ -228,7 +228,7 @@ def _answer(
 
 def _one_by_one(asked: Mapping[str, Pieces], *, as_json: bool, printed: Callable[[str], str]) -> dict[str, ModelAnswer]:
     """Shows the answers one below the other. After Ctrl-C the remaining ones are not requested."""
-    from orbit_runtime.cli.beside import INTERRUPTED, ModelAnswer
+    from orbit_runtime.cli.side_by_side import INTERRUPTED, ModelAnswer
 
     answers: dict[str, ModelAnswer] = {}
     for name, pieces in asked.items():

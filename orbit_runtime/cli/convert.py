@@ -49,8 +49,8 @@ def convert(
         UnsupportedError: (78) this source cannot become this target.
     """
     from orbit_runtime.checkpoints.target import build_target
+    from orbit_runtime.cli.addresses import needed_folder
     from orbit_runtime.cli.bars import bytes_bar, stages
-    from orbit_runtime.cli.places import needed_folder
     from orbit_runtime.storage.opening import check_writable
 
     target = build_target(precision, layout, group_size, ignore or [])

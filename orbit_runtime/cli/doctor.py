@@ -78,7 +78,7 @@ def check_python() -> list[Finding]:
 
 
 def check_train_extra() -> list[Finding]:
-    from orbit_runtime.api.before import NEEDED_TO_TRAIN
+    from orbit_runtime.api.checks import NEEDED_TO_TRAIN
 
     missing = [name for name in NEEDED_TO_TRAIN if importlib.util.find_spec(name) is None]
     if missing:

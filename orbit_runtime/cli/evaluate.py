@@ -93,7 +93,7 @@ def evaluate(
         )
     uri = out or f"{weights or run.spec.storage.uri.rstrip('/') + '/' + run.name}-eval"
     if models.base_url is None:
-        from orbit_runtime.api.before import check_can_train
+        from orbit_runtime.api.checks import check_can_train
 
         check_can_train()
     from orbit_runtime.observability.progress import build_progress

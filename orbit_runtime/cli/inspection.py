@@ -42,7 +42,7 @@ def inspect(
 def _inspect(uri: str, precision: str) -> Inspection | dict[str, Any]:
     from orbit_runtime.checkpoints.adapter_folder import describe_adapter, is_adapter, read_adapter
     from orbit_runtime.checkpoints.inspection import inspect_facts, inspect_headers
-    from orbit_runtime.cli.places import local_folder
+    from orbit_runtime.cli.addresses import local_folder
     from orbit_runtime.model_info.cards import find_card_facts, repositories
     from orbit_runtime.model_info.checkpoint import folder_headers
     from orbit_runtime.model_info.remote_checkpoint import store_headers

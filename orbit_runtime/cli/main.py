@@ -216,7 +216,7 @@ def run_command(arguments: Sequence[str]) -> int:
 def _fail(error: OrbitError, as_json: bool) -> int:
     import json
 
-    from orbit_runtime.observability.last_words import add_last_words, words_of
+    from orbit_runtime.observability.termination_message import add_last_words, words_of
 
     add_last_words(words_of(error))
     if as_json:

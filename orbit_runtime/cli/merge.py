@@ -111,8 +111,8 @@ def _merge_into_base(
 ) -> None:
     from orbit_runtime.checkpoints.merge import NamedBase, base_target, merge_into_base
     from orbit_runtime.checkpoints.target import build_target
+    from orbit_runtime.cli.addresses import needed_folder
     from orbit_runtime.cli.bars import bytes_bar, stages
-    from orbit_runtime.cli.places import needed_folder
 
     base = needed_folder(named)
     target = base_target(base, precision) or build_target(precision, None, None, ())

@@ -39,7 +39,7 @@ def parity(
     Raises:
         OrbitError: what `orbit run` would stop with before its first step.
     """
-    from orbit_runtime.api.before import check_before_run, check_can_train
+    from orbit_runtime.api.checks import check_before_run, check_can_train
     from orbit_runtime.spec import load_manifest
 
     manifest, folder = load_manifest(file, overrides or []), file.resolve().parent

@@ -32,7 +32,7 @@ def plan(
     Raises:
         UnsupportedError: (78) it does not fit, or is not supported; with the number.
     """
-    from orbit_runtime.api.before import find_facts
+    from orbit_runtime.api.checks import find_facts
     from orbit_runtime.planner import check_verdict, judge
     from orbit_runtime.spec import load_manifest
 

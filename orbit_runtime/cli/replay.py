@@ -34,7 +34,7 @@ def replay(
     Raises:
         OrbitError: the folder, its rollouts or the base cannot be used.
     """
-    from orbit_runtime.api.before import check_can_train
+    from orbit_runtime.api.checks import check_can_train
     from orbit_runtime.cli.bars import steps_bar
     from orbit_runtime.storage import open_store
 

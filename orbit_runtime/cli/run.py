@@ -122,7 +122,7 @@ def _published(uri: str, report: Mapping[str, Any]) -> str:
 
 
 def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:
-    from orbit_runtime.api.before import find_facts, find_ranks, find_server_gpus
+    from orbit_runtime.api.checks import find_facts, find_ranks, find_server_gpus
 
     try:
         model = find_facts(manifest, folder)

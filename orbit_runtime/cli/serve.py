@@ -59,7 +59,7 @@ def serve(
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
         taken. OrbitError: model or adapters cannot be served.
     """
-    from orbit_runtime.api.before import check_can_train
+    from orbit_runtime.api.checks import check_can_train
     from orbit_runtime.workers.child.run_token import SERVE_VARIABLE
 
     host, port, token = read_door(listen, token_file, SERVE_VARIABLE)
@@ -102,7 +102,7 @@ def check_named(source: str | None, model: str | None, adapters: Sequence[str]) 
         UsageError: neither or both of run and model are named, an address is none, or a local folder is not there.
         ModelError: the model's folder is not there, or holds no model.
     """
-    from orbit_runtime.cli.places import local_folder
+    from orbit_runtime.cli.addresses import local_folder
     from orbit_runtime.model_info.settings import check_model_folder
     from orbit_runtime.serve.names import check_one_source
     from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
@@ -128,7 +128,7 @@ def fetch_named(model: str | None) -> Path | None:
 
     Raises: see `fetch_input`.
     """
-    from orbit_runtime.cli.places import local_folder
+    from orbit_runtime.cli.addresses import local_folder
 
     if model is None or local_folder(model) is not None:
         return None

@@ -91,7 +91,7 @@ def _run_side(
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
         taken. OrbitError: as `orbit run` with this manifest before its first step.
     """
-    from orbit_runtime.api.before import check_can_train
+    from orbit_runtime.api.checks import check_can_train
     from orbit_runtime.spec import load_manifest
     from orbit_runtime.workers.child.run_token import SERVICE_VARIABLE
 
@@ -197,14 +197,14 @@ def rl(file: Manifest, out: Out = None, overrides: Overrides = None, as_json: As
     \f
     Returns the exit code of the run; the children have ended by then. Raises: as `orchestrator`.
     """
-    from orbit_runtime.api.before import check_can_train
+    from orbit_runtime.api.checks import check_can_train
     from orbit_runtime.spec import load_manifest
 
     manifest = load_manifest(file, overrides or [])
     check_can_train()
 
     def train(progress: Progress) -> RunResult:
-        from orbit_runtime.api.before import check_before_run
+        from orbit_runtime.api.checks import check_before_run
         from orbit_runtime.planner.support.manifests import check_apart
         from orbit_runtime.services.building import kinds_of
         from orbit_runtime.services.children import Children

@@ -24,9 +24,9 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
         ModelError: (66) no model of that name, or in that precision, ships with Orbit.
         DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
-    from orbit_runtime.algorithms.own import check_own
-    from orbit_runtime.api.before import local_model
-    from orbit_runtime.environments.asked import check_local_inputs, code_path
+    from orbit_runtime.algorithms.custom_loss import check_own
+    from orbit_runtime.api.checks import local_model
+    from orbit_runtime.environments.targets import check_local_inputs, code_path
     from orbit_runtime.evaluation.tasks import task_specs, telling_fields
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.planner.verdict import check_support
@@ -70,7 +70,7 @@ def _check_model(run: OrbitRun, folder: Path) -> list[str]:
 
     Returns what of the manifest's parallel sizes only `orbit plan` can know, for it asks elsewhere, or is where the run
     will be."""
-    from orbit_runtime.api.before import local_facts
+    from orbit_runtime.api.checks import local_facts
     from orbit_runtime.planner.verdict import check_sizes, check_support, has_sizes, needs_model
 
     if not has_sizes(run) and not needs_model(run):

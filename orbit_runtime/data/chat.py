@@ -17,7 +17,7 @@ from typing import Any
 from orbit_runtime.data.tiktoken_model import VOCABULARY, is_tiktoken, load_tiktoken
 from orbit_runtime.data.typescript import NotWritable, sorted_keys, write_tools
 from orbit_runtime.errors import ManifestError, ModelError
-from orbit_runtime.model_info.calls.known import format_of
+from orbit_runtime.model_info.calls.formats import format_of
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.model_info.settings import check_folder, load_settings, own_template
 

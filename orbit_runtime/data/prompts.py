@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, overload
 
-from orbit_runtime.data.order import shuffled
+from orbit_runtime.data.permutation import shuffled
 from orbit_runtime.data.rows import OpenedSource, PromptSource, open_rows
 from orbit_runtime.data.scan import MAX_LISTED, listed
 from orbit_runtime.data.stores import OFFSETS

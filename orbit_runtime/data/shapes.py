@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orbit_runtime.data.order import shuffled
+from orbit_runtime.data.permutation import shuffled
 from orbit_runtime.data.scan import kind_of, row_problem
 from orbit_runtime.seeds import stream_key
 

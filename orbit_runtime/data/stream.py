@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from orbit_runtime.data.order import shuffled
 from orbit_runtime.data.pass_rates import PassRates
+from orbit_runtime.data.permutation import shuffled
 from orbit_runtime.data.prompts import PromptTable
 from orbit_runtime.errors import DataError
 from orbit_runtime.seeds import stream_key

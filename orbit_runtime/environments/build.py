@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from orbit_runtime.environments.asked import check_arguments, check_group_size, reward_targets
 from orbit_runtime.environments.branching import Branching
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.targets import check_arguments, check_group_size, reward_targets
 from orbit_runtime.environments.turns import MultiTurn, OwnProcess, SingleTurn, ToolUse
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling, Tokenizer
@@ -49,7 +49,7 @@ def build_environment(
     """Builds the environment of a run.
 
     Args:
-        pool: processes for `asked.environment_target`; None if that is None.
+        pool: processes for `targets.environment_target`; None if that is None.
         only_first: only an episode's first rollout counts, so a group has as many episodes as rollouts.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 from orbit_runtime.model_info.calls import hermes
 from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas
-from orbit_runtime.model_info.calls.known import find_calls
+from orbit_runtime.model_info.calls.formats import find_calls
 
 MAX_CALL_CHARACTERS = 1 << 16
 MAX_CALLS = 32

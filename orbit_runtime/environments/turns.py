@@ -27,7 +27,7 @@ from orbit_runtime.environments.episodes import (
 )
 from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, joined_text, last_role
 from orbit_runtime.environments.tool_calls import ToolCall, parameter_schemas, parse_tool_calls
-from orbit_runtime.model_info.calls.known import FORMATS
+from orbit_runtime.model_info.calls.formats import FORMATS
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Prompt, Sampling, Tokenizer, TokenSource
 from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool, EpisodeProcess

@@ -16,9 +16,9 @@ from typing import Any
 
 from orbit_runtime.data.prompts import PromptTable, check_fields, load_prompts
 from orbit_runtime.data.rows import PromptSource
-from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
 from orbit_runtime.environments.build import build_environment, build_scorer
 from orbit_runtime.environments.episodes import Environment
+from orbit_runtime.environments.targets import environment_target, fields_read, process_limits
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.seeds import stream_key

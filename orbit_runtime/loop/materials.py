@@ -19,8 +19,8 @@ from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.demonstrations import Demonstration, read_demonstrations
 from orbit_runtime.data.prompts import PromptTable, check_fields, hold_out, load_prompts
 from orbit_runtime.data.rows import PromptSource
-from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
 from orbit_runtime.environments.build import build_scorer
+from orbit_runtime.environments.targets import environment_target, fields_read, process_limits
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.measure import open_held_out
 from orbit_runtime.loop.show import Show
@@ -119,7 +119,7 @@ def open_episode_materials(
 
     Args: run: with absolute paths; its `Auto` fields have no effect here.
     Raises:
-        DataError, ManifestError, UsageError: see `environments.asked.check_local_inputs`.
+        DataError, ManifestError, UsageError: see `environments.targets.check_local_inputs`.
         UnsupportedError: (78) the package of the environment's type is not installed.
         ModelError: (66) there is no adapter that teaches.
         CredentialsError: (77) a variable that an endpoint needs is not set.
@@ -128,7 +128,7 @@ def open_episode_materials(
     Args: run: with absolute paths; what `Auto` becomes on this machine does not matter.
 
     Raises:
-        DataError, ManifestError, UsageError: as of `environments.asked.check_local_inputs`.
+        DataError, ManifestError, UsageError: as of `environments.targets.check_local_inputs`.
         UnsupportedError: (78) the package of the environment's type is not installed.
         ModelError: (66) there is no adapter that teaches.
         CredentialsError: (77) a variable that an endpoint needs is not set.

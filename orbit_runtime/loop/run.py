@@ -48,13 +48,13 @@ from orbit_runtime.loop.show import Show, StartTimes
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
 from orbit_runtime.loop.teacher import check_teacher
-from orbit_runtime.observability.last_words import add_last_words, words_of
 from orbit_runtime.observability.metrics import MetricsRow, RunMetrics, build_row, parse_row
 from orbit_runtime.observability.notify import Webhook, build_body, build_webhooks, notify
 from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import LiveStatus
+from orbit_runtime.observability.termination_message import add_last_words, words_of
 from orbit_runtime.observability.trackers import RequestedTracker, Tracking, check_trackers, open_tracker
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest

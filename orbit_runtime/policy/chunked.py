@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from orbit_runtime.policy.attention import AttentionSettings
-from orbit_runtime.quant.kept import kept
+from orbit_runtime.quant.saved_products import computed_once
 
 BLOCK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Maximum scores per block over all heads: 16 and 256 MiB in fp32, with a few blocks alive at a time."""
@@ -118,8 +118,8 @@ class _Chunked(torch.autograd.Function):
             made.append(_forward(q_THD, k_TKD, v_TKD, seen))
             return made[0][0]
 
-        out_THD = kept(compute)
-        lse_HT = kept(lambda: made[0][1])
+        out_THD = computed_once(compute)
+        lse_HT = computed_once(lambda: made[0][1])
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, lse_HT)
         ctx.seen = seen
         return out_THD

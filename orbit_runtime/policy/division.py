@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-Turn = tuple[int, int]
+ProcessIndex = tuple[int, int]
 """A process's index among several, and their number."""
 
 
-def own_tokens(num_tokens: int, context: Turn) -> tuple[range, range]:
+def own_tokens(num_tokens: int, context: ProcessIndex) -> tuple[range, range]:
     """Two runs, one from each end: a late token sees more keys than an early one, so this balances the work.
 
     `num_tokens` is a multiple of twice the number of processes.

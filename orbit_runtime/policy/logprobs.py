@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from orbit_runtime.algorithms.distribution import add_bias, penalise, penalty_slope, truncate
-from orbit_runtime.policy.seen import SeenTokens
+from orbit_runtime.policy.preceding_tokens import SeenTokens
 from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.linear import FrozenLinear
 from orbit_runtime.types import Sampling

@@ -25,13 +25,13 @@ from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
 from orbit_runtime.policy.attention import AttentionPlan, Kernel, decoder_of, hidden_of
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.distance import Measure, TeacherReport, token_distances
-from orbit_runtime.policy.division import Turn
+from orbit_runtime.policy.division import ProcessIndex
 from orbit_runtime.policy.logprobs import UNSHAPED, logits_of, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
+from orbit_runtime.policy.preceding_tokens import SeenTokens
 from orbit_runtime.policy.probe import Behaviour
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
 from orbit_runtime.policy.routing import Routing
-from orbit_runtime.policy.seen import SeenTokens
 from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
 from orbit_runtime.types import Sampling
 
@@ -39,8 +39,8 @@ from orbit_runtime.types import Sampling
 class Division(Protocol):
     """One of several processes that compute a pass together."""
 
-    context: Turn
-    """Turn among the processes that divide a pass's tokens."""
+    context: ProcessIndex
+    """ProcessIndex among the processes that divide a pass's tokens."""
 
     def meet_tokens(self, own_TN: torch.Tensor) -> torch.Tensor:
         """Rows of this process's tokens → rows of all tokens. Backward sums every process's gradient for each row."""

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import AttentionSettings, Kernel, Visible, attend_rows
 from orbit_runtime.policy.chunked import attend_chunked
-from orbit_runtime.policy.division import Turn, own_tokens
+from orbit_runtime.policy.division import ProcessIndex, own_tokens
 from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.types import TOKENS
 
@@ -119,7 +119,7 @@ class Row:
     """Index of its first token among all tokens."""
 
 
-def build_packed(branches: Sequence[Branch], device: torch.device, context: Turn = (0, 1)) -> PackedBatch:
+def build_packed(branches: Sequence[Branch], device: torch.device, context: ProcessIndex = (0, 1)) -> PackedBatch:
     """Lays branches out in order. Prefixes and continuations must not be empty.
 
     Args:

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.quant.kept import SavedProducts
+from orbit_runtime.quant.saved_products import SavedProducts
 
 Recompute = Literal["None", "Selective", "PerLayer"]
 

@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 from orbit_runtime.quant.activations import Rounding, scaled
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
-from orbit_runtime.quant.kept import kept
 from orbit_runtime.quant.kernels.choice import select_path
 from orbit_runtime.quant.kernels.dense import EXPERT_DENSE_BYTES, grouped_dense, is_aligned
 from orbit_runtime.quant.kernels.operands import build_operands
 from orbit_runtime.quant.linear import backward_by_rows, forward_by_rows
+from orbit_runtime.quant.saved_products import computed_once
 
 
 class GroupedProduct(Protocol):
@@ -88,7 +88,7 @@ def grouped_linear(
             `torch.nn.functional.grouped_mm`. Tokens after the last offset give 0 and get no gradient.
         dense_bytes: maximum dequantised bytes at a time; None for the device's `linear.DENSE_BYTES_LIMIT`.
         rounding: rounding of x as in an engine's kernel; one without a static scale.
-        keeps: if a layer's second pass reuses products of its first, whether this is one of them (`kept`).
+        keeps: if a layer's second pass reuses products of its first, whether this is one of them (`computed_once`).
     """
     assert x_TK.ndim == 2, x_TK.shape
     assert offsets_E.ndim == 1, offsets_E.shape
@@ -99,7 +99,7 @@ def grouped_linear(
         result: Tensor = _GroupedMatmul.apply(x_TK, offsets_E, product, keeps, *packed)
         return result
     compute = partial(product.forward, x_TK, offsets_E, packed)
-    return kept(compute) if keeps else compute()
+    return computed_once(compute) if keeps else compute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class _GroupedMatmul(torch.autograd.Function):
         ctx.save_for_backward(offsets_E, *packed)
         ctx.product = product
         compute = partial(product.forward, x_TK, offsets_E, packed)
-        return kept(compute) if keeps else compute()
+        return computed_once(compute) if keeps else compute()
 
     @staticmethod
     @once_differentiable

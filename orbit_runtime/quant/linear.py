@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from orbit_runtime.quant.activations import RoundedProduct, Rounding, scaled
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
-from orbit_runtime.quant.kept import kept
 from orbit_runtime.quant.kernels.choice import Path, select_path
 from orbit_runtime.quant.kernels.operands import build_operands
+from orbit_runtime.quant.saved_products import computed_once
 
 DENSE_BYTES_LIMIT = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Maximum bytes of dequantised weight, in the compute dtype, at a time: larger matrices are processed in runs of rows.
@@ -113,7 +113,7 @@ class FrozenLinear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             result: Tensor = _FrozenMatmul.apply(x, bias, product, *packed)
             return result
-        return kept(lambda: product.forward(x, bias, packed))
+        return computed_once(lambda: product.forward(x, bias, packed))
 
     def product(self, x: Tensor, dense: Tensor) -> Tensor:
         """`forward` for x `[T, K]` without gradient, on a layer that no longer moves, using the caller's buffer.
@@ -226,7 +226,7 @@ class _FrozenMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, product: Product, *packed: Tensor) -> Tensor:
         ctx.save_for_backward(*packed)
         ctx.product = product
-        return kept(lambda: product.forward(x, bias, packed))
+        return computed_once(lambda: product.forward(x, bias, packed))
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,7 @@ import orjson
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.environments.tool_calls import parse_tool_calls, text_before_calls
 from orbit_runtime.model_info.calls.format import CallFormat
-from orbit_runtime.model_info.calls.known import FORMATS, openings
+from orbit_runtime.model_info.calls.formats import FORMATS, openings
 from orbit_runtime.rollout.streaming import Alternatives
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 

@@ -20,8 +20,8 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.serve.answers import LAST_EVENT, ResponseForm, SentText, event
-from orbit_runtime.serve.asking import EngineClient, ServedRequest
 from orbit_runtime.serve.channel import Choice
+from orbit_runtime.serve.engine_client import EngineClient, ServedRequest
 from orbit_runtime.serve.errors import APIError, from_orbit
 from orbit_runtime.serve.guard import Guard
 from orbit_runtime.serve.metrics import ServeMetrics

@@ -18,8 +18,8 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.server import LISTEN_FIX, listen
 from orbit_runtime.serve.app import build_app
-from orbit_runtime.serve.asking import EngineClient
 from orbit_runtime.serve.channel import Line, Ready, Setup, Stop
+from orbit_runtime.serve.engine_client import EngineClient
 from orbit_runtime.serve.metrics import ServeMetrics
 
 KEEP_ALIVE_SECONDS = 30

@@ -25,10 +25,10 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.rollout.torch_engine import ReplaceableEngine
-from orbit_runtime.serve.held import ServedBase, open_servers
 from orbit_runtime.serve.names import POLICY, check_one_source
 from orbit_runtime.serve.policies import Base, BaseReplacement, Policies, config_of, open_policy
 from orbit_runtime.serve.requests import ServeLimits
+from orbit_runtime.serve.served_base import ServedBase, open_servers
 from orbit_runtime.sides.inputs import Inputs, fetch_model, progress_lines
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import adapter_config, build_policy

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from orbit_runtime import errors
-from orbit_runtime.adapters.turn import FairLock
+from orbit_runtime.adapters.fair_lock import FairLock
 from orbit_runtime.errors import (
     CredentialsError,
     EngineDiedError,

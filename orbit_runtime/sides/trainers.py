@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.adapters.files import MODEL_FILE, plain_key
-from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, hold_given, load_own, own_targets
+from orbit_runtime.algorithms.custom_loss import ADVANTAGES, LOSS, hold_given, load_own, own_targets
 from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
 from orbit_runtime.errors import InternalError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_adapted, check_manifest

@@ -16,7 +16,7 @@ from orbit_runtime.data.routing import unpack_experts
 from orbit_runtime.data.samples import count_trained
 from orbit_runtime.policy.distance import TeacherReport
 from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
-from orbit_runtime.policy.seen import SeenTokens, build_seen
+from orbit_runtime.policy.preceding_tokens import SeenTokens, build_seen
 from orbit_runtime.types import ColumnName, Sample, Sampling
 
 Pack = Callable[[Sequence[Branch]], PackedBatch]

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from orbit_runtime.algorithms.custom_loss import LOSS
 from orbit_runtime.algorithms.losses import LossInputs, policy_loss, token_weights
 from orbit_runtime.algorithms.objective import own_loss_of
-from orbit_runtime.algorithms.own import LOSS
 from orbit_runtime.algorithms.ratios import importance_weights
 from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
 from orbit_runtime.data.samples import count_trained

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from orbit_runtime.environments.asked import BRIDGES
+from orbit_runtime.environments.targets import BRIDGES
 from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
 from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, EnvironmentLimits, EnvironmentTarget
 

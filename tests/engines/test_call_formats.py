@@ -18,7 +18,7 @@ import pytest
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.environments.tool_calls import parameter_schemas, parse_tool_calls
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.model_info.calls.known import FORMATS
+from orbit_runtime.model_info.calls.formats import FORMATS
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 PROGRAM = Path(__file__).parent / "call_formats.py"

@@ -16,7 +16,7 @@ from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.planner.support.sampling import Kind, check_sampling
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch
-from orbit_runtime.policy.seen import build_seen
+from orbit_runtime.policy.preceding_tokens import build_seen
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import Engine, Request, Sampling
 from tests.integration.engine_inputs import by_id, requests_for

@@ -32,7 +32,7 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.packed import Branch, build_packed
-from orbit_runtime.policy.seen import build_seen
+from orbit_runtime.policy.preceding_tokens import build_seen
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.sampling import RowLogits, Truncation, draw, uniforms
 from orbit_runtime.rollout.torch_engine import TorchEngine

@@ -14,7 +14,7 @@ import torch
 from ruamel.yaml import YAML
 
 from orbit_runtime import run
-from orbit_runtime.algorithms import own
+from orbit_runtime.algorithms import custom_loss
 from orbit_runtime.algorithms.advantages import ScoredGroup
 from orbit_runtime.algorithms.losses import LossInputs
 from orbit_runtime.algorithms.objective import build_loss
@@ -137,7 +137,9 @@ def test_what_a_function_returns_is_held_to_its_contract(
 ) -> None:
     (tmp_path / "my_objective.py").write_text(code)
     chosen = Algorithm.model_validate(settings)
-    own_loss, own_advantages = (own.load_own(chosen, field, [str(tmp_path)]) for field in (own.LOSS, own.ADVANTAGES))
+    own_loss, own_advantages = (
+        custom_loss.load_own(chosen, field, [str(tmp_path)]) for field in (custom_loss.LOSS, custom_loss.ADVANTAGES)
+    )
     algorithm = build_algorithm(chosen, own_advantages=own_advantages)
     loss = build_loss(chosen, own_loss=own_loss)
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -200,8 +202,8 @@ def test_a_loss_given_from_python_is_named_by_its_own_name(tmp_path: Path) -> No
 
 def test_a_loss_is_not_blamed_for_what_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "my_objective.py").write_text("def loss(i, s): return -i.logprobs_T")
-    loss = own.load_own(Algorithm.model_validate(LOSS), own.LOSS, [str(tmp_path)])
-    assert isinstance(loss, own.OwnLoss)
+    loss = custom_loss.load_own(Algorithm.model_validate(LOSS), custom_loss.LOSS, [str(tmp_path)])
+    assert isinstance(loss, custom_loss.OwnLoss)
     logprobs = torch.tensor([float("nan"), -2.0], requires_grad=True)
     inputs = LossInputs(logprobs, logprobs.detach(), torch.ones(2), torch.tensor([2]))
     loss(inputs, loss_settings(Algorithm.model_validate(LOSS))).loss_T.sum().backward()

@@ -15,8 +15,8 @@ import safetensors.torch
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
+from orbit_runtime.algorithms.custom_loss import LOSS, load_own
 from orbit_runtime.algorithms.objective import build_loss
-from orbit_runtime.algorithms.own import LOSS, load_own
 from orbit_runtime.algorithms.table import loss_settings
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.data.samples import spread

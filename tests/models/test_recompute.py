@@ -19,7 +19,7 @@ from orbit_runtime.errors import InternalError, UnsupportedError
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch, lay_out_experts
 from orbit_runtime.policy.recompute import recompute_layers
-from orbit_runtime.quant.kept import SavedProducts, kept
+from orbit_runtime.quant.saved_products import SavedProducts, computed_once
 from tests.integration.tiny_families import make_family
 from tests.models.family_matrix import Case, adapter_of, tokens_of
 from tests.models.test_determinism import CASES
@@ -138,12 +138,12 @@ def test_a_pass_without_gradient_runs_once(tmp_path: Path) -> None:
 def test_a_product_that_was_overwritten_or_never_kept_is_not_taken() -> None:
     results = SavedProducts()
     with results.keeping():
-        kept(lambda: torch.ones(2)).mul_(2.0)
+        computed_once(lambda: torch.ones(2)).mul_(2.0)
     with results.taking(), pytest.raises(InternalError, match="did not keep"):
-        kept(lambda: torch.zeros(2))
+        computed_once(lambda: torch.zeros(2))
     with SavedProducts().taking(), pytest.raises(InternalError, match="did not keep"):
-        kept(lambda: torch.zeros(2))
-    assert torch.equal(kept(lambda: torch.zeros(2)), torch.zeros(2))
+        computed_once(lambda: torch.zeros(2))
+    assert torch.equal(computed_once(lambda: torch.zeros(2)), torch.zeros(2))
 
 
 def test_a_model_without_layers_to_compute_again_is_refused() -> None:

@@ -37,8 +37,8 @@ from orbit_operator.facts import (
 )
 from orbit_operator.plan import Limits, plan
 from orbit_operator.policies.suspend import is_lost
+from orbit_operator.recorded_status import read_stored
 from orbit_operator.status import build_status
-from orbit_operator.stored import read_stored
 
 GRACE = 30.0
 UNKNOWN_PLAN = ("Unknown", "PlannerUnavailable", "")

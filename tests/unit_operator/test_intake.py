@@ -15,8 +15,8 @@ from aiohttp import web
 
 from orbit_operator.cache import Cache, Key, RawRun
 from orbit_operator.intake import Intake
+from orbit_operator.namespaces import EVERYWHERE, LONGEST_PAUSE, PLURALS, NamespaceView
 from orbit_operator.session import open_session, read_place
-from orbit_operator.sight import EVERYWHERE, LONGEST_PAUSE, PLURALS, NamespaceView
 
 KEY: Key = ("team", "adder")
 LABELS = {"orbitrl.dev/run-name": "adder", "orbitrl.dev/run-uid": "r", "orbitrl.dev/attempt": "1"}

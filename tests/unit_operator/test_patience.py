@@ -7,7 +7,7 @@ from unit_operator.cluster_model import build_cluster
 
 from orbit_operator.facts import JobFacts, PodFacts
 from orbit_operator.plan import plan
-from orbit_operator.policies.patience import look_again
+from orbit_operator.policies.requeue import look_again
 
 JOB = JobFacts("adder-a1", "j", 1, created=100.0)
 CREATING = PodFacts("p", "u", 1, node="n0", scheduled=200.0)

@@ -16,7 +16,7 @@ from unit_operator.cluster_model import build_cluster
 from orbit_operator.manifests.config_map import build_config_map
 from orbit_operator.observe import build_source, check_plan, judge_manifest
 from orbit_operator.plan import plan
-from orbit_runtime.api.before import check_before_run, find_facts
+from orbit_runtime.api.checks import check_before_run, find_facts
 from orbit_runtime.cli.plan import find_machine
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.planner import judge

@@ -20,10 +20,10 @@ from orbit_operator.facts import JobFacts, Progress
 from orbit_operator.intake import put_child
 from orbit_operator.lease import LeaseLostError
 from orbit_operator.main import Operator
+from orbit_operator.namespaces import EVERYWHERE, PLURALS
 from orbit_operator.read import pack_run
 from orbit_operator.reconcile import reconcile
 from orbit_operator.settings import Settings
-from orbit_operator.sight import EVERYWHERE, PLURALS
 from orbit_operator.timestamps import format_time
 
 KEY: Key = ("team", "adder")

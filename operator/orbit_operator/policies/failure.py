@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orbit_operator.claims import read_text
 from orbit_operator.facts import Budget, ContainerEnd, JobFacts, NodeFacts, Owner, PodFacts, Verdict
+from orbit_operator.reported_values import read_text
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED
 
 STARTUP_DEADLINE = "StartupDeadlineExceeded"

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from orbit_runtime.policy.families.family import Family
 from orbit_runtime.policy.families.mixture import PER_EXPERT
-from orbit_runtime.quant.kept import kept
 from orbit_runtime.quant.linear import FrozenLinear
+from orbit_runtime.quant.saved_products import computed_once
 
 RENAMES = (
     (r"^model\.", ""),
@@ -63,7 +63,7 @@ class _BlockDiagonal(torch.autograd.Function):
     def forward(ctx: Any, x_TGK: Tensor, linear: FrozenLinear, *packed: Tensor) -> Tensor:
         ctx.save_for_backward(*packed)
         ctx.settings = (linear.dense, x_TGK.shape[1])
-        return kept(lambda: _multiply(x_TGK, linear.dense(packed, x_TGK.dtype)))
+        return computed_once(lambda: _multiply(x_TGK, linear.dense(packed, x_TGK.dtype)))
 
     @staticmethod
     @once_differentiable

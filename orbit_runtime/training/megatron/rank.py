@@ -36,7 +36,6 @@ from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.policy.snapshot import base_tensors, constants, record
 from orbit_runtime.training.critic import Critic
 from orbit_runtime.training.megatron.groups import Groups, GroupSizes, join, leave
-from orbit_runtime.training.megatron.holding import RankParameters, WindowResult
 from orbit_runtime.training.megatron.model import RankPolicy, load_rank_policy
 from orbit_runtime.training.megatron.outline import (
     FileWindow,
@@ -47,8 +46,9 @@ from orbit_runtime.training.megatron.outline import (
     cut_published,
     outline_of,
 )
+from orbit_runtime.training.megatron.packed_tensors import PackedTensor, receive, send
 from orbit_runtime.training.megatron.passes import RankPasses, RankValues
-from orbit_runtime.training.megatron.sent import PackedTensor, receive, send
+from orbit_runtime.training.megatron.rank_parameters import RankParameters, WindowResult
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
 from orbit_runtime.training.settings import CriticSettings, TrainerSettings
 from orbit_runtime.training.teacher import Teacher

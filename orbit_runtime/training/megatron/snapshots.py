@@ -15,8 +15,8 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.shares import PER_HEAD, READ_HIDDEN, WRITE_HIDDEN, Share
 from orbit_runtime.policy.snapshot import Snapshot, SnapshotPart, base_tensors, part_of
 from orbit_runtime.training.megatron.groups import GroupSizes
+from orbit_runtime.training.megatron.packed_tensors import PackedTensor, receive
 from orbit_runtime.training.megatron.regions import in_order
-from orbit_runtime.training.megatron.sent import PackedTensor, receive
 
 OF_HEADS = {"query", "key", "attended"}
 """Points that are not a module's result; the parts of ranks are joined along the heads."""

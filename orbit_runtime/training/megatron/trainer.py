@@ -40,7 +40,6 @@ from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, 
 from orbit_runtime.errors import GateError, InternalError
 from orbit_runtime.policy.facts import PolicyFacts, join_facts
 from orbit_runtime.policy.snapshot import Snapshot
-from orbit_runtime.training.megatron.holding import WindowResult
 from orbit_runtime.training.megatron.outline import (
     WINDOW_BYTES,
     DividedFile,
@@ -57,8 +56,9 @@ from orbit_runtime.training.megatron.outline import (
     split_entries,
     whole_shape,
 )
+from orbit_runtime.training.megatron.packed_tensors import receive, send
 from orbit_runtime.training.megatron.rank import RankScore, TrainerRankFacts
-from orbit_runtime.training.megatron.sent import receive, send
+from orbit_runtime.training.megatron.rank_parameters import WindowResult
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, join_snapshots
 from orbit_runtime.training.state import CRITIC_PART, MOMENTS, PART, parse_state
 from orbit_runtime.types import (

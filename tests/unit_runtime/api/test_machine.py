@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.api import before
-from orbit_runtime.api.before import check_before_run, find_server_gpus
+from orbit_runtime.api import checks
+from orbit_runtime.api.checks import check_before_run, find_server_gpus
 from orbit_runtime.api.machine import this_machine, usable_memory
 from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.cards import card_facts
@@ -26,7 +26,7 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     played.write_text("#!/bin/sh\nfor each in 1 2 3 4; do echo 'NVIDIA H100 80GB HBM3, 81559'; done\n")
     played.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(before, "find_facts", lambda *_: card_facts(MODEL))
+    monkeypatch.setattr(checks, "find_facts", lambda *_: card_facts(MODEL))
 
 
 def split_run() -> OrbitRun:
@@ -83,7 +83,7 @@ def test_before_a_run_trainer_and_engine_of_a_split_pod_are_judged_apart(
 
 @pytest.mark.usefixtures("four_gpus")
 def test_what_no_trainer_can_run_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(before, "find_facts", lambda *_: card_facts("Qwen/Qwen3-30B-A3B-FP8"))
+    monkeypatch.setattr(checks, "find_facts", lambda *_: card_facts("Qwen/Qwen3-30B-A3B-FP8"))
     overrides = ["spec.training.trainer=Megatron", "spec.training.parallel={pipeline: 64}"]
     run = load_manifest(ROOT / "examples/qwen3-30b-a3b.yaml", overrides)
     with pytest.raises(UnsupportedError, match="48 layers cannot be divided into 64 stages") as caught:

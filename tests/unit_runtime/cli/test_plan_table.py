@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.api.before import find_facts
+from orbit_runtime.api.checks import find_facts
 from orbit_runtime.cli.plan import find_machine
 from orbit_runtime.cli.plan_table import BAR_WIDTH, print_plan
 from orbit_runtime.planner import Plan, plan

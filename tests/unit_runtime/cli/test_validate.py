@@ -10,7 +10,7 @@ import pytest
 
 from orbit_runtime.cli.plan import plan
 from orbit_runtime.cli.validate import validate
-from orbit_runtime.environments.asked import check_arguments
+from orbit_runtime.environments.targets import check_arguments
 from orbit_runtime.errors import DataError, ManifestError, ModelError, UnsupportedError
 from orbit_runtime.spec import load_manifest
 

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbit_runtime.data import rows
-from orbit_runtime.data.order import Permutation, shuffled
+from orbit_runtime.data.permutation import Permutation, shuffled
 from orbit_runtime.data.prompts import (
     ALL_ENCODED,
     check_fields,

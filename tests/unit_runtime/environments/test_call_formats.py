@@ -17,7 +17,7 @@ from orbit_runtime.environments.tool_calls import (
     parse_tool_calls,
     text_before_calls,
 )
-from orbit_runtime.model_info.calls.known import FORMATS, format_of, openings
+from orbit_runtime.model_info.calls.formats import FORMATS, format_of, openings
 
 TOOLS = {
     "add": {

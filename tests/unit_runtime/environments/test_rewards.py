@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from orbit_runtime.environments.asked import READS, keyword_arguments
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.rewards.code_tests import code_tests
 from orbit_runtime.environments.rewards.judge import SHORTEST_WAIT, judge
 from orbit_runtime.environments.rewards.length import length
 from orbit_runtime.environments.rewards.multiple_choice import multiple_choice
 from orbit_runtime.environments.rewards.pattern import pattern
+from orbit_runtime.environments.targets import READS, keyword_arguments
 from orbit_runtime.workers.user_code.entrypoints import load_object
 from orbit_runtime.workers.user_code.reward_pool import RewardPool, RewardThreads
 from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardTarget, WrongAnswer
@@ -40,7 +40,7 @@ def test_a_reward_takes_what_its_source_says(name: str) -> None:
 def test_only_a_worker_imports_the_library_of_mathematics() -> None:
     asked = "environment.rewards=[{name: a, type: Math, arguments: {field: answer}}]"
     code = (
-        "import sys; from orbit_runtime.environments.asked import check_arguments; "
+        "import sys; from orbit_runtime.environments.targets import check_arguments; "
         "from orbit_runtime.spec import load_manifest; "
         "check_arguments(load_manifest(__import__('pathlib').Path(sys.argv[1]), [sys.argv[2]]).spec, {}); "
         "sys.exit(bool({'sympy', 'math_verify'} & {*sys.modules}))"

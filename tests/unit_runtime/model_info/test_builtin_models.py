@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.cli.places import local_folder, needed_folder
+from orbit_runtime.cli.addresses import local_folder, needed_folder
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.builtin_models import ROOT, builtin_folder
 

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from orbit_runtime.api.before import local_facts
+from orbit_runtime.api.checks import local_facts
 from orbit_runtime.errors import OrbitError, UnsupportedError
 from orbit_runtime.model_info.checkpoint import Headers, headers_facts
 from orbit_runtime.model_info.weights import ModelFacts

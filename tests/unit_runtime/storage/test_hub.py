@@ -381,7 +381,7 @@ def test_names_that_lead_out_of_the_folder_are_not_believed(hub: HubServer, name
 
 
 def test_planning_reads_headers_only_and_leaves_nothing(hub: HubServer, tmp_path: Path) -> None:
-    from orbit_runtime.api.before import _hub_facts
+    from orbit_runtime.api.checks import _hub_facts
     from orbit_runtime.model_info.checkpoint import folder_facts
 
     facts, expected = _hub_facts(URI, print), folder_facts(TINY)

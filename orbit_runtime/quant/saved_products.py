@@ -26,30 +26,32 @@ class SavedProducts:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Within this context, `kept` stores its results here."""
+        """Within this context, `computed_once` stores its results here."""
         with _using(self, None):
             yield
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Within this context, `kept` returns these results, from the first on. Can be entered again."""
+        """Within this context, `computed_once` returns these results, from the first on. Can be entered again."""
         with _using(self, iter(self.results)):
             yield
 
 
-_now: ContextVar[tuple[SavedProducts, Iterator[tuple[Tensor, int]] | None] | None] = ContextVar("kept", default=None)
+_now: ContextVar[tuple[SavedProducts, Iterator[tuple[Tensor, int]] | None] | None] = ContextVar(
+    "saved_products", default=None
+)
 
 
 @contextmanager
-def _using(kept: SavedProducts, results: Iterator[tuple[Tensor, int]] | None) -> Iterator[None]:
-    token = _now.set((kept, results))
+def _using(owner: SavedProducts, results: Iterator[tuple[Tensor, int]] | None) -> Iterator[None]:
+    token = _now.set((owner, results))
     try:
         yield
     finally:
         _now.reset(token)
 
 
-def kept(compute: Callable[[], Tensor]) -> Tensor:
+def computed_once(compute: Callable[[], Tensor]) -> Tensor:
     """The result of `compute`; in a layer's second pass, its result from the first. Call it outside of autograd.
 
     Raises:

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_operator.cluster_model import Cluster, build_cluster
 
-from orbit_operator.claims import read_count, read_number, read_seconds, read_text
 from orbit_operator.events import build_event
 from orbit_operator.facts import ContainerEnd, Progress
 from orbit_operator.observe import newest_word
 from orbit_operator.poll import read_progress
+from orbit_operator.reported_values import read_count, read_number, read_seconds, read_text
 from orbit_runtime.spec.status import LARGEST_NUMBER, MAX_COUNT, RunStatus
 
 NAMES = (

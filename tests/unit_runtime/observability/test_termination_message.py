@@ -9,7 +9,7 @@ import pytest
 
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.errors import CredentialsError, ManifestError, UsageError
-from orbit_runtime.observability.last_words import FILE_VARIABLE, LARGEST, add_last_words, words_of
+from orbit_runtime.observability.termination_message import FILE_VARIABLE, LARGEST, add_last_words, words_of
 
 
 def test_what_the_run_and_what_its_error_say_is_one_line(tmp_path: Path) -> None:

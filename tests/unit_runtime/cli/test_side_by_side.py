@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from orbit_runtime.cli.beside import is_wide, printable, show_beside
+from orbit_runtime.cli.side_by_side import is_wide, printable, show_beside
 from orbit_runtime.errors import EngineDiedError
 
 ENDLESS = 10_000

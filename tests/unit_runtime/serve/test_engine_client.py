@@ -7,8 +7,8 @@ from array import array
 
 from orbit_runtime.rollout.streaming import TokenDeltas
 from orbit_runtime.serve.answers import ChoicePart
-from orbit_runtime.serve.asking import EngineClient
 from orbit_runtime.serve.channel import BatchStep, Choice
+from orbit_runtime.serve.engine_client import EngineClient
 from orbit_runtime.serve.names import ServedModel
 from orbit_runtime.types import FLOATS, TOKENS, Sampling
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from orbit_runtime.adapters.turn import FairLock
+from orbit_runtime.adapters.fair_lock import FairLock
 
 
 def test_who_asked_first_comes_first_however_often_the_holder_asks_again() -> None:
