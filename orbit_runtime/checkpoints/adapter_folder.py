@@ -168,7 +168,7 @@ def open_adapter(uri: str) -> AdapterFolder:
 
 def read_adapter(store: Store) -> AdapterFolder:
     """`open_adapter` for an open store, whose root is the adapter's folder."""
-    config = _parse(_get(store, CONFIG_FILE), store, CONFIG_FILE)
+    config = _parse(bytes(_view(store, CONFIG_FILE)), store, CONFIG_FILE)
     files: dict[str, Buffer] = {CONFIG_FILE: store.get(CONFIG_FILE), MODEL_FILE: _view(store, MODEL_FILE)}
     if config.get("peft_type") == "OFT" and store.exists(ROTATIONS_FILE):
         files[ROTATIONS_FILE] = store.view(ROTATIONS_FILE)
@@ -221,10 +221,6 @@ def _count(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
-
-
-def _get(store: Store, name: str) -> bytes:
-    return bytes(_view(store, name))
 
 
 def _view(store: Store, name: str) -> Buffer:

@@ -76,7 +76,7 @@ class Command(TyperCommand):
         super().__init__(*arguments, **settings)
         for each in self.params:
             if each.param_type_name == "argument":
-                each.display_type_rich = _no_type  # type: ignore[method-assign]
+                each.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
 
 
 def _command_of(arguments: Sequence[str]) -> str:
@@ -84,10 +84,6 @@ def _command_of(arguments: Sequence[str]) -> str:
     words = [each for each in arguments if not each.startswith("-")]
     found = [" ".join(words[:count]) for count in (2, 1) if " ".join(words[:count]) in EXAMPLES]
     return f"orbit {found[0]}" if found else "orbit"
-
-
-def _no_type(ctx: object) -> None:
-    return None
 
 
 def usage_error(error: Any, arguments: Sequence[str]) -> UsageError:

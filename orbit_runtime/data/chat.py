@@ -51,7 +51,7 @@ class ChatTokenizer:
         self._backend = _find_backend(self._tokenizer)
         self._decoder = _find_decoder(self._tokenizer)
         self._calls = format_of(str(self._tokenizer.chat_template))
-        special = _special_ids(self._tokenizer)
+        special = {each.content: token for token, each in self._tokenizer.added_tokens_decoder.items() if each.special}
         markers, ends = (self._calls.markers, self._calls.ends) if self._calls else ((), ())
         self._markers = {special[marker]: marker for marker in markers if marker in special}
         eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
@@ -409,11 +409,6 @@ def _load_published(folder: Path) -> Any:
             where=str(folder),
             fix="copy or download the tokenizer files and config.json of the model again",
         ) from error
-
-
-def _special_ids(tokenizer: Any) -> dict[str, int]:
-    """Ids of the tokens that a decoder leaves out; others are text to it."""
-    return {each.content: token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
 
 
 def _find_backend(tokenizer: Any) -> Any | None:

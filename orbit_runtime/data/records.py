@@ -47,7 +47,7 @@ def rollout_from_line(line: bytes | str) -> Rollout:
         step=row["step"],
         prompt_id=row["prompt_id"],
         sample_index=row["sample_index"],
-        turns=tuple(_build_turn(turn) for turn in row["turns"]),
+        turns=tuple(Turn(each["role"], each["start"], each["end"], each["text"]) for each in row["turns"]),
         token_ids_T=row["token_ids_T"],
         loss_mask_T=row["loss_mask_T"],
         logprobs_T=row["logprobs_T"],
@@ -165,7 +165,3 @@ def _build_top(row: Sequence[str] | None) -> TopTokens | None:
     logprobs: array[float] = array(FLOATS)
     logprobs.frombytes(base64.b64decode(told_logprobs))
     return ids, logprobs
-
-
-def _build_turn(turn: Mapping[str, Any]) -> Turn:
-    return Turn(turn["role"], turn["start"], turn["end"], turn["text"])

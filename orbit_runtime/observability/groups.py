@@ -69,14 +69,11 @@ def _grouped(source: Ranged, key: str) -> Iterator[tuple[list[ShownSample], int]
         if held and (sample.prompt_id != held[-1].prompt_id or sample.sample_index <= held[-1].sample_index):
             yield held, read
             held = []
-        held.append(_clipped(sample))
+        prompt, completion = (shorten(each, HEAD, TAIL) for each in (sample.prompt, sample.completion))
+        held.append(replace(sample, prompt=prompt, completion=completion))
         read = at
     if held:
         yield held, read
-
-
-def _clipped(sample: ShownSample) -> ShownSample:
-    return replace(sample, prompt=shorten(sample.prompt, HEAD, TAIL), completion=shorten(sample.completion, HEAD, TAIL))
 
 
 def _content(group: Sequence[ShownSample], references: Mapping[str, str]) -> dict[str, Any]:

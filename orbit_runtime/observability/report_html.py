@@ -117,11 +117,6 @@ def render_comparison(comparison: RunComparison) -> str:
     )
 
 
-def is_digest(value: Any) -> bool:
-    """Whether a field is not meant for readers."""
-    return bool(re.fullmatch(r"[a-z0-9]+:[0-9a-f]{16,}", str(value)))
-
-
 def _duration(seconds: float) -> str:
     """Example: `_duration(9000) == "2 h 30 min"`"""
     if seconds < 120:
@@ -145,7 +140,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["number"] = lambda value, spec=".4f": "-" if value is None else format(value, spec)
     environment.filters["short"] = shorten
     environment.filters["duration"] = _duration
-    environment.tests["digest"] = is_digest
+    environment.tests["digest"] = lambda value: bool(re.fullmatch("[a-z0-9]+:[0-9a-f]{16,}", str(value)))
     environment.filters["digest"] = lambda value: "-" if not value else str(value)[:19] + "…"
     return environment
 

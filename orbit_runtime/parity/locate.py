@@ -279,7 +279,7 @@ def _tensor_causes(
 
 def _holders(name: str, part: SnapshotPart, trainer: Snapshot, ours: Tensor | None, theirs: Tensor) -> str:
     """The ranks of a divided trainer that hold the values which differ from the engine's part."""
-    if not _is_divided(trainer) or _kind(name) == "adapter tensor":
+    if not any(part.rank for parts in trainer.tensors.values() for part in parts) or _kind(name) == "adapter tensor":
         return ""
     unequal = None if ours is None else ours != theirs
     ranks = [each.rank for each in trainer.tensors[name] if unequal is None or _holds_some(each, part, unequal)]
@@ -297,10 +297,6 @@ def _holds_some(each: SnapshotPart, part: SnapshotPart, unequal: Tensor) -> bool
     first, last = max(each.start - offset, 0), each.start - offset + each.shape[each.axis]
     at = torch.arange(unequal.shape[each.axis])
     return bool(unequal.index_select(each.axis, at[(at >= first) & (at < last)]).any())
-
-
-def _is_divided(trainer: Snapshot) -> bool:
-    return any(part.rank for parts in trainer.tensors.values() for part in parts)
 
 
 def _copy_causes(trainer: Snapshot) -> list[Cause]:

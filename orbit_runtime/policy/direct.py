@@ -181,14 +181,10 @@ def build_direct(model: nn.Module, compute_dtype: torch.dtype) -> DirectDecoder 
         and config.model_type in FORMS  # type: ignore[union-attr]
         and config.hidden_act == "silu"  # type: ignore[union-attr]
         and rope in STATIC_ROPE
-        and all(isinstance(norm, FusedRMSNorm) for norm in _norms(decoder))
+        and all(isinstance(norm, FusedRMSNorm) for name, norm in decoder.named_modules() if name.endswith("norm"))
         and all(getattr(layer.self_attn, "sliding_window", None) is None for layer in decoder.layers)
     )
     return DirectDecoder(decoder) if of_form else None
-
-
-def _norms(decoder: nn.Module) -> list[nn.Module]:
-    return [module for name, module in decoder.named_modules() if name.endswith("norm")]
 
 
 def _norm(module: nn.Module) -> _Norm:

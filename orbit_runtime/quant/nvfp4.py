@@ -95,7 +95,7 @@ def quantize(w: Tensor, layout: str = "NVFP4", *, amax: Tensor | None = None) ->
     wanted = block_amax / (e2m1.MAX * factor)
     scale = torch.where(block_amax == 0, 1.0, wanted).clamp(E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
     # Divided by the rounded scale that dequantising multiplies by, not by the exact one.
-    effective = _effective(scale, global_scale, layout)
+    effective = scale.float() / global_scale if layout == "NVFP4" else scale.float() * global_scale
     codes = e2m1.encode((blocks / effective.unsqueeze(-1)).view(rows, columns))
     return NVFP4Weight(e2m1.pack(codes), scale, global_scale.reshape(1 if layout == "NVFP4" else ()), layout)
 
@@ -141,10 +141,6 @@ def tiles(weight: NVFP4Weight) -> dict[str, tuple[int, int] | None]:
 def to_checkpoint(weight: NVFP4Weight) -> dict[str, Tensor]:
     """The tensors of this weight in a file, relative to the module."""
     return buffers(weight)
-
-
-def _effective(scale: Tensor, global_scale: Tensor, layout: str) -> Tensor:
-    return scale.float() / global_scale if layout == "NVFP4" else scale.float() * global_scale
 
 
 def _dense(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -125,7 +125,8 @@ class Policies:
             adapter = self._adapter(folder)
             self._check_room()
             self._loads += 1
-            slot = f"{_slot_word(name)}-{self._loads}"
+            # A name that every engine accepts, also in a URL and as a folder name.
+            slot = f"{re.sub('[^A-Za-z0-9_.]', '_', name)[:64]}-{self._loads}"
             with self._slot_filled(slot, adapter):
                 proof = self._prove(slot, adapter, folder.facts)
             version = folder.facts.get("version")
@@ -340,11 +341,6 @@ class Policies:
             with torch.no_grad(), policy.injected.selection.use(name):
                 found.append((0.0, *policy.logprobs(batch)[0].tolist()))
         return canary_T, (found[0], found[1])
-
-
-def _slot_word(name: str) -> str:
-    """A name that every engine accepts, also in a URL and as a folder name."""
-    return re.sub(r"[^A-Za-z0-9_.]", "_", name)[:64]
 
 
 def open_policy(uri: str) -> AdapterFolder:

@@ -77,7 +77,7 @@ class Children:
             if code is None:
                 continue
             said, error = self._said(kind)
-            if code > 0 and _is_users(code):
+            if code > 0 and code != errors.OutOfMemoryError.exit_code and _error_of(code).who_acts == "user":
                 raise _error_of(code)(f"the {kind} process ended: {said}")
             if self._starts >= MOST_STARTS:
                 raise EngineDiedError(f"the {kind} process ended again and again, at last with {code}: {said}")
@@ -121,10 +121,6 @@ class Children:
             error = lines[0].removeprefix(ERROR)
             return "\n".join([error, *lines[1:SHOWN_LINES]]), error
         return "\n".join(lines[-SHOWN_LINES:]) or "it said nothing", ""
-
-
-def _is_users(code: int) -> bool:
-    return _error_of(code).who_acts == "user" and code != errors.OutOfMemoryError.exit_code
 
 
 def _error_of(code: int) -> type[OrbitError]:
