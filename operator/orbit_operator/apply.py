@@ -137,7 +137,7 @@ LASTING = (400, 403, 413, 422)
 """Status codes for a quota, an admission rule, a missing right or an invalid object; others resolve themselves."""
 
 
-def tell_refusal(action: Action, error: ApiError | NameTakenError, state: State) -> State | None:
+def explain_refusal(action: Action, error: ApiError | NameTakenError, state: State) -> State | None:
     """The state of a run whose attempt cannot be created; `None` if the refusal does not concern the run."""
     match action:
         case CreateAttempt(number):

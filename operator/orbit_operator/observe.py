@@ -36,7 +36,7 @@ from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Verdict as Judged
 from orbit_runtime.planner import judge
-from orbit_runtime.planner.job import asked_machine
+from orbit_runtime.planner.job import requested_machine
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.run import API_VERSION, upgrade_manifest
@@ -56,7 +56,7 @@ GIB = 2**30
 def check_plan(run: OrbitRun) -> Verdict:
     """A refusal is final: no pod is created. If a fact is missing, the pod plans, and refuses with exit code 78."""
     try:
-        machine = asked_machine(run)
+        machine = requested_machine(run)
         if machine is None:
             return _unknown("placement.gpuProduct names no GPU; the pod itself checks what fits before it trains")
         if machine.gpu is None and machine.host_bytes is None:

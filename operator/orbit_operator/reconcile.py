@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from orbit_operator.actions import Plan, RunEvent, State
 from orbit_operator.api import ApiError, Body
-from orbit_operator.apply import NameTakenError, Writer, tell_refusal
+from orbit_operator.apply import NameTakenError, Writer, explain_refusal
 from orbit_operator.cache import Key
 from orbit_operator.crd_check import drop_fields
 from orbit_operator.events import Recorder
@@ -92,7 +92,7 @@ async def _act(
         try:
             state = await parts.writer.carry_out(action, run, body, state)
         except (ApiError, NameTakenError) as error:
-            told = None if state is None else tell_refusal(action, error, state)
+            told = None if state is None else explain_refusal(action, error, state)
             if told is None:
                 raise
             events = tuple(event for event in chosen.events if event.reason != "RunAttemptCreated")

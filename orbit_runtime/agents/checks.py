@@ -78,7 +78,7 @@ def plain(answer: Any, where: str) -> Any:
     return answer
 
 
-def num_taken(function: Callable[..., Any], most: int) -> int:
+def num_accepted(function: Callable[..., Any], most: int) -> int:
     """Number of positional arguments that the function takes, at most `most`."""
     try:
         parameters = inspect.signature(function).parameters.values()

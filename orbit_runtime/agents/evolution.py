@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orbit_runtime.agents.checks import awaited, check_async, check_count, check_items, check_number, num_taken
+from orbit_runtime.agents.checks import awaited, check_async, check_count, check_items, check_number, num_accepted
 from orbit_runtime.agents.files import save
 from orbit_runtime.agents.values import decode, encode
 from orbit_runtime.errors import DataError, OutputError, UsageError
@@ -198,7 +198,7 @@ class EvolutionPipeline:
         """Survivors with their scores, and children without."""
         self.phase = EvolutionPhase.SELECTING
         arguments: list[Any] = [list(progress.population), list(progress.scores), self.config.selection_ratio]
-        taken = num_taken(self.strategy.select, len(arguments))
+        taken = num_accepted(self.strategy.select, len(arguments))
         chosen = check_items(
             await awaited(self.strategy.select(*arguments[:taken]), "strategy.select"), "strategy.select"
         )
@@ -210,7 +210,7 @@ class EvolutionPipeline:
         self.phase = EvolutionPhase.MUTATING
         places = asyncio.Semaphore(self.config.concurrency)
         children: list[tuple[Any, float | None]] = [survivors[0]] * (self.config.population_size - len(survivors))
-        takes_rate = num_taken(self.strategy.mutate, 2) == 2
+        takes_rate = num_accepted(self.strategy.mutate, 2) == 2
 
         async def mutate(index: int) -> None:
             parent, score = survivors[index % len(survivors)]

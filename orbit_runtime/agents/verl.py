@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.agents.checks import check_count, check_items, check_number, check_sync, num_taken, plain
+from orbit_runtime.agents.checks import check_count, check_items, check_number, check_sync, num_accepted, plain
 from orbit_runtime.agents.items import PAIRS, get, seen_key
 from orbit_runtime.agents.trainer import TrainMetrics
 from orbit_runtime.errors import DataError, UsageError
@@ -192,7 +192,7 @@ def _row(item: object, index: int) -> dict[str, Any]:
 def _reward(spec: RewardSpec, items: Sequence[Any]) -> Callable[..., float]:
     function = spec.fn
     assert function is not None
-    takes_item = num_taken(function, 2) == 2
+    takes_item = num_accepted(function, 2) == 2
 
     def reward(completion: str, prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> float:
         given = (completion, items[fields[ITEM]]) if takes_item else (completion,)

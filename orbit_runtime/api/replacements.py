@@ -18,7 +18,7 @@ from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON
 Functions = Mapping[str, Callable[..., Any]]
 
 
-def with_given(
+def with_replacements(
     manifest: OrbitRun,
     *,
     rewards: Functions | None,

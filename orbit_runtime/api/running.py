@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.api.checks import check_before_run, check_can_train
 from orbit_runtime.api.manifest import load_manifest
-from orbit_runtime.api.replacements import with_given
+from orbit_runtime.api.replacements import with_replacements
 from orbit_runtime.api.report import Report
 from orbit_runtime.observability.progress import Progress, SilentProgress, build_progress
 from orbit_runtime.spec import OrbitRun
@@ -54,7 +54,7 @@ def run(
     Raises:
         OrbitError: its class says who must act; the folder then holds the last durable step.
     """
-    spec = with_given(
+    spec = with_replacements(
         load_manifest(manifest, overrides), rewards=rewards, loss=loss, advantages=advantages, prompts=prompts
     )
     shown = _build_progress(spec) if progress else SilentProgress()

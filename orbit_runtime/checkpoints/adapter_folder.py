@@ -318,7 +318,7 @@ class NamedAdapter:
     uri: str
 
 
-def kept_steps(
+def saved_steps(
     store: Store, steps: Sequence[int] | None, *, first: bool, option: str = "--steps"
 ) -> list[NamedAdapter]:
     """The adapters that a run kept, by step: the requested ones, or all.

@@ -95,7 +95,7 @@ def _now_and_then(clock: Callable[[], float]) -> Callable[[], bool]:
 
 
 @contextmanager
-def asking_bar(
+def evaluation_bar(
     note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[str, int, int], None]]:
     """Yields `show(model, its samples so far, all its samples)`: a bar if standard error is a terminal, else lines.

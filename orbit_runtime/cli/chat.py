@@ -150,10 +150,10 @@ def _adapter_of_step(run: str | None, step: int | None) -> dict[str, str]:
     """Its name and address, if a step is named. Raises UsageError if the run does not keep it."""
     if run is None or step is None:
         return {}
-    from orbit_runtime.checkpoints.adapter_folder import kept_steps
+    from orbit_runtime.checkpoints.adapter_folder import saved_steps
     from orbit_runtime.storage import open_store
 
-    kept = kept_steps(open_store(run, writable=False), [step], first=True, option="--step")
+    kept = saved_steps(open_store(run, writable=False), [step], first=True, option="--step")
     return {each.name: each.uri for each in kept}
 
 
@@ -198,7 +198,7 @@ def _answer(
 
     from rich.console import Console
 
-    from orbit_runtime.cli.side_by_side import is_wide, printable, show_beside
+    from orbit_runtime.cli.side_by_side import is_wide, printable, show_side_by_side
 
     seed: dict[str, int] = {}
     if len(talks) > 1 and "seed" not in settings:
@@ -210,7 +210,7 @@ def _answer(
     console = Console()
     note = "".join(f"seed {number}" for number in seed.values())
     if len(talks) > 1 and not as_json and is_wide(console):
-        answers = show_beside(console, asked, note)
+        answers = show_side_by_side(console, asked, note)
     else:
         answers = _one_by_one(asked, as_json=as_json, printed=printable if console.is_terminal else str)
         if note and not as_json:

@@ -117,21 +117,21 @@ def _measure(
     run: OrbitRun, folder: Path, weights: str | None, models: Models, uri: str, progress: Progress
 ) -> tuple[Summary, str]:
     """Asks for what is missing; returns the summary of everything in the evaluation's folder, and its address."""
-    from orbit_runtime.cli.bars import asking_bar
+    from orbit_runtime.cli.bars import evaluation_bar
     from orbit_runtime.evaluation.evaluate import ask_all
-    from orbit_runtime.evaluation.journal import Journal, keep_asked, read_asked
-    from orbit_runtime.evaluation.tasks import asked_of, open_task, task_specs, telling_fields
+    from orbit_runtime.evaluation.journal import Journal, read_settings, save_settings
+    from orbit_runtime.evaluation.tasks import evaluation_settings, naming_fields, open_task, task_specs
     from orbit_runtime.spec import MachineFacts, resolve
     from orbit_runtime.storage import claim_execution, open_store
 
     run = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=folder).run
     store, ended = open_store(uri), "failed"
     with ExitStack() as closing:
-        asked, folders = asked_of(run.spec), [str(folder), str(Path.cwd())]
+        asked, folders = evaluation_settings(run.spec), [str(folder), str(Path.cwd())]
         tasks = []
         progress.stage("reading prompts, starting rewards")
         for name, spec in task_specs(run.name, run.spec).items():
-            with telling_fields(run.spec, name):
+            with naming_fields(run.spec, name):
                 tasks.append(open_task(name, spec, asked, folders, closing))
         subjects = (
             _api_subjects(models, tasks, run)
@@ -139,18 +139,18 @@ def _measure(
             else _local_subjects(models, run, tasks, weights, progress)
         )
         _check_against(
-            models.against, {*(read_asked(store) or {"subjects": ()})["subjects"], *(each.name for each in subjects)}
+            models.against, {*(read_settings(store) or {"subjects": ()})["subjects"], *(each.name for each in subjects)}
         )
         execution = claim_execution(store, run_name=f"{run.name}-eval")
         closing.callback(lambda: execution.release(ended))
         execution.start_heartbeat()
-        keep_asked(
+        save_settings(
             store,
             {task.name: task.to_json() for task in tasks},
             {subject.name: subject.to_json() for subject in subjects},
         )
         progress.close()  # a terminal shows one display at a time
-        with Journal(store, execution) as journal, asking_bar(progress.note) as show:
+        with Journal(store, execution) as journal, evaluation_bar(progress.note) as show:
             try:
                 ask_all(subjects, tasks, journal, concurrency=run.spec.evaluation.concurrency, show=show)
             except StoppedOnRequest:
@@ -271,7 +271,7 @@ def _local_subjects(
     models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None, progress: Progress
 ) -> Sequence[Subject]:
     progress.stage("importing torch")
-    from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, kept_steps
+    from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, saved_steps
     from orbit_runtime.loop.evaluate import open_models
     from orbit_runtime.planner.support.manifests import check_adapted
     from orbit_runtime.storage import open_store
@@ -282,7 +282,7 @@ def _local_subjects(
         kept = [NamedAdapter(Path(models.adapter.rstrip("/")).name, models.adapter)]
     elif weights is not None:
         from_elsewhere = getattr(run.spec.adapter, "init_from", None) is not None
-        kept = kept_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)
+        kept = saved_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)
     base = models.base or not kept
     progress.stage("loading the model")
     return open_models(run, tasks, kept, base=base)

@@ -216,9 +216,9 @@ def run_command(arguments: Sequence[str]) -> int:
 def _fail(error: OrbitError, as_json: bool) -> int:
     import json
 
-    from orbit_runtime.observability.termination_message import add_last_words, words_of
+    from orbit_runtime.observability.termination_message import add_last_words, build_message
 
-    add_last_words(words_of(error))
+    add_last_words(build_message(error))
     if as_json:
         print(json.dumps(error.to_json(), default=str))
     else:

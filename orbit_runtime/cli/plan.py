@@ -54,8 +54,8 @@ def plan(
 def find_machine(run: OrbitRun, gpu: str | None) -> Machine:
     """The machine that `--gpu` or `placement.gpuProduct` names, with the manifest's number of GPUs; else this one."""
     from orbit_runtime.api.machine import this_machine
-    from orbit_runtime.planner.job import asked_machine
+    from orbit_runtime.planner.job import requested_machine
 
     if gpu is None and (run.spec.placement.gpus == 0 or run.spec.placement.gpu_product is None):
         return this_machine(run.spec.placement)
-    return asked_machine(run, gpu) or this_machine(run.spec.placement)
+    return requested_machine(run, gpu) or this_machine(run.spec.placement)

@@ -42,7 +42,7 @@ def printable(text: str) -> str:
     return text.translate(_PICTURES)
 
 
-def show_beside(console: Console, asked: Mapping[str, Pieces], note: str) -> dict[str, ModelAnswer]:
+def show_side_by_side(console: Console, asked: Mapping[str, Pieces], note: str) -> dict[str, ModelAnswer]:
     """Shows the answers beside each other as they arrive, and returns each under its name. Ctrl-C ends all of them.
 
     Args:

@@ -27,7 +27,7 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
     from orbit_runtime.algorithms.custom_loss import check_own
     from orbit_runtime.api.checks import local_model
     from orbit_runtime.environments.targets import check_local_inputs, code_path
-    from orbit_runtime.evaluation.tasks import task_specs, telling_fields
+    from orbit_runtime.evaluation.tasks import naming_fields, task_specs
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.planner.verdict import check_support
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
@@ -42,7 +42,7 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
     unopened = check_local_inputs(resolved.run.spec, folders)
     if run.spec.evaluation.environments and run.spec.algorithm.type != "SFT":
         for name, spec in task_specs(run.name, resolved.run.spec).items():
-            with telling_fields(resolved.run.spec, name):
+            with naming_fields(resolved.run.spec, name):
                 unopened += check_local_inputs(spec, folders)
     model = local_model(resolved.run, file.resolve().parent)
     absent = None if model is None or model.is_dir() else model

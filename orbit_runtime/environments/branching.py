@@ -24,7 +24,7 @@ from orbit_runtime.environments.episodes import (
     Scoring,
     Track,
     Trajectory,
-    build_played,
+    build_finished,
 )
 from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, joined_text, last_role
 from orbit_runtime.seeds import stream_key
@@ -223,7 +223,7 @@ class Branching:
             await process.close()
         unchosen = tree.sampled - sum(track.sampled for track in tracks)
         counts = [{**each, **({UNCHOSEN: unchosen} if not index else {})} for index, each in enumerate(parts)]
-        return build_played(
+        return build_finished(
             self._settings.run,
             episode,
             [Track(*each) for each in zip(tracks, results, counts, self._cohorts, strict=True)],

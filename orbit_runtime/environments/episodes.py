@@ -167,7 +167,7 @@ class Track:
     cohort: str = ""
 
 
-def build_played(
+def build_finished(
     run: str,
     episode: Episode,
     tracks: Sequence[Track],

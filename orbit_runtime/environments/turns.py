@@ -23,7 +23,7 @@ from orbit_runtime.environments.episodes import (
     Scoring,
     Track,
     Trajectory,
-    build_played,
+    build_finished,
 )
 from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, joined_text, last_role
 from orbit_runtime.environments.tool_calls import ToolCall, parameter_schemas, parse_tool_calls
@@ -77,7 +77,7 @@ class SingleTurn:
         track = Trajectory()
         track.add_given("user", str(prompt.messages[-1].get("content", "")), episode.prompt_ids_T)
         track.add_answer(completion)
-        return build_played(self._run, episode, [Track(track, results)], self._weights)
+        return build_finished(self._run, episode, [Track(track, results)], self._weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class MultiTurn:
         results = [lost] * len(self._all_weights) if lost else await self._score(episode.prompt, state)
         counts = {**opponent.counts, **state.parts}
         track = Track(state.track, results, counts)
-        return build_played(self._settings.run, episode, [track], self._all_weights, stopped)
+        return build_finished(self._settings.run, episode, [track], self._all_weights, stopped)
 
     async def _converse(self, episode: Episode, state: _State, opponent: Opponent, tokens: TokenSource) -> None:
         prompt, settings, track = episode.prompt, self._settings, state.track

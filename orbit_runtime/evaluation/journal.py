@@ -129,7 +129,7 @@ def read_samples(store: Store, folder: str = "") -> list[EvalSample]:
     return list(found.values())
 
 
-def read_asked(store: Store, folder: str = "") -> dict[str, Any] | None:
+def read_settings(store: Store, folder: str = "") -> dict[str, Any] | None:
     """The settings of the evaluation in this folder; None if there is none."""
     try:
         return dict(json.loads(store.get(f"{folder}{ASKED}")))
@@ -139,7 +139,7 @@ def read_asked(store: Store, folder: str = "") -> dict[str, Any] | None:
         raise OutputError(f"{ASKED} is not JSON", where=store.uri, fix="choose another --out") from None
 
 
-def keep_asked(
+def save_settings(
     store: Store, settings: Mapping[str, Any], subjects: Mapping[str, Mapping[str, Any]], folder: str = ""
 ) -> None:
     """Writes the settings, merged with existing ones: only further models may be added to an evaluation.
@@ -151,7 +151,7 @@ def keep_asked(
     Raises:
         OutputError: the folder has samples for other settings, or for another model under the same name.
     """
-    before = read_asked(store, folder)
+    before = read_settings(store, folder)
     if before is not None:
         changed = _differences(before["settings"], settings)
         known = before["subjects"]

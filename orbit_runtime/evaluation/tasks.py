@@ -189,7 +189,7 @@ def _module_file(module: str, folders: Sequence[str]) -> Path | None:
     return None
 
 
-def asked_of(spec: RunSpec) -> EvaluationSettings:
+def evaluation_settings(spec: RunSpec) -> EvaluationSettings:
     """The settings in `spec.evaluation`."""
     evaluation = spec.evaluation
     return EvaluationSettings(
@@ -202,7 +202,7 @@ def asked_of(spec: RunSpec) -> EvaluationSettings:
 
 
 @contextmanager
-def telling_fields(spec: RunSpec, name: str) -> Iterator[None]:
+def naming_fields(spec: RunSpec, name: str) -> Iterator[None]:
     """Makes errors of the task with this name point to the field of the run's manifest that holds it.
 
     Args: spec: the run's own, if the task's spec has its prompts and environment elsewhere.

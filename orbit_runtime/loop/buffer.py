@@ -253,13 +253,13 @@ class RolloutBuffer:
                 assert all(key == paid.key for key, paid in place.paid.items())
 
 
-def dump_kept(kept: Sequence[EpisodeSnapshot]) -> bytes:
+def dump_snapshots(kept: Sequence[EpisodeSnapshot]) -> bytes:
     """Compressed JSON Lines, one object for each episode."""
     return zstandard.ZstdCompressor(level=3).compress(b"".join(_to_line(each) + b"\n" for each in kept))
 
 
-def load_kept(data: bytes, *, where: str) -> tuple[EpisodeSnapshot, ...]:
-    """Raises DataError for bytes that `dump_kept` did not write."""
+def load_snapshots(data: bytes, *, where: str) -> tuple[EpisodeSnapshot, ...]:
+    """Raises DataError for bytes that `dump_snapshots` did not write."""
     try:
         return tuple(_from_line(line) for line in decompressed_lines(data))
     except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:

@@ -23,7 +23,7 @@ from orbit_runtime.loop.measure import build_held_out, check_held_out_sampling
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publisher
 from orbit_runtime.loop.show import Show
-from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids, sampling_of
 from orbit_runtime.sides.content import content_digests
@@ -81,7 +81,7 @@ def build_parts(
     run, spec = resolved.run, resolved.run.spec
     check_engine(spec)
     check_held_out_sampling(run)
-    weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
+    weights = cached_weights_digest(folder, Cache(default_cache(os.environ)))
     check_base(teacher, weights)
     what = "the model and starting the engine" if given.sides.starts_engine else "the model"
     show.stage(f"loading {what}, {amount(folder)}")

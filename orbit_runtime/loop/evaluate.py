@@ -16,7 +16,7 @@ from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.measure import EngineEpisode
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.sides.engines import build_torch_engine
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import build_policy
@@ -78,7 +78,7 @@ def open_models(
     for task in tasks:
         longest = spec.model.max_sequence_length - task.sampling.max_new_tokens
         check_lengths(task.table, tokenizer.encode_many, max_prompt_tokens=longest)
-    weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
+    weights = cached_weights_digest(folder, Cache(default_cache(os.environ)))
     adapters = [(each, open_adapter(each.uri)) for each in kept]
     for each, adapter in adapters:
         adapter.check_base(

@@ -14,7 +14,7 @@ from typing import Any
 from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, adapter_name
 from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
-from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snapshots
 from orbit_runtime.loop.collect import CollectedStep, EpisodeEvidence
 from orbit_runtime.loop.publish import MODELS, BackgroundWriter
 from orbit_runtime.loop.state import RunState
@@ -122,7 +122,7 @@ class Checkpoints:
 
         def write() -> None:
             try:
-                rollouts = {ROLLOUTS: dump_kept(kept)} if kept else {}
+                rollouts = {ROLLOUTS: dump_snapshots(kept)} if kept else {}
                 write_bundle(self.store, self.execution, prefix, {**parts.contents, **rollouts}, facts)
             finally:
                 parts.is_read.set()
@@ -143,7 +143,7 @@ class Checkpoints:
         """Rewrites the newest checkpoint's manifest with the current facts and `kept`; its other parts stay."""
         assert state.checkpoint_step == state.step
         facts = _facts(state, cursor, self.identity)
-        parts = {ROLLOUTS_AT_END: dump_kept(kept)} if kept else {}
+        parts = {ROLLOUTS_AT_END: dump_snapshots(kept)} if kept else {}
         restate_bundle(self.store, self.execution, checkpoint_prefix(state.step), facts, parts)
 
 
@@ -151,7 +151,7 @@ def load_rollouts(bundle: Bundle) -> tuple[EpisodeSnapshot, ...]:
     """The newest rollouts of later steps that the checkpoint holds."""
     for name in (ROLLOUTS_AT_END, ROLLOUTS):
         if name in bundle.parts:
-            return load_kept(bytes(bundle.parts[name]), where=f"{bundle.prefix}/{name}")
+            return load_snapshots(bytes(bundle.parts[name]), where=f"{bundle.prefix}/{name}")
     return ()
 
 

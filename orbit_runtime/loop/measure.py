@@ -20,11 +20,18 @@ from typing import Any
 from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.errors import StoppedOnRequest
 from orbit_runtime.evaluation.evaluate import ask_one
-from orbit_runtime.evaluation.journal import Journal, keep_asked, read_asked
+from orbit_runtime.evaluation.journal import Journal, read_settings, save_settings
 from orbit_runtime.evaluation.records import Usage
 from orbit_runtime.evaluation.scores import paired
 from orbit_runtime.evaluation.summary import Prices, Score, build_summary
-from orbit_runtime.evaluation.tasks import EvalTask, asked_of, open_task, task_specs, telling_fields, with_sampling
+from orbit_runtime.evaluation.tasks import (
+    EvalTask,
+    evaluation_settings,
+    naming_fields,
+    open_task,
+    task_specs,
+    with_sampling,
+)
 from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.keep import keep_rows, step_name
@@ -93,10 +100,16 @@ def open_held_out(
     if spec.evaluation.every_steps is None:
         return ()
     for name, each in task_specs(run.name, spec).items():
-        with telling_fields(spec, name):
+        with naming_fields(spec, name):
             tasks.append(
                 open_task(
-                    name, each, asked_of(spec), inputs.folders, closing, rewards=rewards or {}, patience=inputs.patience
+                    name,
+                    each,
+                    evaluation_settings(spec),
+                    inputs.folders,
+                    closing,
+                    rewards=rewards or {},
+                    patience=inputs.patience,
                 )
             )
     return tuple(tasks)
@@ -106,7 +119,7 @@ def check_held_out_sampling(run: OrbitRun) -> None:
     """Raises UnsupportedError (78) if the engine does not support the sampling of the run's evaluations."""
     if run.spec.evaluation.every_steps is not None:
         for each in task_specs(run.name, run.spec).values():
-            check_engine(with_sampling(each, asked_of(run.spec)))
+            check_engine(with_sampling(each, evaluation_settings(run.spec)))
 
 
 def build_held_out(spec: RunSpec, tasks: Sequence[EvalTask], tokenizer: Tokenizer) -> HeldOut | None:
@@ -114,7 +127,7 @@ def build_held_out(spec: RunSpec, tasks: Sequence[EvalTask], tokenizer: Tokenize
     for task in tasks:
         encode = partial(tokenizer.encode_many, tools=task.pool.tools if task.pool else ())
         longest = spec.model.max_sequence_length - task.sampling.max_new_tokens
-        with telling_fields(spec, task.name):
+        with naming_fields(spec, task.name):
             check_lengths(task.table, encode, max_prompt_tokens=longest)
     return HeldOut(tuple(tasks), tokenizer) if tasks else None
 
@@ -159,11 +172,11 @@ def _ask(
     settings, name = held_out.settings(), f"step-{state.step}"
     subject = {"kind": "policy", "adapter": state.publication.adapter.digest}
     parts.execution.check()
-    before = read_asked(parts.store, folder)
+    before = read_settings(parts.store, folder)
     if before is not None and before != json.loads(json.dumps({"settings": settings, "subjects": {name: subject}})):
         parts.show.note(f"the evaluation after step {state.step} starts over: its settings have changed")
         parts.store.delete(parts.store.list(folder))
-    keep_asked(parts.store, settings, {name: subject}, folder)
+    save_settings(parts.store, settings, {name: subject}, folder)
     with Journal(parts.store, parts.execution, folder) as journal:
 
         async def work(asking: Asking) -> None:

@@ -19,7 +19,7 @@ from orbit_runtime.loop.initial import FIELD as INITIAL_FIELD
 from orbit_runtime.loop.initial import open_initial
 from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.origin import find_origin
-from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.sides.content import WEIGHTS, check_weights_known
 from orbit_runtime.sides.inputs import Inputs
@@ -101,7 +101,7 @@ def replay(
     loss = load_loss(resolved, inputs.search_path)
     folder = inputs.model()
     check_weights_known(store.uri, before["identity"])
-    if kept_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
+    if cached_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
         raise ModelError("the base has changed since the run began", where=spec.model.uri)
     policy = build_policy(resolved, folder, decide_division(resolved, folder).recompute)
     teacher = open_teacher(spec)

@@ -54,7 +54,7 @@ from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import LiveStatus
-from orbit_runtime.observability.termination_message import add_last_words, words_of
+from orbit_runtime.observability.termination_message import add_last_words, build_message
 from orbit_runtime.observability.trackers import RequestedTracker, Tracking, check_trackers, open_tracker
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
@@ -125,7 +125,7 @@ def run(
         stop = closing.enter_context(stop_on_signals())
         show = _build_show(spec, store.uri, execution, attempt, progress, closing)
         webhooks: list[Webhook] = []
-        closing.push(lambda kind, _error, _trace: tell_the_end(webhooks, show, store.uri, kind))
+        closing.push(lambda kind, _error, _trace: report_end(webhooks, show, store.uri, kind))
         try:
             webhooks += build_webhooks(spec.spec.observability.notify, os.environ)
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
@@ -133,7 +133,7 @@ def run(
             given = CallerOptions(rewards, loss, advantages, search_path, sides or Here())
             given.sides.watch(stop, show.note)
             closing.enter_context(watch_stalls(end_stalled(store, execution, show, webhooks)))
-            with told_where_memory_ran_out(show):
+            with naming_memory_stage(show):
                 resolve_on = partial(resolve, spec, folder=manifest_folder)
                 ended, report = _run(resolve_on, store, execution, show, stop, given, closing)
         except StoppedOnRequest as request:
@@ -164,7 +164,7 @@ def _run(
     started = (before or {}).get("started", time.time())
     # What the user can have got wrong is the same on every machine, so it is found before torch has to be asked.
     asked = _kept(resolve_on(MachineFacts(has_cuda=False, num_gpus=0)), before)
-    trackers = asked_trackers(asked.run, store, started)
+    trackers = requested_trackers(asked.run, store, started)
     if before:
         check_same_run(store, before, asked)
     check_manifest(ManifestFacts(asked.run.spec))
@@ -397,7 +397,7 @@ OTHER_MEMORY = ("spec.model.uri", "`orbit plan` shows what each phase takes; cho
 
 
 @contextmanager
-def told_where_memory_ran_out(show: Show) -> Iterator[None]:
+def naming_memory_stage(show: Show) -> Iterator[None]:
     """Replaces torch's or Python's error by OutOfMemoryError (79), which names the stage of the run."""
     try:
         yield
@@ -434,8 +434,8 @@ def end_stalled(store: Store, execution: Execution, show: Show, webhooks: list[W
             return
         with suppress(Exception):
             show.status.update(phase="Failed", message=str(error), exit_code=error.exit_code)
-            add_last_words({**show.status.snapshot(), **words_of(error)})
-            tell_the_end(webhooks, show, store.uri, StalledError)
+            add_last_words({**show.status.snapshot(), **build_message(error)})
+            report_end(webhooks, show, store.uri, StalledError)
         with suppress(Exception):
             show.progress.close()
         with suppress(Exception):
@@ -450,7 +450,7 @@ def end_stalled(store: Store, execution: Execution, show: Show, webhooks: list[W
 ROWS_READ = 256
 
 
-def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[RequestedTracker]:
+def requested_trackers(run: OrbitRun, store: Store, started: float) -> list[RequestedTracker]:
     """Args: started: when the run first began, the same at each start.
 
     Raises:
@@ -492,7 +492,7 @@ def _rows_until(store: Store, step: int) -> Iterator[MetricsRow]:
                 yield parse_row(bytes(data))
 
 
-def tell_the_end(webhooks: list[Webhook], show: Show, uri: str, kind: type[BaseException] | None) -> None:
+def report_end(webhooks: list[Webhook], show: Show, uri: str, kind: type[BaseException] | None) -> None:
     """Args: kind: type of the error that ended the run. Nothing is sent after a second interrupt: the user is there."""
     if kind is not None and issubclass(kind, KeyboardInterrupt):
         return

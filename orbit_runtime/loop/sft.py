@@ -45,7 +45,7 @@ from orbit_runtime.loop.resume import restored_wrongly
 from orbit_runtime.loop.row import with_checkpoint
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
 from orbit_runtime.sides.content import content_digests
 from orbit_runtime.sides.inputs import Inputs
@@ -106,7 +106,7 @@ def build_sft(
     folder = inputs.model()
     resolved = sides.settle(resolved, folder)
     spec = resolved.run.spec
-    weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
+    weights = cached_weights_digest(folder, Cache(default_cache(os.environ)))
     tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
     show.stage("tokenising demonstrations")
     encoded = encode_demonstrations(

@@ -128,7 +128,7 @@ def stop_sentence(stage: str, step: int | None, *, keeps_rollouts: bool = False)
     return f"stopping: finishing step {step} ({stage}) first; press Ctrl-C again to drop it"
 
 
-def tell_stopped(show: Show, step: int, collected: CollectedStep) -> None:
+def show_timeouts(show: Show, step: int, collected: CollectedStep) -> None:
     """Names the stages that stopped and the file with the evidence; silent if no episode stopped."""
     if not collected.stopped:
         return

@@ -28,7 +28,7 @@ from orbit_runtime.loop.measure import measure
 from orbit_runtime.loop.parity import check_again, check_first_wake, engine_asleep, step_limits
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.row import check_parity, prompt_numbers, step_row, with_checkpoint
-from orbit_runtime.loop.show import tell_stopped
+from orbit_runtime.loop.show import show_timeouts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.types import Prompt
 from orbit_runtime.workers.child.signals import StopFlag
@@ -92,7 +92,7 @@ def _run(
             if rounds:
                 cursors[step] = parts.prompts.state()
             groups = collected.groups_P
-            tell_stopped(parts.show, step, collected)
+            show_timeouts(parts.show, step, collected)
             check_failures(collected, parts.spec.environment.failure_limit)
             staleness = measure_staleness(groups, state.version)
             check_staleness(staleness, parts.spec.rollout.max_staleness)

@@ -50,7 +50,7 @@ def weights_digest(folder: Path) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def kept_weights_digest(
+def cached_weights_digest(
     folder: Path,
     cache: Cache,
     *,

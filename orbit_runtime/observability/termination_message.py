@@ -38,7 +38,7 @@ def add_last_words(facts: Mapping[str, Any], environ: Mapping[str, str] | None =
         path.write_bytes(_shorten({**_load(path), **facts}))
 
 
-def words_of(error: OrbitError) -> dict[str, Any]:
+def build_message(error: OrbitError) -> dict[str, Any]:
     """An error as facts. For a manifest, every finding is named, as far as there is room."""
     facts = {**error.to_json(), "problems": None}
     if isinstance(error, ManifestError) and error.problems:

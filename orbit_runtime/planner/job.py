@@ -266,7 +266,7 @@ def _decide(asked: str, chosen: str) -> str:
     return chosen if asked == "Auto" else asked
 
 
-def asked_machine(run: OrbitRun, gpu: str | None = None) -> Machine | None:
+def requested_machine(run: OrbitRun, gpu: str | None = None) -> Machine | None:
     """`placement.gpus` on each node, of the type that `gpu` or `placement.gpuProduct` names; the CPU if no GPU is
     requested.
 

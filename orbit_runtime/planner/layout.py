@@ -36,7 +36,7 @@ class Layout:
         return max(1, self.expert // self.tensor)
 
 
-def asked_layout(asked: RequestedSizes) -> Layout:
+def requested_layout(asked: RequestedSizes) -> Layout:
     """The layout on the CPU, with as many ranks as the sizes need. Sizes not set are 1."""
     tensor, pipeline, context = asked.tensor or 1, asked.pipeline or 1, asked.context or 1
     # If matrices are cut into parts, experts must be divided into at least as many.

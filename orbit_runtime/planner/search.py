@@ -17,7 +17,7 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
 from orbit_runtime.planner.job import Job, Machine
-from orbit_runtime.planner.layout import Layout, asked_layout, possible_layouts
+from orbit_runtime.planner.layout import Layout, possible_layouts, requested_layout
 from orbit_runtime.planner.parts import PHASES, Copies, PartSizes, Phase, Setting, size_parts
 
 SMALLEST_MICRO_BATCH = 1024
@@ -100,7 +100,7 @@ def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
     # Exchanges within every layer stay on one node.
     found = [layout for layout in found if machine.nodes == 1 or machine.node_gpus % layout.tensor == 0]
     # On a CPU, as many ranks as the sizes need. If nothing is possible, the plan says why for the requested sizes.
-    return found or [asked_layout(job.asked)]
+    return found or [requested_layout(job.asked)]
 
 
 def _copies(job: Job) -> Copies:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from orbit_runtime.errors import ManifestError, UnsupportedError, UsageError
 from orbit_runtime.model_info.gpus import GPUCard
 from orbit_runtime.model_info.weights import ModelFacts
-from orbit_runtime.planner.job import Devices, Machine, asked_machine, build_job, device_problem, split_devices
-from orbit_runtime.planner.layout import asked_layout
+from orbit_runtime.planner.job import Devices, Machine, build_job, device_problem, requested_machine, split_devices
+from orbit_runtime.planner.layout import requested_layout
 from orbit_runtime.planner.plan import Plan, division_problems, plan
 from orbit_runtime.planner.serving import TENSOR_PARALLEL, find_refusal
 from orbit_runtime.planner.support import Problem
@@ -190,7 +190,7 @@ def check_sizes(run: OrbitRun, model: ModelFacts) -> bool:
         _raise_first([each for each in made.problems if each.where == TENSOR_PARALLEL])
         return True
     job = build_job(run, _CPU)
-    _raise_first(division_problems(model, job, asked_layout(job.asked), _CPU))
+    _raise_first(division_problems(model, job, requested_layout(job.asked), _CPU))
     refusals = [find_refusal(model, job, num_gpus) for num_gpus in (_MANY, 0)]
     # Some sizes are only refused on a CPU, and some only on GPUs.
     if refusals[0] is not None and refusals[1] is not None:
@@ -228,7 +228,7 @@ def _machine(run: OrbitRun) -> Machine | None:
     card."""
     placement = run.spec.placement
     try:
-        named = asked_machine(run)
+        named = requested_machine(run)
     except UsageError:
         named = None
     if named is not None or placement.nodes == 1:

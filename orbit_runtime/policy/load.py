@@ -36,7 +36,7 @@ from orbit_runtime.policy.families import Family, find_family
 from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms
-from orbit_runtime.policy.probe import Behaviour, check_rope, kept_behaviour
+from orbit_runtime.policy.probe import Behaviour, cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
 from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_modules
@@ -217,7 +217,7 @@ def check_behaviour(model: nn.Module, folder: Path, raw: dict[str, Any], longest
     # `fill` refuses experts of other families.
     if raw.get("model_type") in FAMILIES or any(type(each).__name__.endswith("Experts") for each in model.modules()):
         return None
-    found = kept_behaviour(model, raw, longest, Cache(default_cache(os.environ)))
+    found = cached_behaviour(model, raw, longest, Cache(default_cache(os.environ)))
     if found.reason:
         raise UnsupportedError(
             f"models of type {raw.get('model_type')} cannot be used here: {found.reason}",

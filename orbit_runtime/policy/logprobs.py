@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from orbit_runtime.algorithms.distribution import add_bias, penalise, penalty_slope, truncate
-from orbit_runtime.policy.preceding_tokens import SeenTokens
+from orbit_runtime.policy.preceding_tokens import PrecedingTokens
 from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.linear import FrozenLinear
 from orbit_runtime.types import Sampling
@@ -114,7 +114,7 @@ def _entropy_slope(cut_RV: torch.Tensor) -> torch.Tensor:
 
 
 def _score(
-    logits_RV: torch.Tensor, targets_R: torch.Tensor, part: slice, sampling: Sampling, seen: SeenTokens | None
+    logits_RV: torch.Tensor, targets_R: torch.Tensor, part: slice, sampling: Sampling, seen: PrecedingTokens | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A chunk's log-probs and entropies; `part` says which of all targets it holds."""
     biased = _bias(logits_RV, sampling)
@@ -130,7 +130,7 @@ def _slope(
     grads_R: tuple[torch.Tensor | None, ...],
     part: slice,
     sampling: Sampling,
-    seen: SeenTokens | None,
+    seen: PrecedingTokens | None,
 ) -> torch.Tensor:
     """Gradient with respect to a chunk's logits, in their dtype, given those of its log-probs and entropies."""
     biased = _bias(logits_RV, sampling)
@@ -164,7 +164,7 @@ class _TokenLogProbs(torch.autograd.Function):
         targets_R: torch.Tensor,
         head: Head,
         sampling: Sampling,
-        seen: SeenTokens | None,
+        seen: PrecedingTokens | None,
         rows: int,
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +236,7 @@ def token_logprobs(
     *,
     vocabulary: int,
     sampling: Sampling = UNSHAPED,
-    seen: SeenTokens | None = None,
+    seen: PrecedingTokens | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
     weights: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ from orbit_runtime.policy.distance import Measure, TeacherReport, token_distance
 from orbit_runtime.policy.division import ProcessIndex
 from orbit_runtime.policy.logprobs import UNSHAPED, logits_of, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
-from orbit_runtime.policy.preceding_tokens import SeenTokens
+from orbit_runtime.policy.preceding_tokens import PrecedingTokens
 from orbit_runtime.policy.probe import Behaviour
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
 from orbit_runtime.policy.routing import Routing
@@ -132,7 +132,7 @@ class Policy:
         batch: PackedBatch,
         *,
         sampling: Sampling = UNSHAPED,
-        seen: SeenTokens | None = None,
+        seen: PrecedingTokens | None = None,
         routed_TLC: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter, as `sampling` draws.
@@ -150,7 +150,7 @@ class Policy:
         batch: PackedBatch,
         *,
         sampling: Sampling = UNSHAPED,
-        seen: SeenTokens | None = None,
+        seen: PrecedingTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs` from `target_hidden` of the same batch."""
         targets_R = batch.target_ids_R

@@ -17,7 +17,7 @@ _NEVER = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
-class SeenTokens:
+class PrecedingTokens:
     """The tokens before each target of a packed batch: those of the prompt, and those of the completion so far.
 
     A sequence is represented by the first position of each of its distinct tokens, so the mask for a chunk of targets
@@ -36,7 +36,7 @@ class SeenTokens:
     branches: tuple[int, ...]
     """Branch of each target, on the host."""
 
-    def of_targets(self, index_R: torch.Tensor) -> SeenTokens:
+    def of_targets(self, index_R: torch.Tensor) -> PrecedingTokens:
         """The same for a subset of the targets, in the order of `index_R`."""
         kept = index_R.tolist()
         branches = tuple(self.branches[number] for number in kept)
@@ -52,7 +52,7 @@ class SeenTokens:
         return first_BV[self.branch_R[part] - begin] < self.position_R[part, None]
 
 
-def build_seen(branches: Sequence[Branch], device: torch.device) -> SeenTokens:
+def build_preceding(branches: Sequence[Branch], device: torch.device) -> PrecedingTokens:
     """The tokens before each target of `build_packed(branches)`, in their order."""
     tokens, firsts, owners, starts, targets, positions = [], [], [], [0], [], []
     for number, branch in enumerate(branches):
@@ -69,6 +69,6 @@ def build_seen(branches: Sequence[Branch], device: torch.device) -> SeenTokens:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
     branch_R = torch.tensor(targets, dtype=torch.long, device=device)
-    return SeenTokens(
+    return PrecedingTokens(
         branch_R, tensor(positions), tensor(tokens), tensor(owners), tensor(firsts), tuple(starts), tuple(targets)
     )

@@ -102,7 +102,7 @@ def check_rope(config: PretrainedConfig, longest: int, where: str) -> None:
             )
 
 
-def kept_behaviour(model: nn.Module, raw: dict[str, Any], longest: int, cache: Cache) -> Behaviour:
+def cached_behaviour(model: nn.Module, raw: dict[str, Any], longest: int, cache: Cache) -> Behaviour:
     """`measure`, or its answer for the same config.json, length and libraries from the cache.
 
     Args:

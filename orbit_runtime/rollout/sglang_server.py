@@ -21,7 +21,7 @@ from orbit_runtime.planner.support.kernels import EXPERTS_FLAG, LORA_RUNNERS, En
 from orbit_runtime.planner.support.served import LORA_LAYOUTS
 from orbit_runtime.rollout.server_types import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
-from orbit_runtime.rollout.wire import asks_for_token, is_serving
+from orbit_runtime.rollout.wire import is_serving, requires_token
 from orbit_runtime.workers.child.run_token import new_token
 from orbit_runtime.workers.servers.process import (
     AGENT_VARIABLE,
@@ -219,7 +219,7 @@ class SGLangServer:
             self._probe_seconds = min(MAX_PROBE_SECONDS, 2 * self._probe_seconds)
         if not found:
             return False
-        is_ours = asks_for_token(self.url, seconds=self._probe_seconds, headers=self.headers)
+        is_ours = requires_token(self.url, seconds=self._probe_seconds, headers=self.headers)
         if is_ours is False:
             raise PortTakenError(
                 f"SGLang cannot listen on port {self._port}: another server answers there",

@@ -179,7 +179,7 @@ def why_not_serving(url: str, *, seconds: float, headers: Mapping[str, str] | No
     return "" if status == 200 else f"/health was answered with {status}"
 
 
-def asks_for_token(url: str, *, seconds: float, headers: Mapping[str, str]) -> bool | None:
+def requires_token(url: str, *, seconds: float, headers: Mapping[str, str]) -> bool | None:
     """Whether the server was given the token in `headers`: it answers requests with it, and refuses others.
 
     Another program may listen at a server's address, and answer `/health` as well, but cannot know the token. The token

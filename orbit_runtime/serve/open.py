@@ -18,7 +18,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
 from orbit_runtime.model_info.builtin_models import any_builtin_folder
-from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.model_info.settings import check_model_folder, load_settings
 from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.policy import Policy, load_policy
@@ -120,7 +120,7 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
                 len(source.adapters), closing,
             )  # fmt: skip
         closing.callback(held.engine.close)
-        weights = kept_weights_digest(source.folder, Cache(default_cache(os.environ)))
+        weights = cached_weights_digest(source.folder, Cache(default_cache(os.environ)))
         name = source.place.rstrip("/").rpartition("/")[2] or source.place
         base = Base(
             name, source.place, tokenizer, held.config, weights, held.vocabulary, held.compute_dtype, held.policy,

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_server import local_host
 from orbit_runtime.rollout.transport import Handover
-from orbit_runtime.rollout.wire import asks_for_token, is_serving
+from orbit_runtime.rollout.wire import is_serving, requires_token
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.depot import travelling
 from orbit_runtime.types import AdapterFiles
@@ -54,7 +54,7 @@ class RemoteServer:
         """Whether it answers; another server that took its port since does not count."""
         if not is_serving(self.url, seconds=ALIVE_SECONDS, headers=self.headers):
             return False
-        return asks_for_token(self.url, seconds=ALIVE_SECONDS, headers=self.headers) is not False
+        return requires_token(self.url, seconds=ALIVE_SECONDS, headers=self.headers) is not False
 
     def describe(self) -> str:
         told: str | None = self._look("logs")

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.rollout.served_engine import start_servers
 from orbit_runtime.rollout.sglang_server import SGLangServer
@@ -148,6 +148,6 @@ def build_server_host(asked: SideManifest, address: str, note: Callable[[str], N
     start_servers(servers, starts_at_once(resolved))
     transport = shared_memory if resolved.run.spec.rollout.adapter_transport == "SharedMemory" else None
     calls = ServerCalls(servers, FolderDesk(scratch / "adapters", transport))
-    weights = kept_weights_digest(asked.folder, Cache(default_cache(os.environ)))
+    weights = cached_weights_digest(asked.folder, Cache(default_cache(os.environ)))
     told = {**common_facts("inference", asked, weights, {}), "servers": len(servers)}
     return Host(told, calls.calls(), calls.reset, calls.looks())

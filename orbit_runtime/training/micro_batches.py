@@ -16,7 +16,7 @@ from orbit_runtime.data.routing import unpack_experts
 from orbit_runtime.data.samples import count_trained
 from orbit_runtime.policy.distance import TeacherReport
 from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
-from orbit_runtime.policy.preceding_tokens import SeenTokens, build_seen
+from orbit_runtime.policy.preceding_tokens import PrecedingTokens, build_preceding
 from orbit_runtime.types import ColumnName, Sample, Sampling
 
 Pack = Callable[[Sequence[Branch]], PackedBatch]
@@ -36,7 +36,7 @@ class MicroBatch:
     """Trained tokens of each sample, int64."""
     trained_R: torch.Tensor
     """Targets that the loss mask keeps, as indices into the packed targets."""
-    seen: SeenTokens | None
+    seen: PrecedingTokens | None
     """Tokens before each target, if sampling penalises their repetition."""
     number: int
     """Index among all micro-batches of its mini-batch, over all replicas; dropout is keyed by it."""
@@ -115,7 +115,7 @@ def build_micro_batch(
         weights_R,
         torch.tensor(counts_D, device=device),
         joined(trained),
-        build_seen(branches, device) if sampling.repetition_penalty != 1.0 else None,
+        build_preceding(branches, device) if sampling.repetition_penalty != 1.0 else None,
         number,
         counts,
     )

@@ -16,7 +16,7 @@ from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.planner.support.sampling import Kind, check_sampling
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch
-from orbit_runtime.policy.preceding_tokens import build_seen
+from orbit_runtime.policy.preceding_tokens import build_preceding
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import Engine, Request, Sampling
 from tests.integration.engine_inputs import by_id, requests_for
@@ -55,7 +55,7 @@ def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(
         branches = [Branch(0, request.prompt_ids_T, completion.token_ids_T)]
         with torch.no_grad(), policy.injected.selection.use(None):
             expected, _ = policy.logprobs(
-                policy.pack(branches), sampling=request.sampling, seen=build_seen(branches, policy.device)
+                policy.pack(branches), sampling=request.sampling, seen=build_preceding(branches, policy.device)
             )
         told = torch.tensor(completion.logprobs_T)
         assert float((told - expected).abs().max()) <= close, request.sampling

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, Policy, told_choice
+from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, Policy, choice_to_json
 
 
 class PlayedHere:
@@ -43,6 +43,6 @@ class PlayedHere:
             rollouts = getattr(self._environment, "rollouts", 1)
             cohorts = [""] * rollouts if isinstance(rollouts, int) else rollouts
             chosen = await self._environment.play(self._policy, prompt, fields, seed)
-            self._told.put_nowait({"chosen": told_choice(chosen, cohorts)})
+            self._told.put_nowait({"chosen": choice_to_json(chosen, cohorts)})
         except Exception as error:
             self._told.put_nowait({"crash": str(error)})

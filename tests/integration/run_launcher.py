@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.workers.child.process import STACK_SECONDS, STACK_SIGNAL, tell_stacks
+from orbit_runtime.workers.child.process import STACK_SECONDS, STACK_SIGNAL, dump_stacks_on_signal
 
 
 class RunLauncher:
@@ -53,7 +53,7 @@ class RunLauncher:
         code = self._read()["code"]
         return None if code is None else int(code)
 
-    def tell_stacks(self, pid: int) -> None:
+    def dump_stacks_on_signal(self, pid: int) -> None:
         """Has a child that should have ended write the stacks of its threads to stderr, for who looks for the cause."""
         os.kill(pid, STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
@@ -107,7 +107,7 @@ def main() -> None:
     from orbit_runtime.cli.main import run_command
 
     # Children inherit it.
-    tell_stacks(2)
+    dump_stacks_on_signal(2)
     answer = os.dup(1)
     os.dup2(2, 1)
     os.write(answer, b'{"ready": true}\n')

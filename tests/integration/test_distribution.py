@@ -32,7 +32,7 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.packed import Branch, build_packed
-from orbit_runtime.policy.preceding_tokens import build_seen
+from orbit_runtime.policy.preceding_tokens import build_preceding
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.sampling import RowLogits, Truncation, draw, uniforms
 from orbit_runtime.rollout.torch_engine import TorchEngine
@@ -97,7 +97,7 @@ def test_log_probs_of_every_token_are_those_of_transformers(names: tuple[str, ..
     befores = [
         (*prefixes[prefix], *answer[:at]) for prefix, answer in answers for at in range(len(answer))
     ]  # fmt: skip
-    hidden, seen = torch.randn(len(befores), 8), build_seen(branches, torch.device("cpu"))
+    hidden, seen = torch.randn(len(befores), 8), build_preceding(branches, torch.device("cpu"))
     assert build_packed(branches, torch.device("cpu")).target_ids_R.tolist() == [t for _, a in answers for t in a]
     expected = torch.stack([processed(h @ weight.T, b, sampling) for h, b in zip(hidden, befores, strict=True)])
     for token in range(vocabulary):
@@ -127,7 +127,7 @@ def test_gradients_equal_those_of_autograd_through_the_dense_form(names: tuple[s
     expected, hidden.grad = hidden.grad, None
     logprobs, _ = token_logprobs(
         hidden, targets, lambda h: h @ weight.T, vocabulary=vocabulary, sampling=sampling,
-        seen=build_seen(branches, torch.device("cpu")), chunk_elements=vocabulary * 2,
+        seen=build_preceding(branches, torch.device("cpu")), chunk_elements=vocabulary * 2,
     )  # fmt: skip
     (logprobs * scale).sum().backward()
     torch.testing.assert_close(hidden.grad, expected, atol=1e-5, rtol=1e-4)
@@ -217,7 +217,7 @@ def test_trainer_and_engine_tell_the_same_log_probs(
     sampled = torch.tensor([value for completion in completions for value in completion.logprobs_T])
     with torch.no_grad(), policy.injected.selection.use(None):
         logprobs, _ = policy.logprobs(
-            policy.pack(branches), sampling=sampling, seen=build_seen(branches, policy.device)
+            policy.pack(branches), sampling=sampling, seen=build_preceding(branches, policy.device)
         )
     torch.testing.assert_close(logprobs, sampled, atol=1e-4, rtol=1e-4)
 

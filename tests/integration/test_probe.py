@@ -246,12 +246,12 @@ def test_measuring_touches_no_global_generator() -> None:
 
 def test_the_answer_is_kept_by_configuration_and_length(cache: Path) -> None:
     model, kept = meta_model("mistral", **SIZES), Cache(cache)
-    assert probe.kept_behaviour(model, {"a": 1}, 64, kept).packed_equals_alone
+    assert probe.cached_behaviour(model, {"a": 1}, 64, kept).packed_equals_alone
     (file,) = (cache / "listings").iterdir()
     file.write_text(json.dumps(json.loads(file.read_text()) | {"packed_equals_alone": False}))
-    assert not probe.kept_behaviour(model, {"a": 1}, 64, kept).packed_equals_alone
-    assert probe.kept_behaviour(model, {"a": 2}, 64, kept).packed_equals_alone
-    assert probe.kept_behaviour(model, {"a": 1}, 65, kept).packed_equals_alone
+    assert not probe.cached_behaviour(model, {"a": 1}, 64, kept).packed_equals_alone
+    assert probe.cached_behaviour(model, {"a": 2}, 64, kept).packed_equals_alone
+    assert probe.cached_behaviour(model, {"a": 1}, 65, kept).packed_equals_alone
 
 
 def test_families_that_the_tests_prove_are_not_measured(cache: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from orbit_runtime.errors import EngineDiedError, GateError, ModelError
 from orbit_runtime.loop.run import RunResult, run
-from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.rollout.transport import FolderDesk
 from orbit_runtime.services.building import SideManifest, common_facts
@@ -50,7 +50,7 @@ class Inference(Side):
         self.server.start()
         desk = FolderDesk(self.folder / f"process-{len(self.made)}")
         calls = ServerCalls([self.server], desk)  # type: ignore[list-item]
-        weights = kept_weights_digest(asked.folder, Cache(self.folder))
+        weights = cached_weights_digest(asked.folder, Cache(self.folder))
         facts = {**common_facts("inference", asked, weights, {}), "servers": 1}
         return Host(facts, calls.calls(), calls.reset, calls.looks())
 

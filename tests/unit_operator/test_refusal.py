@@ -8,7 +8,7 @@ pytest.importorskip("kopf", reason="the operator's packages are not installed (e
 
 from orbit_operator.actions import Action, CreateAttempt, DeletePod, State
 from orbit_operator.api import ApiError
-from orbit_operator.apply import NameTakenError, tell_refusal
+from orbit_operator.apply import NameTakenError, explain_refusal
 
 STATE = State("Pending", "PodPending")
 QUOTA = 'jobs.batch "a-a1" is forbidden: exceeded quota: none, requested: count/jobs.batch=1'
@@ -25,7 +25,7 @@ QUOTA = 'jobs.batch "a-a1" is forbidden: exceeded quota: none, requested: count/
     ],
 )
 def test_a_refusal_that_lasts_is_told(error: ApiError | NameTakenError, reason: str, owner: str) -> None:
-    told = tell_refusal(CreateAttempt(1), error, STATE)
+    told = explain_refusal(CreateAttempt(1), error, STATE)
     assert told is not None
     assert (told.phase, told.reason, told.owner) == ("Pending", reason, owner)
     assert str(getattr(error, "message", error)) in told.message
@@ -36,4 +36,4 @@ def test_a_refusal_that_lasts_is_told(error: ApiError | NameTakenError, reason: 
     [(CreateAttempt(1), status) for status in (0, 409, 429, 500, 503)] + [(DeletePod("p", "u"), 403)],
 )
 def test_one_that_passes_or_concerns_something_else_is_not(action: Action, status: int) -> None:
-    assert tell_refusal(action, ApiError(status, "", ""), STATE) is None
+    assert explain_refusal(action, ApiError(status, "", ""), STATE) is None

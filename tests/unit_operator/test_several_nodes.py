@@ -14,7 +14,7 @@ from unit_operator.test_manifests import LARGE, SETTINGS, SMALL, source
 
 from orbit_operator.actions import CreateAttempt, CreateRanks, DeleteRanks, State
 from orbit_operator.api import ApiError
-from orbit_operator.apply import NameTakenError, tell_refusal
+from orbit_operator.apply import NameTakenError, explain_refusal
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.network_policy import build_network_policy
 from orbit_operator.manifests.ray_cluster import build_ray_cluster
@@ -67,7 +67,9 @@ def test_without_kuberay_no_attempt_is_made() -> None:
 
 
 def test_a_ray_cluster_that_is_refused_is_told() -> None:
-    told = tell_refusal(CreateRanks(2), ApiError(422, "Invalid", "spec.headGroupSpec"), State("Pending", "PodPending"))
+    told = explain_refusal(
+        CreateRanks(2), ApiError(422, "Invalid", "spec.headGroupSpec"), State("Pending", "PodPending")
+    )
     assert told is not None
     assert (told.reason, told.message) == (
         "AttemptRefused", "the RayCluster of attempt 2 cannot be created: spec.headGroupSpec",
@@ -76,7 +78,7 @@ def test_a_ray_cluster_that_is_refused_is_told() -> None:
 
 def test_a_ray_cluster_of_that_name_which_is_somebody_elses_is_not_joined() -> None:
     taken = NameTakenError("RayCluster ranks-adder-a1 exists and is not this run's")
-    told = tell_refusal(CreateRanks(1), taken, State("Pending", "PodPending"))
+    told = explain_refusal(CreateRanks(1), taken, State("Pending", "PodPending"))
     assert told is not None
     assert (told.reason, told.message, told.owner) == ("NameTaken", f"{taken}; delete it", "user")
 

@@ -70,7 +70,7 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def how_ended(code: int, killed: str = "was ended by", ended: str = "exited with") -> str:
+def describe_exit(code: int, killed: str = "was ended by", ended: str = "exited with") -> str:
     """Args: code: as `Popen.wait` returns it."""
     return f"{killed} {signal.Signals(-code).name}" if code < 0 else f"{ended} {code}"
 
@@ -155,7 +155,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def tell_stacks(fd: int) -> None:
+def dump_stacks_on_signal(fd: int) -> None:
     """Makes this process write its threads' stacks to `fd` on the signal. They are written from C, so code that never
     returns to the interpreter does not prevent it.
     """

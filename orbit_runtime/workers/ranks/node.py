@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import CollectiveError, OutOfMemoryError, OutputError, StorageError, UnsupportedError
-from orbit_runtime.workers.child.process import how_ended
+from orbit_runtime.workers.child.process import describe_exit
 from orbit_runtime.workers.ranks.guard import descendants
 
 HOST = "127.0.0.1"
@@ -111,7 +111,7 @@ class PrivateRay:
             for each in self._node.all_processes.get(name, ()):
                 status = each.process.poll()
                 if status is not None:
-                    return f"{known} {how_ended(status, 'was killed by', 'ended with')}"
+                    return f"{known} {describe_exit(status, 'was killed by', 'ended with')}"
         return None
 
 

@@ -32,7 +32,7 @@ from orbit_runtime.errors import (
     StorageError,
     is_out_of_memory,
 )
-from orbit_runtime.workers.child.process import tell_stacks
+from orbit_runtime.workers.child.process import dump_stacks_on_signal
 
 LENGTH = 512
 LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
@@ -167,7 +167,7 @@ class RankActor:
         keep_notes(place / f"rank-{rank}.note")
         faulthandler.enable(2)
         self._stacks = open(place / f"rank-{rank}.stacks", "ab", buffering=0)  # noqa: SIM115 (open as long as the rank)
-        tell_stacks(self._stacks.fileno())
+        dump_stacks_on_signal(self._stacks.fileno())
 
     def introduce(self, node: str | None = None) -> RankFacts:
         """Reports the rank's facts. Rank 0 starts listening for the others, on a port that no other process can take.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from orbit_runtime.errors import EngineDiedError, OrbitError, OutOfMemoryError, UnsupportedError, says_no_memory
-from orbit_runtime.workers.child.process import PACKAGE_ROOT, how_ended
+from orbit_runtime.workers.child.process import PACKAGE_ROOT, describe_exit
 from orbit_runtime.workers.child.run_token import PIPE_VARIABLE, token_pipe
 from orbit_runtime.workers.system import memory_kills
 
@@ -138,7 +138,7 @@ class WatchedServer(ABC):
             return refusal
         about_memory = [line for line in lines if says_no_memory(line)]
         last = f": {(about_memory or lines)[-1][:LONGEST_LINE]}" if lines else ""
-        said = f"{self.name} {how_ended(status, 'was killed by', 'ended with')} while it started{last}"
+        said = f"{self.name} {describe_exit(status, 'was killed by', 'ended with')} while it started{last}"
         if about_memory:
             fix = "a shorter model.maxSequenceLength, fewer rollout.maxRunningRequests, or a GPU with more memory"
             return OutOfMemoryError(said, where=str(self.log), fix=f"{fix}; {self.tail()}")

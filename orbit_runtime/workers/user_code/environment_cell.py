@@ -37,7 +37,7 @@ from orbit_runtime.workers.user_code.environment_protocol import (
     Step,
     checked_messages,
     checked_number,
-    told_choice,
+    choice_to_json,
 )
 
 MAX_READ = 1 << 30
@@ -142,7 +142,7 @@ async def _play_branches(
                     raise ConnectionError("the run has ended")
                 policy.hear(message["answers"])
                 hearing = asyncio.create_task(told.get())
-        return {"chosen": told_choice(playing.result(), loaded.cohorts)}
+        return {"chosen": choice_to_json(playing.result(), loaded.cohorts)}
     finally:
         left = asyncio.all_tasks() - {asyncio.current_task(), reading}
         for task in left:

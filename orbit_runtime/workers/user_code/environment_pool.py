@@ -27,7 +27,14 @@ from weakref import WeakKeyDictionary
 
 from orbit_runtime.errors import ManifestError, OrbitError, RewardsFailingError
 from orbit_runtime.workers.child.frames import frame, receive_frame
-from orbit_runtime.workers.child.process import OutputRelay, Stacks, how_ended, import_path, kill_group, start_module
+from orbit_runtime.workers.child.process import (
+    OutputRelay,
+    Stacks,
+    describe_exit,
+    import_path,
+    kill_group,
+    start_module,
+)
 from orbit_runtime.workers.user_code.environment_protocol import (
     MAX_MESSAGE,
     WANTED,
@@ -355,7 +362,7 @@ class EnvironmentPool:
             return "its template ended"
         finally:
             self._places.release()
-        return f"its process {how_ended(os.waitstatus_to_exitcode(status))}"
+        return f"its process {describe_exit(os.waitstatus_to_exitcode(status))}"
 
     async def _ask(self, cell: Cell, message: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
         """Raises EnvironmentFailed. The copy is then ended, as it is if the caller is cancelled."""

@@ -269,7 +269,7 @@ class Chosen:
     """Numbers to keep with the rollout under their names."""
 
 
-def told_choice(value: Any, cohorts: Sequence[str]) -> list[dict[str, Any]]:
+def choice_to_json(value: Any, cohorts: Sequence[str]) -> list[dict[str, Any]]:
     """The result of `play` as JSON. Raises TypeError if it is not one `Chosen` for each rollout of the episode."""
     if not isinstance(value, list | tuple) or not all(isinstance(each, Chosen) for each in value):
         raise TypeError("play returns a list of orbit_runtime.environments.Chosen")

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orbit_runtime.workers.child.frames import read_frame
-from orbit_runtime.workers.child.process import adopt_orphans, end_with_parent, kill_group, tell_stacks
+from orbit_runtime.workers.child.process import adopt_orphans, dump_stacks_on_signal, end_with_parent, kill_group
 from orbit_runtime.workers.user_code.confine import confine_user_code
 from orbit_runtime.workers.user_code.entrypoints import TargetError, describe, load_object
 from orbit_runtime.workers.user_code.environment_cell import LoadedEnvironment, serve
@@ -193,7 +193,7 @@ def _fork(control: socket.socket, given: list[int], loaded: LoadedEnvironment, l
     try:
         control.close()
         connection, stacks = given
-        tell_stacks(stacks)
+        dump_stacks_on_signal(stacks)
         serve(socket.socket(fileno=connection), loaded, limits, os.getppid())
         status = 0
     finally:

@@ -30,7 +30,7 @@ from orbit_runtime.workers.child.frames import frame
 from orbit_runtime.workers.child.process import (
     OutputRelay,
     Stacks,
-    how_ended,
+    describe_exit,
     import_path,
     kill_group,
     start_module,
@@ -140,7 +140,7 @@ class RewardProcess:
             os.close(self.calls_fd)
             os.close(self.results_fd)
             self._stacks.close()
-        return f"the worker {how_ended(self._process.wait())}"
+        return f"the worker {describe_exit(self._process.wait())}"
 
     def exit_reason(self) -> str:
         """How a worker that closed its pipe ended by itself."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from orbit_runtime.cli.bars import asking_bar, bytes_bar, steps_bar
+from orbit_runtime.cli.bars import bytes_bar, evaluation_bar, steps_bar
 
 
 def test_a_model_is_named_when_it_begins_and_ends_and_now_and_then() -> None:
     said: list[str] = []
     now = [0.0]
-    with asking_bar(said.append, lambda: now[0]) as show:
+    with evaluation_bar(said.append, lambda: now[0]) as show:
         for model, done, at in (
             ("base", 20, 0), ("step-3", 5, 1), ("step-3", 6, 2), ("step-3", 9, 31), ("step-3", 10, 32),
             ("step-3", 20, 33), ("step-6", 0, 90), ("step-6", 1, 91),

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from orbit_runtime.cli.side_by_side import is_wide, printable, show_beside
+from orbit_runtime.cli.side_by_side import is_wide, printable, show_side_by_side
 from orbit_runtime.errors import EngineDiedError
 
 ENDLESS = 10_000
@@ -36,7 +36,7 @@ def says(*words: str, reason: str = "stop") -> Any:
 
 def test_both_answers_stand_in_one_line_each_under_its_name() -> None:
     console = screen()
-    found = show_beside(console, {"base": says("4", "7"), "step-20": says("46", reason="length")}, "seed 3")
+    found = show_side_by_side(console, {"base": says("4", "7"), "step-20": says("46", reason="length")}, "seed 3")
     assert [(name, each.text, each.reason) for name, each in found.items()] == [
         ("base", "47", "stop"), ("step-20", "46", "length")
     ]  # fmt: skip
@@ -55,7 +55,7 @@ def test_they_are_read_at_the_same_time() -> None:
         meet.wait()
         yield "met", "stop"
 
-    found = show_beside(screen(), {"a": waits(), "b": waits()}, "")  # type: ignore[dict-item]
+    found = show_side_by_side(screen(), {"a": waits(), "b": waits()}, "")  # type: ignore[dict-item]
     assert [each.text for each in found.values()] == ["met", "met"]
 
 
@@ -74,7 +74,7 @@ def test_a_long_answer_is_whole_at_its_end_and_on_the_screen_before_by_its_last_
         yield "", "stop"
 
     console = screen(file=Watched())
-    show_beside(console, {"a": rows(), "b": says("short")}, "")  # type: ignore[dict-item]
+    show_side_by_side(console, {"a": rows(), "b": says("short")}, "")  # type: ignore[dict-item]
     assert all(written(console).count(f"row {number} ") == 1 for number in range(100, 200)), "once, at its end"
 
 
@@ -93,7 +93,7 @@ def test_what_one_raises_ends_both() -> None:
         raise EngineDiedError("gone", where="there")
 
     with pytest.raises(EngineDiedError, match="gone"):
-        show_beside(screen(), {"a": endless(), "b": fails()}, "")  # type: ignore[dict-item]
+        show_side_by_side(screen(), {"a": endless(), "b": fails()}, "")  # type: ignore[dict-item]
     assert closed.wait(20), "the request of the other is ended"
 
 
@@ -120,7 +120,7 @@ def test_an_interrupt_ends_both_answers_and_nothing_else() -> None:
             closed.release()
 
     console = screen()
-    found = show_beside(console, {"a": endless(True), "b": endless(False)}, "")  # type: ignore[dict-item]
+    found = show_side_by_side(console, {"a": endless(True), "b": endless(False)}, "")  # type: ignore[dict-item]
     assert all(closed.acquire(timeout=20) for _ in range(2))
     assert [each.reason for each in found.values()] == ["interrupted", "interrupted"]
     assert all(0 < len(each.text) < 2 * ENDLESS for each in found.values())
@@ -130,7 +130,7 @@ def test_an_interrupt_ends_both_answers_and_nothing_else() -> None:
 def test_a_model_commands_no_terminal() -> None:
     assert printable("a\x1b[2Jb\n\tc\x07\x9b1m\x7f") == "a␛[2Jb\n\tc␇\ufffd1m␡"
     console = screen()
-    show_beside(console, {"a": says("\x1b]0;title\x07"), "b": says("[bold]x[/bold]")}, "")
+    show_side_by_side(console, {"a": says("\x1b]0;title\x07"), "b": says("[bold]x[/bold]")}, "")
     assert "\x1b]0;" not in written(console)
     assert "[bold]x[/bold]" in written(console), "and no markup of ours is read in it"
 

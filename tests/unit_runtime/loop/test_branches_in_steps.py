@@ -21,7 +21,7 @@ from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.evaluation.player import RequestLimiter, _InTurn
 from orbit_runtime.loop.advantages import build_batch, mean_advantages
 from orbit_runtime.loop.asking import Asking
-from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snapshots
 from orbit_runtime.loop.collect import count_groups, teaches
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.spec import OrbitRun
@@ -73,7 +73,7 @@ def test_a_new_version_moves_every_branch_and_a_kill_loses_no_token_of_any() -> 
         until(lambda: not engine.steps)
         assert len(engine.rows) == 12, "both trees of the prompt have all their leaves under way"
         first.pause()
-        kept = load_kept(dump_kept(first.keep()), where="checkpoint")
+        kept = load_snapshots(dump_snapshots(first.keep()), where="checkpoint")
     assert [len(each.paid) for each in kept] == [8, 8]
 
     again = TokenEngine(lambda request: 100)
@@ -106,7 +106,7 @@ def test_an_ended_tree_is_kept_whole() -> None:
         first.begin(1, prompts(1, 1))
         until(lambda: first._buffer.counts == (2, 0))
         first._buffer.check_integrity()
-        kept = load_kept(dump_kept(first.keep()), where="checkpoint")
+        kept = load_snapshots(dump_snapshots(first.keep()), where="checkpoint")
         found = rollouts(first, 1)
     again = TokenEngine(lambda request: 5)
     with collector(again, 0, kept) as resumed:

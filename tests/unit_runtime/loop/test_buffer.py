@@ -17,8 +17,8 @@ from orbit_runtime.loop.buffer import (
     PartialCompletion,
     RolloutBuffer,
     StepRollouts,
-    dump_kept,
-    load_kept,
+    dump_snapshots,
+    load_snapshots,
 )
 from orbit_runtime.types import Completion, FinishReason, Prompt, Rollout, RoutedExperts, Turn
 
@@ -144,7 +144,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        kept = dump_kept(self.buffer.keep())
+        kept = dump_snapshots(self.buffer.keep())
         state = ({**self.paid}, {**self.ended}, {**self.cancelled}, [*self.trained])
         self.checkpoint = (kept, self.buffer.taken, *state)
 
@@ -155,8 +155,8 @@ class Interleavings(RuleBasedStateMachine):
         kept, taken, self.paid, self.ended, self.cancelled, self.trained = (
             each.copy() if isinstance(each, dict | list) else each for each in self.checkpoint
         )
-        restored = load_kept(kept, where="checkpoint")
-        assert load_kept(dump_kept(restored), where="checkpoint") == restored
+        restored = load_snapshots(kept, where="checkpoint")
+        assert load_snapshots(dump_snapshots(restored), where="checkpoint") == restored
         self.buffer = RolloutBuffer(taken, restored)
         self.last, self.begun = taken, {}
         # Steps begin again in their order; what was paid for is there before anything is asked for anew.
@@ -216,7 +216,7 @@ def test_what_was_trained_is_not_restored() -> None:
 def test_bytes_that_are_no_rollouts_are_told_as_such() -> None:
     for data in (b"nonsense", zstandard.compress(b"{}\n"), zstandard.compress(b"nonsense\n")):
         with pytest.raises(DataError, match="checkpoint"):
-            load_kept(data, where="checkpoints/step-000001")
+            load_snapshots(data, where="checkpoints/step-000001")
 
 
 def place(buffer: RolloutBuffer, number: int) -> Any:

@@ -15,7 +15,7 @@ from fakes.token_engine import TokenEngine, token
 
 from orbit_runtime.environments.turns import SingleTurn
 from orbit_runtime.errors import DataError, EngineDiedError, GateError
-from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snapshots
 from orbit_runtime.loop.collect import check_staleness, measure_staleness, with_stale
 from orbit_runtime.loop.collector import CallersThread, Collector, EventLoop, OwnThread
 from orbit_runtime.loop.publish import Publication
@@ -235,7 +235,7 @@ def test_a_stop_leaves_what_was_sampled_for_the_checkpoint(build: Build) -> None
     stop.request("SIGTERM")
     assert collector.take(1, stop) is None
     collector.pause()
-    kept = load_kept(dump_kept(collector.keep()), where="checkpoint")
+    kept = load_snapshots(dump_snapshots(collector.keep()), where="checkpoint")
     collector.close()
     ended = [each for each in kept if each.played]
     assert 0 < len(ended) < len(kept) == 16
@@ -410,7 +410,7 @@ def test_a_later_step_is_cut_while_the_one_before_trains_and_a_kill_keeps_which_
     slow |= {row.request.key for row in [*engine.rows.values()][4:6]}
     engine.steps = math.inf
     until(lambda: not engine.rows and collector._buffer.counts == (8, 0))
-    kept = load_kept(dump_kept(collector.keep()), where="checkpoint")
+    kept = load_snapshots(dump_snapshots(collector.keep()), where="checkpoint")
     assert [each.number for each in kept if each.cancelled] == [0, 1]
     lost = sum(each.cancelled or 0 for each in kept)
     rollouts(collector, 1)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from orbit_runtime.environments.episodes import EpisodeTimeout, FinishedEpisode
 from orbit_runtime.errors import RewardsFailingError
-from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_kept, load_kept
+from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snapshots
 from orbit_runtime.loop.collect import MAX_STOPPED, CollectedStep, gather_stopped
 from orbit_runtime.loop.keep import keep_failure
-from orbit_runtime.loop.show import Show, StartTimes, tell_stopped
+from orbit_runtime.loop.show import Show, StartTimes, show_timeouts
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import LiveStatus
@@ -66,7 +66,7 @@ class Notes(SilentProgress):
 
 def told(found: CollectedStep) -> list[str]:
     progress = Notes()
-    tell_stopped(Show(progress, LiveStatus("r"), RunMetrics(run="r")), 3, found)
+    show_timeouts(Show(progress, LiveStatus("r"), RunMetrics(run="r")), 3, found)
     return progress.notes
 
 
@@ -95,4 +95,7 @@ def test_the_first_of_a_step_are_kept_with_stage_stack_and_text(tmp_path: Path) 
 
 def test_a_checkpoint_keeps_the_evidence_of_a_later_step() -> None:
     kept = [EpisodeSnapshot(4, 0, ("p/0", 0, 1), played(0)), EpisodeSnapshot(4, 1, ("p/1", 0, 1), played(1, None))]
-    assert [each.played and each.played.stopped for each in load_kept(dump_kept(kept), where="c")] == [STOPPED, None]
+    assert [each.played and each.played.stopped for each in load_snapshots(dump_snapshots(kept), where="c")] == [
+        STOPPED,
+        None,
+    ]

@@ -10,7 +10,7 @@ import pytest
 from fakes.deepseek_v4_folder import write_deepseek_v4
 
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.model_info.content import file_digests, kept_weights_digest, weights_digest
+from orbit_runtime.model_info.content import cached_weights_digest, file_digests, weights_digest
 from orbit_runtime.model_info.settings import TEMPLATES, own_template
 from orbit_runtime.storage.cache import Cache
 
@@ -30,7 +30,7 @@ class Reader:
         return weights_digest(folder)
 
     def digest(self, *, kept_from: int = 0) -> str:
-        return kept_weights_digest(
+        return cached_weights_digest(
             self.folder, self.cache, kept_from=kept_from, compute=self.compute, clock=lambda: self.now
         )
 

@@ -9,14 +9,14 @@ import pytest
 
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.errors import CredentialsError, ManifestError, UsageError
-from orbit_runtime.observability.termination_message import FILE_VARIABLE, LARGEST, add_last_words, words_of
+from orbit_runtime.observability.termination_message import FILE_VARIABLE, LARGEST, add_last_words, build_message
 
 
 def test_what_the_run_and_what_its_error_say_is_one_line(tmp_path: Path) -> None:
     place = {FILE_VARIABLE: str(tmp_path / "log")}
     add_last_words({"run": "adder", "step": 3, "reward": None}, place)
     error = CredentialsError("the store refused the key", where="s3://models", fix="check the secret")
-    add_last_words(words_of(error), place)
+    add_last_words(build_message(error), place)
     text = (tmp_path / "log").read_text()
     assert len(text.splitlines()) == 1
     assert json.loads(text) == {
@@ -36,7 +36,7 @@ def test_the_kubelet_keeps_all_of_it(letter: str, tmp_path: Path) -> None:
 
 def test_every_finding_of_a_manifest_is_named() -> None:
     found = tuple(UsageError("is impossible", where=f"spec.{name}") for name in "ab")
-    words = words_of(ManifestError("run.yaml is wrong", fix="see the reference", problems=found))
+    words = build_message(ManifestError("run.yaml is wrong", fix="see the reference", problems=found))
     assert words["message"] == "run.yaml is wrong: spec.a: is impossible; spec.b: is impossible"
 
 

@@ -9,7 +9,7 @@ import pytest
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.model_info.cards import find_card_facts
 from orbit_runtime.planner import judge
-from orbit_runtime.planner.job import asked_machine
+from orbit_runtime.planner.job import requested_machine
 from orbit_runtime.planner.verdict import Verdict
 from orbit_runtime.spec import MachineFacts, OrbitRun, load_manifest, resolve
 from orbit_runtime.workers.ranks.driver import neighbours_together
@@ -23,7 +23,7 @@ def flagship(*overrides: str) -> OrbitRun:
 
 
 def judged(run: OrbitRun) -> Verdict:
-    machine, model = asked_machine(run), find_card_facts(run.spec.model.uri)
+    machine, model = requested_machine(run), find_card_facts(run.spec.model.uri)
     assert machine is not None
     assert model is not None
     return judge(run, model, machine)

@@ -16,7 +16,7 @@ from orbit_runtime.errors import OrbitError, UnsupportedError
 from orbit_runtime.model_info.checkpoint import Headers, headers_facts
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, Plan, Verdict, judge
-from orbit_runtime.planner.job import asked_machine, build_job
+from orbit_runtime.planner.job import build_job, requested_machine
 from orbit_runtime.planner.serving import check_servers
 from orbit_runtime.planner.support.kernels import choose_kernels, expert_layouts
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
@@ -147,7 +147,7 @@ def test_experts_that_sglang_cannot_adapt_are_refused_before_half_a_terabyte_is_
     change: str, where: str, says: str
 ) -> None:
     run = load_manifest(EXAMPLES / "kimi-k2-6.yaml", [change])
-    model, machine = local_facts(run, EXAMPLES), asked_machine(run, "B200")
+    model, machine = local_facts(run, EXAMPLES), requested_machine(run, "B200")
     assert model is not None
     assert machine is not None
     verdict = judge(run, model, machine)

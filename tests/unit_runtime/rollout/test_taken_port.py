@@ -11,7 +11,7 @@ import pytest
 
 from orbit_runtime.errors import EngineDiedError
 from orbit_runtime.rollout.sglang_server import PORT_TRIES, ServerSettings, SGLangServer
-from orbit_runtime.rollout.wire import asks_for_token
+from orbit_runtime.rollout.wire import requires_token
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 PLAYED = Path(__file__).parents[2] / "fakes" / "played_taken_port.py"
@@ -72,7 +72,7 @@ def test_a_server_of_somebody_else_that_says_it_is_up_is_not_taken_for_ours(
     server = build(folder)
     try:
         server.start()
-        assert asks_for_token(server.url, seconds=30.0, headers=server.headers)
+        assert requires_token(server.url, seconds=30.0, headers=server.headers)
         assert "cannot listen on port" in caplog.text
     finally:
         server.stop()
@@ -83,8 +83,8 @@ def test_a_server_is_known_by_its_token(folder: Path) -> None:
     server = build(folder)
     try:
         server.start()
-        assert asks_for_token(server.url, seconds=30.0, headers=server.headers) is True
-        assert asks_for_token(server.url, seconds=30.0, headers={"Authorization": "Bearer other"}) is False
+        assert requires_token(server.url, seconds=30.0, headers=server.headers) is True
+        assert requires_token(server.url, seconds=30.0, headers={"Authorization": "Bearer other"}) is False
     finally:
         server.stop()
-    assert asks_for_token(server.url, seconds=30.0, headers=server.headers) is None, "nothing listens there"
+    assert requires_token(server.url, seconds=30.0, headers=server.headers) is None, "nothing listens there"
