@@ -166,6 +166,18 @@ class GPUFaultError(OrbitError):
     who_acts = "hardware"
 
 
+_GPU_FAULTS = ("CUDA error", "cudaError", "uncorrectable ECC", "HIP error", "Xid")
+
+
+def gpu_fault(error: BaseException) -> GPUFaultError | None:
+    """The fault of a GPU that torch's error reports; None for any other error, memory that ran out among them."""
+    said = str(error)
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error) or not any(map(said.__contains__, _GPU_FAULTS)):
+        return None
+    first = f"{type(error).__name__}: {said.strip().splitlines()[0][:300]}"
+    return GPUFaultError(first, fix="look for Xid errors in the node's kernel log (dmesg)")
+
+
 class CollectiveError(OrbitError):
     """A trainer rank or its node was lost, or a collective among ranks failed."""
 

@@ -43,6 +43,7 @@ from orbit_runtime.errors import (
     OrbitError,
     OutOfMemoryError,
     StoppedOnRequest,
+    gpu_fault,
     is_out_of_memory,
 )
 from orbit_runtime.version import __version__
@@ -210,6 +211,8 @@ def run_command(arguments: Sequence[str]) -> int:
         if is_out_of_memory(error):
             what = OutOfMemoryError(f"memory ran out: {error}", fix="a machine with more memory, or a smaller model")
             return _fail(what, as_json)
+        if (fault := gpu_fault(error)) is not None:
+            return _fail(fault, as_json)
         return _crash(error, arguments, as_json)
 
 

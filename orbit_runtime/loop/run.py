@@ -23,6 +23,7 @@ from typing import Any
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     DataError,
+    GPUFaultError,
     InternalError,
     ManifestError,
     ModelError,
@@ -32,6 +33,7 @@ from orbit_runtime.errors import (
     StoppedOnRequest,
     UnsupportedError,
     UsageError,
+    gpu_fault,
     is_out_of_memory,
 )
 from orbit_runtime.loop.build import build_parts
@@ -133,7 +135,7 @@ def run(
             given = CallerOptions(rewards, loss, advantages, search_path, sides or Here())
             given.sides.watch(stop, show.note)
             closing.enter_context(watch_stalls(end_stalled(store, execution, show, webhooks)))
-            with naming_memory_stage(show):
+            with device_errors_with_stage(show):
                 resolve_on = partial(resolve, spec, folder=manifest_folder)
                 ended, report = _run(resolve_on, store, execution, show, stop, given, closing)
         except StoppedOnRequest as request:
@@ -397,11 +399,13 @@ OTHER_MEMORY = ("spec.model.uri", "`orbit plan` shows what each phase takes; cho
 
 
 @contextmanager
-def naming_memory_stage(show: Show) -> Iterator[None]:
-    """Replaces torch's or Python's error by OutOfMemoryError (79), which names the stage of the run."""
+def device_errors_with_stage(show: Show) -> Iterator[None]:
+    """Replaces torch's or Python's error by OutOfMemoryError (79) or GPUFaultError (80), with the stage of the run."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
+        if (fault := gpu_fault(error)) is not None:
+            raise GPUFaultError(f"{fault.message} (stage {show.current})", fix=fault.fix) from error
         if not is_out_of_memory(error):
             raise
         where, fix = MEMORY_FIELDS.get(show.current, OTHER_MEMORY)

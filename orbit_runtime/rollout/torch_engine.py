@@ -165,6 +165,8 @@ class TorchEngine:
         return tuple(self._slots)
 
     def close(self) -> None:
+        """Ends requests under way too: an error may be the reason, and must not be hidden by a second one."""
+        self.abort()
         for name in self.adapters():
             self.unload_adapter(name)
 

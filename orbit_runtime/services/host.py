@@ -36,6 +36,7 @@ from orbit_runtime.errors import (
     OutOfMemoryError,
     OutputError,
     StalledError,
+    gpu_fault,
     is_out_of_memory,
 )
 from orbit_runtime.observability.server import LISTEN_FIX, HTTPServer, listen, serve_app
@@ -128,7 +129,7 @@ class Host:
                 _log.exception("a call failed")
                 told = f"{type(error).__name__}: {error}"
                 kind = OutOfMemoryError if is_out_of_memory(error) else InternalError
-                self._fail(future, kind(f"{self._facts['kind']}: {told[:500]}"))
+                self._fail(future, gpu_fault(error) or kind(f"{self._facts['kind']}: {told[:500]}"))
 
     def _fail(self, future: Future[Frame], error: OrbitError) -> None:
         if isinstance(error, LOST) or self._is_over():

@@ -70,7 +70,8 @@ def unpack_state(
         for name, master in masters.items():
             master.copy_(tensors[f"master/{name}"])
             if optimizer and counters["updates"]:
-                step = torch.tensor(float(counters["updates"]), dtype=torch.float32)
+                # Beside its master: fused AdamW on a GPU refuses a counter that is on the CPU.
+                step = torch.tensor(float(counters["updates"]), dtype=torch.float32, device=master.device)
                 moments = {moment: tensors[f"{moment}/{name}"].to(master.device).clone() for moment in MOMENTS}
                 optimizer.state[master] = {"step": step, **moments}
             elif optimizer:

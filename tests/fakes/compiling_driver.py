@@ -1,7 +1,8 @@
 """A CUDA driver for Triton that compiles for a device that is not there, and launches nothing.
 
 As a program (`python compiling_driver.py 90 INT4 NVFP4`) it prints a JSON line for each kernel that our launches
-compile for that compute capability. It must run in a process of its own, without Triton's interpreter.
+compile for that compute capability; with `--tiles` for every tile, group and dtype of scales of these kinds, and of all
+kinds that the capability admits if none is named. It must run in a process of its own, without Triton's interpreter.
 
 Belongs here: compiling. Does not belong here: any expectation.
 """
@@ -67,6 +68,70 @@ def facts(kernel: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""Shared memory that a block can have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+FORMS = (
+    *(("INT4", group, torch.uint16) for group in (32, 64, 128, 256, 512)),
+    *(("INT4Asymmetric", group, dtype) for group in (32, 128) for dtype in (torch.uint16, torch.float16)),
+    *((kind, 0, torch.float32) for kind in ("FP8Row", "FP8Tensor", "FP8Block")),
+    *((kind, 16, torch.uint8) for kind in ("NVFP4", "NVFP4ModelOpt")),
+    ("MXFP4", 32, torch.uint8),
+)
+"""Kind, group and dtype of scales of each weight that kernels read; a group of 512 is the whole row here."""
+ROWS, COLUMNS, TOKENS = 256, 512, 128
+
+
+def every_tile(capability: int, kinds: list[str]) -> None:
+    """Compiles each kernel with each of its tiles, and prints what it needs or why it does not compile."""
+    from triton.runtime.jit import JITFunction
+
+    from orbit_runtime.quant.kernels import launch
+    from orbit_runtime.quant.kernels.choice import E4M3_CAPABILITY, MINIMUM_CAPABILITY
+    from orbit_runtime.quant.kernels.operands import GROUPS, Operands, WeightForm
+
+    triton.runtime.driver.set_active(CompilingDriver(capability))
+    compiled: list[Any] = []
+    compile_and_run = JITFunction.run
+    JITFunction.run = lambda self, *given, **more: compiled.append(compile_and_run(self, *given, **more))
+    x, dy = (torch.zeros(TOKENS, size, dtype=torch.bfloat16) for size in (COLUMNS, ROWS))
+    ends = torch.tensor([40, 100, 128], dtype=torch.int32)
+    launches = {
+        "forward_kernel": (
+            launch.FORWARD_TILES,
+            lambda form, ends, tiles: launch.forward(x, form, offsets_E=ends, tiles=tiles),
+        ),
+        "input_gradient_kernel": (
+            launch.GRADIENT_TILES,
+            lambda form, ends, tiles: launch.input_gradient(dy, form, offsets_E=ends, tiles=tiles),
+        ),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, group, dtype in FORMS:
+            if divmod(capability, 10) < MINIMUM_CAPABILITY.get(kind, E4M3_CAPABILITY) or (kinds and kind not in kinds):
+                continue
+            group = group or GROUPS.get(kind, COLUMNS)
+            for experts in (1, 3):
+                width = COLUMNS if kind.startswith("FP8") else COLUMNS // 2
+                scales = {"FP8Row": ROWS, "FP8Tensor": 1, "FP8Block": ROWS * COLUMNS // 128**2}
+                scale = torch.empty(experts, scales.get(kind, ROWS * COLUMNS // group), dtype=dtype)
+                extra = {"INT4Asymmetric": torch.empty(experts, ROWS // 8 * COLUMNS // group, dtype=torch.int32)}
+                extra |= dict.fromkeys(("NVFP4", "NVFP4ModelOpt"), torch.empty(experts, dtype=torch.float32))
+                codes = torch.empty(experts, ROWS, width, dtype=torch.uint8)
+                operands = Operands(
+                    WeightForm(kind, group, experts, ROWS, COLUMNS), codes, scale, extra.get(kind, scale)
+                )
+                for name, (choices, run) in launches.items():
+                    for tiles in choices:
+                        what = {"kind": kind, "group": group, "scales": str(dtype), "experts": experts, "kernel": name}
+                        try:
+                            run(operands, ends if experts > 1 else None, tiles)
+                            needs = facts(compiled.pop(), Path(folder))
+                            needs["fits"] = needs["shared"] <= SHARED_KIB[capability] << 10
+                        except Exception as error:
+                            needs = {"fits": False, "error": f"{type(error).__name__}: {error}"[:200]}
+                        print(json.dumps(what | {"tiles": str(tiles)} | needs), flush=True)
+
+
 def main(capability: int, layouts: list[str]) -> None:
     from fakes.kernel_weights import operands_of, ordinary, stack_on
     from triton.runtime.jit import JITFunction
@@ -111,4 +176,7 @@ def main(capability: int, layouts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    if "--tiles" in sys.argv:
+        every_tile(int(sys.argv[1]), [each for each in sys.argv[2:] if each != "--tiles"])
+    else:
+        main(int(sys.argv[1]), sys.argv[2:])

@@ -25,7 +25,7 @@ from orbit_runtime.quant import int4
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import open_store
-from orbit_runtime.types import AdapterFiles
+from orbit_runtime.types import AdapterFiles, Request, Sampling
 from tests.integration.killing import small_manifest
 from tests.integration.tiny_models import TARGETS, load_reference, reference_logprobs
 
@@ -135,3 +135,8 @@ def test_the_engine_serves_the_kept_files_close_to_peft(tmp_path: Path, kind: st
     assert engine.adapter_digest("policy-v3") == digest
     served = torch.tensor(engine.score(TOKENS, ["policy-v3"])[0].logprobs_T[1:])
     assert (served - theirs).abs().mean() < (1e-5 if kind == "LoRA" else 0.02)
+    # It may close because memory ran out in a step: an error of its own would hide that one.
+    engine.submit([Request(0, 0, tuple(TOKENS[:4]), Sampling(max_new_tokens=8), "policy-v3")])
+    engine.advance()
+    engine.close()
+    assert engine.adapters() == ()

@@ -20,8 +20,9 @@ from orbit_runtime.data.samples import spread, with_column
 from orbit_runtime.errors import DivergedError, ModelError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer, TrainerSettings
+from orbit_runtime.training.megatron.holding import RankParameters
 from orbit_runtime.training.settings import learning_rate
-from orbit_runtime.training.state import PART
+from orbit_runtime.training.state import PART, build_state, unpack_state
 from orbit_runtime.types import Sample, Sampling
 from tests.fakes.held_state import HeldState, hold_state
 from tests.integration.tiny_models import TARGETS, make_checkpoint
@@ -298,3 +299,27 @@ def test_the_schedule_warms_up_and_decays() -> None:
     assert rates("Constant", range(4)) == pytest.approx([1 / 3, 2 / 3, 1, 1])
     assert rates("Linear", range(2, 8)) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0])
     assert rates("Cosine", range(2, 8)) == pytest.approx([1, 0.853553, 0.5, 0.146447, 0, 0], abs=1e-6)
+
+
+def test_restored_counters_of_the_optimizer_lie_on_the_device_of_their_masters() -> None:
+    """Fused AdamW on a GPU refuses a counter on the CPU; "meta" stands for any device that is not the CPU."""
+
+    def made(device: str) -> tuple[dict[str, torch.nn.Parameter], torch.optim.AdamW]:
+        masters = {"layers.0.q_proj.lora_A": torch.nn.Parameter(torch.zeros(4, 8, device=device))}
+        return masters, torch.optim.AdamW(masters.values())
+
+    masters, optimizer = made("cpu")
+    masters["layers.0.q_proj.lora_A"].grad = torch.ones(4, 8)
+    optimizer.step()
+    state = b"".join(map(bytes, build_state(masters, optimizer, {"updates": 1, "steps": 1}).pieces()))
+    masters, optimizer = made("meta")
+    unpack_state(state, masters, optimizer)
+    assert {name: value.device.type for name, value in optimizer.state[masters["layers.0.q_proj.lora_A"]].items()} == {
+        "step": "meta",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
+    holding = RankParameters({}, AdapterConfig("LoRA", ("q_proj",), rank=4, alpha=8.0), masters, masters, optimizer)
+    optimizer.state[masters["layers.0.q_proj.lora_A"]]["step"] = torch.zeros(())
+    holding.restored(3)
+    assert optimizer.state[masters["layers.0.q_proj.lora_A"]]["step"].device.type == "meta"

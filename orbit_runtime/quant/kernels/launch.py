@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from orbit_runtime.errors import gpu_fault, is_out_of_memory
 from orbit_runtime.quant.kernels.matmul import dequantize_kernel, forward_kernel, input_gradient_kernel
 from orbit_runtime.quant.kernels.operands import Operands, WeightForm
 from orbit_runtime.quant.kernels.tiles import INTERPRETED, Packed
@@ -76,16 +77,28 @@ def candidates(choices: Sequence[Tiles], num_tokens: int) -> list[Tiles]:
 def quickest(
     choices: Sequence[Tiles], run: Callable[[Tiles], None], measure: Callable[[Callable[[], None]], float]
 ) -> Tiles:
-    """The fastest choice. Choices that need more registers or shared memory than the device has are skipped."""
+    """The fastest choice. One that does not compile, or needs more registers or memory than the device has, is passed
+    over and logged; if nothing can be measured because memory is short, the first choice is taken.
+
+    Raises:
+        Exception: of the last choice, if none runs; or the first fault of the device itself.
+    """
     times: dict[Tiles, float] = {}
+    failed: Exception | None = None
     for tiles in choices:
         try:
             times[tiles] = measure(lambda tiles=tiles: run(tiles))  # type: ignore[misc]
         except Exception as error:
-            if type(error).__name__ != "OutOfResources":
+            if gpu_fault(error) is not None:
                 raise
-    assert times, "no tile size fits this device"
-    return min(times, key=lambda tiles: times[tiles])
+            _log.info("%s is passed over: %s: %s", tiles, type(error).__name__, str(error)[:200])
+            failed = error
+    if times:
+        return min(times, key=lambda tiles: times[tiles])
+    assert failed is not None
+    if is_out_of_memory(failed):
+        return choices[0]
+    raise failed
 
 
 def _median_ms(function: Callable[[], None]) -> float:

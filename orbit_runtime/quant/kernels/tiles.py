@@ -150,8 +150,11 @@ def nibble_tile(w, base, row, column, KIND: tl.constexpr, GROUP: tl.constexpr, R
         s = tl.reshape(tl.broadcast_to(s[:, :, None], (R, count, span)), (R, half))
         zero = tl.reshape(tl.broadcast_to(zero[:, :, None], (R, count, span)), (R, half))
     elif GROUP % C == 0:
-        one = column // GROUP + tl.arange(0, 1)[None, :]
-        s, zero = group_scales(w, base, rows, one, (rows < w.rows) & (one < w.columns // GROUP), KIND, GROUP)
+        # One scale a row, loaded as a vector: Triton finds no layout in shared memory for a column of [R, 1] on
+        # capability 10.0.
+        every, group = row + tl.arange(0, R), column // GROUP
+        s, zero = group_scales(w, base, every, group, (every < w.rows) & (group < w.columns // GROUP), KIND, GROUP)
+        s, zero = s[:, None], zero[:, None]
     else:
         s, zero = group_scales(w, base, rows, places // span, inside, KIND, GROUP)
     low = code_to_fp32(packed & 15, zero, KIND) * s

@@ -138,8 +138,8 @@ class RankParameters:
         """Call once all windows of a state were taken, which was saved after this number of updates."""
         if not updates:
             self._optimizer.state.clear()
-        for moments in self._optimizer.state.values():
-            moments["step"] = torch.tensor(float(updates), dtype=torch.float32)
+        for master, moments in self._optimizer.state.items():
+            moments["step"] = torch.tensor(float(updates), dtype=torch.float32, device=master.device)
 
     def value(self, what: What, key: str, row: int | None) -> Tensor | None:
         """Args: row: which of the experts that this rank holds; None for all."""

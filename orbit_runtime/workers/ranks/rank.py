@@ -25,11 +25,11 @@ from typing import Any
 
 from orbit_runtime.errors import (
     CollectiveError,
-    GPUFaultError,
     InternalError,
     OrbitError,
     OutOfMemoryError,
     StorageError,
+    gpu_fault,
     is_out_of_memory,
 )
 from orbit_runtime.workers.child.process import dump_stacks_on_signal
@@ -39,7 +39,6 @@ LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
 """Variable of rank 0: a listening socket at MASTER_ADDR:MASTER_PORT, for `TCPStore(master_listen_fd=...)`."""
 _C10D = "torch/distributed/distributed_c10d.py"
 _COLLECTIVE_WORDS = ("gloo", "nccl", "ProcessGroup", "c10d", "Connection closed by peer", "TCPStore", "Broken pipe")
-_GPU_WORDS = ("CUDA error", "cudaError", "uncorrectable ECC", "HIP error", "Xid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +245,8 @@ def _translate(error: BaseException, trace: str, collective: str | None) -> Orbi
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"the disk is full: {error.strerror}", where=error.filename, fix="free some space")
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _GPU_WORDS):
-        return GPUFaultError(said, fix="look for Xid errors in the node's kernel log (dmesg)")
+    if (fault := gpu_fault(error)) is not None:
+        return fault
     names = {each.__name__ for each in type(error).__mro__}
     of_collectives = names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
     if of_collectives or (isinstance(error, RuntimeError) and any(words in str(error) for words in _COLLECTIVE_WORDS)):

@@ -96,20 +96,23 @@ class WatchedServer(ABC):
         """Asks all its processes to end, then ends them. Safe to call twice."""
 
     def wait_until(self, ready: Callable[[], bool], *, seconds: float, port: int | None = None) -> None:
-        """Waits until it is ready.
+        """Waits until it is ready, as long as its log grows: reading 1 TB of weights alone takes minutes.
 
         Args:
+            seconds: the longest time without a new line.
             port: the port it was told to listen on. SGLang whose port is taken neither listens nor ends.
 
         Raises:
             PortTakenError: (82) its log says that another process has its port.
             UnsupportedError: (78) the process refused to start, with the message of its last line.
             OutOfMemoryError: (79) the process died because its memory, or its device's, ran out.
-            EngineDiedError: (82) it died of another cause, or was not ready in time; with the end of the log.
+            EngineDiedError: (82) it died of another cause, or was silent for too long; with the end of the log.
         """
-        until = time.monotonic() + seconds
+        until, size = time.monotonic() + seconds, self._log_size()
         looked = time.monotonic()
         while not ready():
+            if (grown := self._log_size()) != size:
+                until, size = time.monotonic() + seconds, grown
             if port is not None and time.monotonic() - looked >= LOG_SECONDS:
                 self._check_port(port)
                 looked = time.monotonic()
@@ -118,7 +121,9 @@ class WatchedServer(ABC):
                 raise self._death(status)
             if time.monotonic() > until:
                 raise EngineDiedError(
-                    f"{self.name} did not answer within {seconds:.0f} s", where=str(self.log), fix=self.tail()
+                    f"{self.name} did not answer, and wrote nothing to its log for {seconds:.0f} s",
+                    where=str(self.log),
+                    fix=self.tail(),
                 )
             time.sleep(0.2)
 
@@ -150,6 +155,9 @@ class WatchedServer(ABC):
     def tail(self) -> str:
         """The last lines of the log, for an error message."""
         return "read the end of its log:\n" + "\n".join(self._lines())
+
+    def _log_size(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
 
     def _lines(self) -> list[str]:
         try:

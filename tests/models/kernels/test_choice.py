@@ -76,12 +76,36 @@ def test_the_quickest_wins_and_one_that_does_not_fit_the_device_is_passed_over()
     assert ran == list(TILES)
 
 
-def test_another_failure_of_a_kernel_is_not_swallowed() -> None:
+def test_a_choice_that_does_not_compile_is_passed_over_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     def run(tiles: Tiles) -> None:
-        raise ValueError("wrong")
+        if tiles.tokens == 64:
+            raise RuntimeError("PassManager::run failed")
 
-    with pytest.raises(ValueError, match="wrong"):
+    with caplog.at_level(logging.INFO):
+        found = quickest(TILES, run, lambda function: function() or 0.0)  # type: ignore[func-returns-value]
+    assert found == TILES[0]
+    assert "tokens=64" in caplog.text
+    assert "PassManager::run failed" in caplog.text
+
+
+def test_the_first_choice_is_taken_where_there_is_no_memory_for_measuring() -> None:
+    def run(tiles: Tiles) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB")
+
+    assert quickest(TILES, run, lambda function: function() or 0.0) == TILES[0]  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), RuntimeError("CUDA error: an illegal memory access")])
+def test_a_failure_of_every_choice_and_a_fault_of_the_device_are_not_swallowed(error: Exception) -> None:
+    tried = []
+
+    def run(tiles: Tiles) -> None:
+        tried.append(tiles)
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
         quickest(TILES, run, lambda function: function() or 0.0)  # type: ignore[func-returns-value]
+    assert len(tried) == (len(TILES) if isinstance(error, ValueError) else 1)
 
 
 def test_nothing_is_measured_where_that_is_not_wanted() -> None:

@@ -6,10 +6,12 @@ import errno
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from orbit_runtime.errors import EngineDiedError, OutOfMemoryError, is_out_of_memory
+from orbit_runtime.errors import EngineDiedError, GPUFaultError, OutOfMemoryError, gpu_fault, is_out_of_memory
+from orbit_runtime.loop.run import device_errors_with_stage
 from orbit_runtime.workers.servers.process import ServerProcess
 from orbit_runtime.workers.system import memory_kills
 
@@ -59,6 +61,40 @@ def test_a_server_that_somebody_kills_is_not(tmp_path: Path) -> None:
     process = ServerProcess("SGLang", [sys.executable, "-c", code], environment=os.environ, log=tmp_path / "log")
     with pytest.raises(EngineDiedError, match="was killed by SIGKILL while it started"):
         process.wait_until(lambda: False, seconds=20)
+
+
+def test_a_server_that_goes_on_writing_has_longer_than_one_that_is_silent(tmp_path: Path) -> None:
+    code = "import sys, time\nfor shard in range(8): print('shard', shard, flush=True); time.sleep(0.4)\nsys.exit(3)"
+    process = ServerProcess("SGLang", [sys.executable, "-c", code], environment=os.environ, log=tmp_path / "log")
+    with pytest.raises(EngineDiedError, match="ended with 3 while it started: shard 7"):
+        process.wait_until(lambda: False, seconds=2.0)
+    silent = ServerProcess("SGLang", ["sleep", "60"], environment=os.environ, log=tmp_path / "log2")
+    with pytest.raises(EngineDiedError, match="wrote nothing to its log for 1 s"):
+        silent.wait_until(lambda: False, seconds=1)
+    silent.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fault"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be …"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("CUDA error: out of memory"), False),
+        (RuntimeError("shapes cannot be multiplied"), False),
+        (ValueError("CUDA error"), False),
+    ],
+)
+def test_a_fault_of_the_gpu_is_known_by_its_words_and_named_with_the_stage(error: Exception, is_fault: bool) -> None:
+    fault = gpu_fault(error)
+    assert (fault is not None) == is_fault
+    show = SimpleNamespace(current="train")
+    expected = GPUFaultError if is_fault else Exception
+    with pytest.raises(expected) as caught, device_errors_with_stage(show):  # type: ignore[arg-type]
+        raise error
+    if is_fault:
+        assert caught.value.exit_code == 80
+        assert "(stage train)" in str(caught.value)
+        assert "\n" not in caught.value.message
 
 
 def test_the_kernels_count_is_read(tmp_path: Path) -> None:
