@@ -44,8 +44,10 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS: dict[str, Ceiling] = {
-    "statements": Ceiling(45_654),
-    "functions": Ceiling(5550),
+    "statements": Ceiling(
+        45_678, "a fault of a GPU is 80 in every process, which replaced the words that ranks alone knew"
+    ),
+    "functions": Ceiling(5552),
     "files": Ceiling(538),
     "files of adapters": Ceiling(19),
     "files of agents": Ceiling(12),

@@ -20,7 +20,7 @@ from orbit_runtime.data.samples import spread, with_column
 from orbit_runtime.errors import DivergedError, ModelError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer, TrainerSettings
-from orbit_runtime.training.megatron.holding import RankParameters
+from orbit_runtime.training.megatron.rank_parameters import RankParameters
 from orbit_runtime.training.settings import learning_rate
 from orbit_runtime.training.state import PART, build_state, unpack_state
 from orbit_runtime.types import Sample, Sampling
