@@ -366,11 +366,6 @@ class Copy(Protocol):
             prefix_length: score the tokens after this many again, with the leading ones from the prefix cache if it
                 holds them from an earlier call.
             standing: other adapters whose digests will be requested: a server reports them with these readings.
-
-        Args:
-            prefix_length: score the tokens after this many again, with the leading ones from the prefix cache if it
-                holds them from an earlier call.
-            standing: other adapters whose digests will be asked for: a server reports them with these readings.
         """
 
     def adapter_digest(self, name: str) -> str | None:
@@ -421,8 +416,6 @@ class Engine(Protocol):
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         """Aborts these requests, or all: each is returned through `completions` with the tokens it has.
-
-        A request that ended by itself meanwhile keeps its finish reason; an id that is not in flight is ignored.
 
         A request that ended by itself meanwhile keeps its finish reason; an id that is not in flight is ignored.
         """

@@ -166,9 +166,6 @@ def held_digest(
 
     Args:
         shapes, pieces: those of the BF16 tensors that layers multiply by, keyed by their names in their file.
-
-    Args:
-        shapes, pieces: of the BF16 tensors that layers multiply by, by their names in their file.
         parameters: OFT's parameters; None for LoRA.
     """
     found = {CONFIG_FILE: hash_pieces(cut(config_bytes))}

@@ -107,12 +107,6 @@ def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:
 
     Raises:
         UnsupportedError: (78) the model cannot be divided by these sizes, or not by this version.
-
-    Args:
-        model: None if not known yet.
-
-    Raises:
-        UnsupportedError: (78) the model cannot be divided by these sizes, or not by this version.
     """
     from orbit_runtime.planner.job import build_job
     from orbit_runtime.planner.layout import requested_layout

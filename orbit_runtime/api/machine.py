@@ -18,8 +18,6 @@ def this_machine(placement: Placement) -> Machine:
     """This machine's GPUs; without any, the CPU and its memory.
 
     In a `Split` pod, the GPUs of the whole pod: this container sees only the trainer's GPUs and half of the memory.
-
-    In a `Split` pod, those of the whole pod: this container sees only the trainer's GPUs and half of the memory.
     """
     gpus, memory = _gpus(), usable_memory()
     if not os.environ.get(AGENT_VARIABLE):

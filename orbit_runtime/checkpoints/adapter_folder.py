@@ -329,13 +329,6 @@ def saved_steps(
 
     Raises:
         UsageError: the folder holds no adapter, or lacks a requested one.
-
-    Args:
-        first: whether to include step 0 if no steps are given; its adapter is not the bare base.
-        option: of the command line, that named the steps.
-
-    Raises:
-        UsageError: the folder holds no adapter, or lacks one that was asked for.
     """
     kept = sorted(int(name.rstrip("/").rpartition("policy-v")[2]) for name in list_bundles(store, ADAPTERS))
     if not kept:

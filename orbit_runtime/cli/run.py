@@ -152,12 +152,6 @@ def describe_processes(
     Args:
         server_gpus: GPUs of each SGLang server, or its processes on a CPU; None: unknown before the model is there.
         ranks: how a trainer in several processes divides the model; None: one process trains.
-
-    With the torch trainer and engine everything but the rewards runs in the one process of `orbit run`.
-
-    Args:
-        server_gpus: of each SGLang server, or its processes on a CPU; None: it is not known before the model is there.
-        ranks: how a trainer in several processes divides the model; None: one process trains.
     """
     from orbit_runtime.workers.user_code.reward_pool import default_workers
 

@@ -51,13 +51,6 @@ def show_side_by_side(console: Console, asked: Mapping[str, Pieces], note: str) 
 
     Raises:
         Exception: the first error of an answer.
-
-    Args:
-        asked: nothing of them has been read yet.
-        note: one line below.
-
-    Raises:
-        Exception: what the first of them raised.
     """
     answers = {name: ModelAnswer() for name in asked}
     arrived: SimpleQueue[tuple[str, tuple[str, str | None] | Exception | None]] = SimpleQueue()

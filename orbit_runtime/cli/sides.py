@@ -86,10 +86,6 @@ def _run_side(
     Raises:
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
             taken. OrbitError: see `orbit run` with this manifest before its first step.
-
-    Raises:
-        UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
-        taken. OrbitError: as `orbit run` with this manifest before its first step.
     """
     from orbit_runtime.api.checks import check_can_train
     from orbit_runtime.spec import load_manifest

@@ -91,9 +91,6 @@ class Scan:
 
         Args:
             fix: what to do about this kind of problem; only the first one given is used.
-
-        Args:
-            fix: what to do about this kind of problem; the first that is given is said.
         """
         self.num_problems += 1
         self._fix = self._fix or fix

@@ -239,12 +239,6 @@ class Branching:
         Raises:
             EnvironmentFailed: the environment failed; nothing is sampled for it now.
             CancelledError: the step continues without this episode.
-
-        It is late if it gives no message for as long as one step may take while nothing is being sampled for it.
-
-        Raises:
-            EnvironmentFailed: it failed; nothing is being sampled for it any more.
-            CancelledError: the step goes on without this episode.
         """
         prompt, seed = episode.prompt, self._settings.seed
         # All episodes of a group start with the same seed, because their rewards are compared.

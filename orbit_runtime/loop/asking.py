@@ -173,12 +173,6 @@ class Asking:
 
         Raises:
             OrbitError: the error that ended the engine: it may hold requests that nobody waits for.
-
-        Requests in flight are aborted, and their episodes ask for the rest. Keys and values of the tokens so far are
-        then recomputed, so no token depends on keys and values of another policy.
-
-        Raises:
-            OrbitError: the error that ended the engine: it may hold requests that nobody waits for any more.
         """
         self._policy = policy
         self._may_ask.set()
@@ -198,8 +192,6 @@ class Asking:
 
     async def end(self, who: Collection[Hashable]) -> None:
         """Aborts these callers' requests in flight; returns when none of them is being sampled.
-
-        A caller may have made several, and some that were not submitted yet: those are cancelled.
 
         A caller may have made several, and some that were not submitted yet: those are cancelled.
         """

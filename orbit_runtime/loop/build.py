@@ -64,9 +64,6 @@ def build_parts(
 
     Args:
         given: its functions replace those that the manifest names.
-
-    Args:
-        given: its functions stand in the place of those that the manifest names.
     """
     run, spec = resolved.run, resolved.run.spec
     names, table, pool, teacher = materials.names, materials.table, materials.pool, materials.teacher

@@ -118,17 +118,9 @@ def open_episode_materials(
     must be closed on `closing`.
 
     Args: run: with absolute paths; its `Auto` fields have no effect here.
+
     Raises:
         DataError, ManifestError, UsageError: see `environments.targets.check_local_inputs`.
-        UnsupportedError: (78) the package of the environment's type is not installed.
-        ModelError: (66) there is no adapter that teaches.
-        CredentialsError: (77) a variable that an endpoint needs is not set.
-        StorageError: an input cannot be fetched.
-
-    Args: run: with absolute paths; what `Auto` becomes on this machine does not matter.
-
-    Raises:
-        DataError, ManifestError, UsageError: as of `environments.targets.check_local_inputs`.
         UnsupportedError: (78) the package of the environment's type is not installed.
         ModelError: (66) there is no adapter that teaches.
         CredentialsError: (77) a variable that an endpoint needs is not set.

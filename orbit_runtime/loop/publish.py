@@ -232,9 +232,6 @@ class PolicyVersions:
 
         Raises:
             GateError: it is not newer than the active one. A policy never goes back.
-
-        Raises:
-            GateError: it is not newer than the active one. A policy never goes back.
         """
         before, version = self._active, publication.adapter.version
         if before is not None and version <= before.adapter.version:

@@ -180,9 +180,6 @@ def check_port(host: str, port: int) -> None:
 
     Raises:
         OutputError: see `listen`.
-
-    Raises:
-        OutputError: as of `listen`.
     """
     _bind(host, port, "--listen", LISTEN_FIX, None).close()
 

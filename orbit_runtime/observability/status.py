@@ -67,8 +67,11 @@ class LiveStatus:
         clock: Callable[[], float] = time.time,
         silent_seconds: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Args:     clock: seconds since the epoch.     silent_seconds: seconds since the newest sign of life of the
-        current stage. A first step with long answers may         take hours.
+        """
+        Args:
+            clock: seconds since the epoch.
+            silent_seconds: seconds since the newest sign of life of the current stage. A first step with long answers
+                may take hours.
         """
         self._lock = threading.Lock()
         self._clock = clock

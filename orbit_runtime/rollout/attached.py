@@ -121,9 +121,6 @@ class AttachedServer:
 
         Raises:
             EngineDiedError: (82) it did not answer in time, or the wait was given up.
-
-        Raises:
-            EngineDiedError: (82) it did not answer in time, or nobody waits any more.
         """
         self._left.clear()
         began, pause, told = time.monotonic(), POLL_SECONDS, 0.0
@@ -186,15 +183,6 @@ def attach_engine(
     Args:
         folder: where adapters are handed over; the servers see it under this path.
         refused_seconds: see `AttachedServer`, at the start only.
-
-    Raises:
-        EngineDiedError: one does not answer (82).
-        UnsupportedError: one cannot serve this run, or two are of different versions (78).
-        ModelError: one serves another model or tokenizer (66).
-
-    Args:
-        folder: where adapters are handed over; the servers see it under this path.
-        refused_seconds: as of `AttachedServer`, at the start only.
 
     Raises:
         EngineDiedError: one does not answer (82).

@@ -29,9 +29,13 @@ class ServedTeacher:
     def __init__(
         self, engine: ServedEngine, where: str, *, top_k: int | None = None, vocabulary: int = 0, longest: int = 1
     ) -> None:
-        """Args:     engine: attached to the servers, without an adapter.     where: names them in the manifest.
-        top_k: number of tokens that `top_tokens` returns; None if only `logprobs` is called.     vocabulary: the
-        policy's, whose ids the tokens are.     longest: most tokens of a sequence.
+        """
+        Args:
+            engine: attached to the servers, without an adapter.
+            where: names them in the manifest.
+            top_k: number of tokens that `top_tokens` returns; None if only `logprobs` is called.
+            vocabulary: the policy's, whose ids the tokens are.
+            longest: most tokens of a sequence.
         """
         self.engine = engine
         self.top_k = top_k
@@ -47,11 +51,6 @@ class ServedTeacher:
         Raises:
             UnsupportedError: (78) one reports no likeliest tokens, or fewer.
             GateError: (84) one sent another kind of answer.
-            EngineDiedError: (82) one does not answer.
-
-        Raises:
-            UnsupportedError: (78) one tells no likeliest tokens, or not as many.
-            GateError: (84) one answered with something else.
             EngineDiedError: (82) one does not answer.
         """
         for replica in self.engine.replicas if self.top_k else ():

@@ -184,9 +184,6 @@ def requires_token(url: str, *, seconds: float, headers: Mapping[str, str]) -> b
 
     Another program may listen at a server's address, and answer `/health` as well, but cannot know the token. The token
     is only sent if a request without it is refused. None if the server does not answer now.
-
-    Another program may listen where a server of ours was to listen, and answer `/health` as well; it cannot know the
-    token. It is only sent where a request without it is refused. None: the server does not say now.
     """
     try:
         bare = httpx.get(f"{url}/v1/models", timeout=seconds, trust_env=False).status_code

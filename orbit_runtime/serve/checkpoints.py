@@ -148,9 +148,6 @@ def prove_checkpoint(
 
     Raises:
         GateError: the engine computes with other values than those of the files, or with values that are not finite.
-
-    Raises:
-        GateError: the engine computes with other values than those of the files, or with values that are not finite.
     """
     compared, packed = _compare_weights(policy, folder)
     batch = policy.pack([Branch(0, tuple(canary_T[:1]), tuple(canary_T[1:]))])

@@ -43,9 +43,11 @@ class Guard:
         routes: Collection[str],
         takes_json: bool = True,
     ) -> None:
-        """Args:     token: None to allow every program of this machine, but no page of another site in a browser on it.
-        routes: paths with their own metrics label; all others are counted together.     takes_json: whether bodies are
-        JSON, which such a page cannot send without a preflight request.
+        """
+        Args:
+            token: None to allow every program of this machine, but no page of another site in a browser on it.
+            routes: paths with their own metrics label; all others are counted together.
+            takes_json: whether bodies are JSON, which such a page cannot send without a preflight request.
         """
         self._app = app
         self._metrics = metrics

@@ -162,8 +162,6 @@ class Policies:
         response.
 
         Raises: see `load_checkpoint`.
-
-        Raises: as `load_checkpoint`.
         """
         if name not in self._served:
             raise UsageError(f"there is no model {name!r}")

@@ -102,13 +102,6 @@ def build_inference_host(asked: SideManifest, address: str, note: Callable[[str]
 
     Raises:
         OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
-
-    Args:
-        address: where the process listens, and servers beside it.
-        closing: servers are ended there.
-
-    Raises:
-        OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
     """
     resolved, spec = asked.resolved, asked.resolved.run.spec
     if "inference" not in kinds_of(spec):

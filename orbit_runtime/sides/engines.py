@@ -248,9 +248,6 @@ def _plan_serving(resolved: Resolved, model: ModelFacts | None, folder: Path) ->
 
     Args:
         model: None on a CPU, where one process needs no facts about it.
-
-    Args:
-        model: None on a CPU, where one process asks nothing about it.
     """
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner import Machine

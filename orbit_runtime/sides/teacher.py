@@ -98,17 +98,6 @@ def attach_teacher(
             tokens.
         ModelError: (66) one has another tokenizer.
         GateError: (84) one answers with what are no likeliest tokens.
-
-    Args:
-        vocabulary: of the policy.
-        sequences: token ids of prompts, whose text the servers' tokenizer must agree on.
-
-    Raises:
-        EngineDiedError: (82) one does not answer.
-        UnsupportedError: (78) one is neither SGLang nor vLLM, takes no sequence of this length, or tells no likeliest
-            tokens.
-        ModelError: (66) one has another tokenizer.
-        GateError: (84) one answers with what are no likeliest tokens.
     """
     teacher = spec.algorithm.decided_teacher
     if teacher is None or teacher.type != "Served":
@@ -144,9 +133,6 @@ class TaughtEnvironment:
 
     A rollout waits for the report with its rewards: the teacher computes beside sampling, and a cancelled episode costs
     it nothing more.
-
-    A rollout waits for it with its rewards: the teacher computes beside sampling, and an episode that is cancelled
-    costs it nothing more.
     """
 
     environment: Environment

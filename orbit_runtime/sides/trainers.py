@@ -68,10 +68,6 @@ def decide_division(resolved: Resolved, folder: Path) -> TrainerLayout:
     Raises:
         UnsupportedError: (78) torch is not installed; or see `check_alone`.
         OrbitError: the planner's, if ranks were requested and the model cannot be planned or divided.
-
-    Raises:
-        UnsupportedError: (78) torch is not installed; or as of `check_alone`.
-        OrbitError: of the planner, where ranks were asked for and the model cannot be planned or divided.
     """
     _check_torch()
     from orbit_runtime.model_info.checkpoint import folder_facts
@@ -380,10 +376,6 @@ def load_algorithm(
 
     Args:
         search_path: called only if the user's functions are imported, into this process.
-        given: a function from Python instead of one that the manifest names.
-
-    Args:
-        search_path: asked only where functions of the user's are imported, into this process.
         given: a function from Python instead of one that the manifest names.
     """
     settings = resolved.run.spec.algorithm

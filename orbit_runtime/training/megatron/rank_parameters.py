@@ -162,10 +162,6 @@ class RankParameters:
         Args:
             size: bytes of a value in the file.
             told: leave out values that another rank writes.
-
-        Args:
-            size: bytes of a value in the file.
-            told: leave out values that another rank writes.
         """
         end = window.size
         for spot in window.spots:

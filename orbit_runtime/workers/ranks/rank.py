@@ -172,8 +172,6 @@ class RankActor:
         """Reports the rank's facts. Rank 0 starts listening for the others, on a port that no other process can take.
 
         Args: node: its address; None to ask Ray.
-
-        Args: node: its address; None to ask Ray.
         """
         if node is None:
             import ray
