@@ -81,7 +81,7 @@ def measure_medium(megabytes: int, repetitions: int) -> harness.Comparison:
 
 
 def an_adapter(megabytes: int) -> AdapterFiles:
-    """As a trainer publishes it: BF16 tensors of 8 MiB, in the memory that they were written to."""
+    """An adapter as a trainer publishes it: BF16 tensors of 8 MiB, in the memory that they were written to."""
     values = torch.zeros(4 << 20, dtype=torch.bfloat16)
     values.view(torch.int16).random_()
     count = -(-megabytes // 8)

@@ -35,7 +35,7 @@ class Episode:
 
     seconds: float
     writes: dict[str, int]
-    """By verb and resource, without writes of the Lease."""
+    """Number by verb and resource, without writes of the Lease."""
     reads: int
     changes: int
     passes: int

@@ -137,7 +137,7 @@ def private_memory() -> dict[int, int]:
 
 
 def processor_seconds() -> float:
-    """Of this process and all its living descendants."""
+    """Processor seconds of this process and all its living descendants."""
     ticks = 0
     for pid in private_memory():
         with suppress(OSError):

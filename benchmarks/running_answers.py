@@ -37,7 +37,7 @@ class Gaps:
     """Milliseconds between consecutive tokens of an answer."""
 
     during: list[float] = field(default_factory=list)
-    """Those that overlap an act."""
+    """The answers that overlap an act."""
     acts: int = 0
 
     def at(self, percent: int) -> float:

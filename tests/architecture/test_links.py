@@ -19,7 +19,7 @@ _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """Of a page's headings, as GitHub makes them; the site's are the same (`make site` checks its own)."""
+    """Anchors of a page's headings, as GitHub makes them; the site's are the same (`make site` checks its own)."""
     found: dict[str, int] = {}
     names = set()
     text = _FENCE.sub("", path.read_text(encoding="utf-8"))

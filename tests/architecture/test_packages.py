@@ -56,7 +56,9 @@ CLOCKLESS = {
 """Packages in which nothing is decided by the time of day. `storage`, whose fence has to survive a skewed clock, is
 tested with one."""
 TIMES_TOLD = 3
-"""Where the loop tells people the time: when a run began (`run.json`), and of a step and an evaluation (`status`)."""
+"""Places where the loop tells people the time: when a run began (`run.json`), and of a step and an evaluation
+(`status`).
+"""
 
 
 @functools.cache

@@ -98,7 +98,7 @@ def test_a_published_environment_of_verifiers_asks_and_scores() -> None:
 
 
 def scored_by_the_package_alone() -> float:
-    """By its own client, of a server that says the same."""
+    """Scores by the package's own client, of a server that says the same."""
     import verifiers  # type: ignore[import-not-found]
     from verifiers.clients import OpenAIChatCompletionsClient  # type: ignore[import-not-found]
     from verifiers.types import ClientConfig  # type: ignore[import-not-found]

@@ -30,7 +30,7 @@ _EITHER = {
 
 
 def module_folder(module: str, version: str, folder: Path) -> Path:
-    """Where Go keeps the sources of a module; it is fetched where it is not there yet."""
+    """Folder in which Go keeps the sources of a module; fetched if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "go.mod").write_text("module schemas\n")
     out = run_well(find_program("go"), "-C", folder, "mod", "download", "-json", f"{module}@{version}")

@@ -12,7 +12,7 @@ _FORBIDDEN = ("hostNetwork", "hostPID", "hostIPC")
 
 
 def violations(pod: dict[str, Any]) -> list[str]:
-    """Of a pod's `spec`."""
+    """Violations in a pod's `spec`."""
     found = [name for name in _FORBIDDEN if pod.get(name)]
     for volume in pod.get("volumes", ()):
         found += [f"volume {volume['name']}: {kind}" for kind in set(volume) - VOLUMES - {"name"}]

@@ -23,7 +23,7 @@ def container(objects: list[Object]) -> Object:
 
 
 def environment(objects: list[Object]) -> dict[str, str]:
-    """As the kubelet fills it in."""
+    """The environment as the kubelet fills it in."""
     filled = {"metadata.namespace": NAMESPACE, "metadata.name": "orbit-operator-0"}
     return {
         each["name"]: each["value"] if "value" in each else filled[each["valueFrom"]["fieldRef"]["fieldPath"]]

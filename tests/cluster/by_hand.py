@@ -80,7 +80,7 @@ class Server:
 
 
 def connect(kubeconfig: Path) -> Server:
-    """As an administrator; the server knows OrbitRuns then. A CRD that is there already is its owner's."""
+    """Connects as an administrator; the server knows OrbitRuns then. A CRD that is there already is its owner's."""
     server = Server(str(kubeconfig))
     crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev"
     if server.get(crd) is None:

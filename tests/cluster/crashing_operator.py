@@ -51,6 +51,6 @@ async def open_faulty(**options: Any) -> Api:
 
 
 def main() -> None:
-    """As `orbit_operator.main.main`, under that transport."""
+    """Runs `orbit_operator.main.main` under that transport."""
     handlers.SILENT_SECONDS = float(os.environ.get("ORBIT_TEST_SILENT_SECONDS", handlers.SILENT_SECONDS))
     sys.exit(asyncio.run(run(load_settings(os.environ), open_faulty)))

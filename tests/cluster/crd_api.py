@@ -72,7 +72,9 @@ class RunsApi:
         raise AssertionError("the CRD is not served")
 
     def create(self, text: str, *, dry_run: bool = False) -> Answer:
-        """As `kubectl create --validate=strict`: the server reads the YAML with the library that kubectl has."""
+        """Creates as `kubectl create --validate=strict`: the server reads the YAML with the library
+        that kubectl has.
+        """
         query = "?fieldValidation=Strict&fieldManager=test" + ("&dryRun=All" if dry_run else "")
         return self._answer(
             self.client.post(RUNS + query, headers={"Content-Type": "application/yaml"}, content=text.encode())
@@ -84,7 +86,7 @@ class RunsApi:
         return dict(found.json())
 
     def replace(self, whole: dict[str, Any]) -> Answer:
-        """As `kubectl replace`."""
+        """Replaces as `kubectl replace`."""
         return self._answer(self.client.put(f"{RUNS}/{whole['metadata']['name']}?fieldValidation=Strict", json=whole))
 
     def apply_status(self, name: str, status: dict[str, Any], manager: str = "orbit-operator") -> Answer:

@@ -98,7 +98,7 @@ class Stories:
     team: Team
     operator: Operator
     befallen: dict[str, Future[Object | None]]
-    """By the run's name: what was seen before it happened."""
+    """Run's name → what was seen before it happened."""
     ending: ExitStack
 
     def end(self) -> None:
@@ -137,7 +137,7 @@ def list_befalls(cluster: Cluster, team: Team) -> dict[str, Callable[[str], Obje
         team.server.delete(team.path("pods", live_pod(run)["metadata"]["name"]))
 
     def evict(run: str) -> None:
-        """As `kubectl drain` does it."""
+        """Evicts the pod as `kubectl drain` does."""
         name = live_pod(run)["metadata"]["name"]
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
         team.server.create(team.path("pods", name, "eviction"), eviction)

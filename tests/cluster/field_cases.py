@@ -172,7 +172,7 @@ def bad_items(schema: Schema) -> Iterator[Any]:
 
 
 def _value_of(schema: Schema) -> Any:
-    """Of a mapping, such that only their number is wrong."""
+    """A value of a mapping, such that only their number is wrong."""
     values = schema.get("additionalProperties")
     return 1.0 if isinstance(values, dict) and values.get("type") == "number" else "b"
 

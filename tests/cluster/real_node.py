@@ -94,7 +94,7 @@ def wait_for_pod(team: Team, run: str, attempt: int = 1, phase: str = "Running",
 
 
 def wait_reason(team: Team, run: str, reason: str, seconds: float = 90, says: str = "") -> Object:
-    """Of what is said for that reason, the first that has these words."""
+    """The first message for that reason that has these words."""
 
     def probe() -> Object | None:
         status = team.status(run)

@@ -35,7 +35,7 @@ class Lived:
     """Its status then."""
     lost: Node
     pod: Object
-    """Of the second attempt, on the lost node."""
+    """The second attempt's pod, on the lost node."""
     second: Object
     """That attempt, as the status told of it."""
 

@@ -57,7 +57,7 @@ class Prometheus:
         return [each for each in found if any(value != "NaN" for _, value in each["values"])]
 
     def targets(self) -> dict[str, list[Object]]:
-        """Those that are scraped, by scrape job."""
+        """The scraped targets, by scrape job."""
         found: dict[str, list[Object]] = {}
         for target in self.ask("targets", state="active")["activeTargets"]:
             found.setdefault(target["scrapePool"], []).append(target)

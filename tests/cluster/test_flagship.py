@@ -32,7 +32,7 @@ pytestmark = [
 Object = dict[str, Any]
 STAGES = ("engine_floor", "trainer_floor", "base", "identity", "random", "policy")
 LARGEST = 2e-5
-"""Of any token's log-prob between the sides, in nats, in fp32."""
+"""Largest difference of any token's log-prob between the sides, in nats, in fp32."""
 OFT = """  adapter:
     type: OFT
     oft: {blockSize: 32}
@@ -41,7 +41,7 @@ OFT = """  adapter:
 """
 LORA = """  adapter: {type: LoRA, lora: {rank: 8, alpha: 16}}
 """
-"""Of the experts too: the outer side once, the inner one of each."""
+"""LoRA, of the experts too: the outer side once, the inner one of each."""
 LIMIT = "  lifecycle: {maxInfraRestarts: 0}\n  placement"
 
 
@@ -78,7 +78,7 @@ class Faults:
     killed: Object
     """Its second attempt trains."""
     last_words: str
-    """Of the first one's pod."""
+    """The first pod's termination message."""
     suspended: Object
     small: Object
 
@@ -136,7 +136,7 @@ def start(shell: Shell, name: str, changes: dict[str, str]) -> None:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Of a pod, by its user."""
+    """Whether a pod is a rank's, by its user."""
     return process.info["uids"].real == 65532 and "RankActor" in " ".join(process.cmdline())
 
 

@@ -66,7 +66,7 @@ def watch_status(cluster: Cluster, name: str) -> Iterator[list[Object]]:
 
 
 def find_pods(cluster: Cluster, run: str, namespace: str = "team-a") -> list[Object]:
-    """Those of a run, the oldest first."""
+    """The pods of a run, the oldest first."""
     found = cluster.get("pods", "-n", namespace, "-l", f"orbitrl.dev/run-name={run}")["items"]
     return sorted(found, key=lambda pod: int(pod["metadata"]["labels"].get("orbitrl.dev/attempt") or 0))
 

@@ -47,7 +47,7 @@ MODELS: Mapping[str, tuple[str, str, AdapterConfig]] = {
     "glm4_moe": ("glm4_moe", "INT4", LORA_EXPERTS),
     "deepseek_v3": ("deepseek_v3", "INT4", DEEPSEEK_LORA),
 }  # fmt: skip
-"""By name: family, format of the trainer's packed base, adapter. A server on a CPU holds the same values unpacked."""
+"""Name → family, format of the trainer's packed base, adapter. A server on a CPU holds the same values unpacked."""
 HOLDS = (
     "from orbit_runtime.sglang_plugin.weights import base_weights\n"
     "from orbit_runtime.sglang_plugin.readback import _pieces, take_adapters\n"
@@ -141,7 +141,7 @@ def start(name: str, folder: Path) -> Iterator[Bench]:
 
 
 def all_faults(bench: Bench) -> list[Fault]:
-    """Of every layer of the model."""
+    """The faults of every layer of the model."""
     policy, adapter = bench.policy, bench.adapter
     routed = chosen_experts(policy)
     kinds: Sequence[Callable[[], Iterator[Fault]]] = (
@@ -324,7 +324,7 @@ def expert_weights(kind: str, name: str, ours: Tensor, changed: Tensor, point: s
 
 
 def chosen_experts(policy: Policy) -> dict[str, tuple[int, int | None]]:
-    """By layer, an expert that tokens of the canary are sent to, and one that none is, if there is one."""
+    """Layer → an expert that tokens of the canary are sent to, and one that none is, if there is one."""
     seen: dict[str, set[int]] = {}
     handles = [
         module.register_forward_hook(

@@ -35,7 +35,7 @@ def oft_adder() -> Adder:
 
 @pytest.fixture(scope="session")
 def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where servers started from now on look for code to run inside of them."""
+    """Folder of code that servers started from now on run inside of them."""
     code = tmp_path_factory.mktemp("inside") / "code.py"
     with pytest.MonkeyPatch.context() as environment:
         for name, value in inside_environment(code).items():

@@ -52,7 +52,7 @@ def main(asked: dict[str, Any]) -> None:
 
 
 def load_model(arguments: list[str]) -> Any:
-    """As SGLang's own benchmark of one batch does, up to where attention's memory begins."""
+    """Loads a model as SGLang's own benchmark of one batch does, up to where attention's memory begins."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.layers.moe import initialize_moe_config
@@ -83,7 +83,7 @@ def wrapped(manager: Any) -> dict[str, str]:
 
 
 def load(runner: Any, name: str, folder: str) -> str:
-    """Of an adapter's folder, through the manager; the id by which a batch names it."""
+    """Loads an adapter's folder through the manager; returns the id by which a batch names it."""
     from sglang.srt.lora.lora_registry import LoRARef
 
     reference = LoRARef(lora_name=name, lora_path=folder, pinned=False)

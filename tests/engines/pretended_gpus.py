@@ -80,7 +80,9 @@ def pretend(gpu: dict[str, Any]) -> None:
 
 
 def resolve(arguments: list[str]) -> dict[str, Any]:
-    """As a server does before it opens weights: `resolved` arguments, or the `error` and where it was raised."""
+    """Resolves arguments as a server does before it opens weights: `resolved` ones, or the `error` and where it was
+    raised.
+    """
     try:
         from sglang.srt.arg_groups.arg_utils import record_fields
         from sglang.srt.arg_groups.overrides import resolved_view

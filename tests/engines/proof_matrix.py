@@ -44,7 +44,7 @@ from tests.integration.engine_inputs import random_adapter
 
 Outcome = Literal["caught", "unproven", "whole", "proven"]
 MEANS = (0.01, 0.03)
-"""Of |noise| per token, in nat: what BF16 engines show (`parity/statistics.py`)."""
+"""Mean |noise| per token, in nat: what BF16 engines show (`parity/statistics.py`)."""
 SCALES = (0.02, 0.05, 0.15)
 """Standard deviation of the adapters' masters: an effect below the noise, one about as large, and one far above it."""
 HEALTHY = 500
@@ -130,7 +130,7 @@ class Fault:
 def spoiled(
     change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> Callable[[Case], Mapping[str, Any]]:
-    """Of the tensors that a server reads."""
+    """The spoiled tensors that a server reads."""
 
     def files(case: Case) -> Mapping[str, Any]:
         given = case.second.files
@@ -211,7 +211,7 @@ class Bench:
     adder: Adder
     engine: ServedEngine
     pids: Sequence[int]
-    """Of the servers, in the engine's order."""
+    """Process ids of the servers, in the engine's order."""
     code: Path
     folder: Path
     canary_T: tuple[int, ...]

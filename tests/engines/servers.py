@@ -37,7 +37,7 @@ LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)
 OFT = AdapterConfig(type="OFT", targets=TARGETS, block_size=16)
 INSIDE = str(Path(__file__).parent / "inside")
 CODE_VARIABLE = "ORBIT_TEST_CODE"
-"""Where processes that have `INSIDE` on their PYTHONPATH look for code to run."""
+"""Variable with the code that processes which have `INSIDE` on their PYTHONPATH run."""
 Adder = tuple[Policy, ChatTokenizer]
 
 

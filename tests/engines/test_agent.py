@@ -24,7 +24,7 @@ from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
 @pytest.fixture
 def start_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    """As the kubelet does it: again on the same port, with nothing left of the one before."""
+    """Starts the agent as the kubelet does: again on the same port, with nothing left of the one before."""
     port = free_port()
     monkeypatch.setenv(AGENT_VARIABLE, f"http://127.0.0.1:{port}")
     monkeypatch.setenv(TOKEN_VARIABLE, str(tmp_path / "token"))

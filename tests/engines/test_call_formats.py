@@ -87,7 +87,7 @@ def harmony(made: Calls, draw: random.Random) -> str:
 
 
 def shortened(made: Calls, draw: random.Random) -> str:
-    """As GLM-4.7 writes them."""
+    """The calls as GLM-4.7 writes them."""
     return "".join(
         f"<tool_call>{name}"
         + "".join(f"<arg_key>{key}</arg_key><arg_value>{as_text(value)}</arg_value>" for key, value in given.items())

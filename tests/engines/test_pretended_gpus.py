@@ -76,7 +76,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def module_name(stored: StoredWeight) -> str:
-    """As the trainer's model has it."""
+    """The module's name in the trainer's model."""
     return f"{stored.weight.module.rpartition('.')[0]}.{stored.weight.target}"
 
 
@@ -87,7 +87,7 @@ def layout_of(stored: StoredWeight, family: str) -> str:
 
 
 def facts_of(resolved: Any, model: ModelFacts) -> PolicyFacts:
-    """As a loaded policy would give them."""
+    """The facts that a loaded policy would give."""
     from orbit_runtime.sides.trainers import adapter_config
 
     adapter: AdapterConfig = adapter_config(resolved.run.spec)

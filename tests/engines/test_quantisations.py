@@ -39,7 +39,7 @@ QUANTISATIONS = {
 
 
 def fp8(weights_by: str, /, **more: Any) -> dict[str, Any]:
-    """As llm-compressor writes it; activations by token, as they come, unless `more` says otherwise."""
+    """FP8 as llm-compressor writes it; activations by token, as they come, unless `more` says otherwise."""
     rounded = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True, **more}
     block = {"block_structure": [128, 128]} if weights_by == "block" else {}
     weights = {**FP8, "strategy": weights_by, **block}

@@ -30,7 +30,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "logitBias": {"logit_bias": ((5, 2.0), (9, -1.5))},
 }
 KINDS: dict[str, Kind] = {"Torch": "Torch", "Torch-OFT": "Torch", "vLLM": "vLLM"}
-"""By case; the others are SGLang with the plug-in."""
+"""Case → kind; the others are SGLang with the plug-in."""
 
 
 def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(

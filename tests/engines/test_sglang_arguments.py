@@ -32,7 +32,7 @@ parser.parse_args(sys.argv[1:])
 
 
 def list_arguments(*arguments: str) -> dict[str, dict[str, Any]]:
-    """Of the SGLang that tests use; it must parse these."""
+    """Arguments of the SGLang that tests use; it must parse these."""
     python = os.environ["ORBIT_SGLANG_PYTHON"]
     ran = subprocess.run([python, "-c", LISTING, *arguments], capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, ran.stderr[-1000:]

@@ -90,7 +90,7 @@ def proof_of(engine: ServedEngine, adder: Adder, name: str, adapter: AdapterFile
 
 
 def failures_again(proof: Proof) -> list[str]:
-    """Of a version that was proven before: the canary is in its cache, as it should be."""
+    """Failures of a version that was proven before: the canary is in its cache, as it should be."""
     return [each for each in proof.failures if not each.startswith("versions share cached keys")]
 
 

@@ -42,7 +42,7 @@ class FakeServer:
     max_tokens: int = 4096
     vocabulary: int = 256
     sends_arrays: bool = True
-    """Of its likeliest tokens, to who asks for them so."""
+    """Whether it sends its likeliest tokens as arrays to clients that ask for them so."""
     key: str | None = None
     """It answers who knows it."""
     headers_seen: list[dict[str, str]] = field(default_factory=list)

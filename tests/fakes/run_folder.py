@@ -114,7 +114,7 @@ class SyntheticRun:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Several rewards: name → share of the reward's mean that this one's is."""
     prompts: int = 8
-    """Of a step; the last one has the first one's but for three."""
+    """Prompts of a step; the last one has the first one's but for three."""
     group_size: int = 1
     warnings: tuple[str, ...] = ()
     failure: Mapping[str, Any] | None = None

@@ -66,7 +66,7 @@ def demanding_manifest(name: str, *, steps: int, every_steps: int = 1) -> dict[s
 
 
 def adapter_digests(store: Store) -> list[str]:
-    """Of the adapter after each step."""
+    """Digest of the adapter after each step."""
     return [str(row["adapter_digest"]) for row in timeless_rows(store)]
 
 

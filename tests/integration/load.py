@@ -18,7 +18,7 @@ ENVIRONMENT = {
     # Threads that spin while they wait for one without a core would take minutes for a step.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""Of a run under load: more than one thread, so that the order in which they arrive can matter."""
+"""Environment of a run under load: more than one thread, so that the order in which they arrive can matter."""
 
 # Ends with its parent, however that ends.
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))"

@@ -20,7 +20,7 @@ TRL = find_spec("trl")
 assert TRL is not None
 assert TRL.origin is not None
 TEMPLATES = Path(TRL.origin).parent / "chat_templates"
-"""As published with Qwen, Llama, GLM and others; TRL keeps them for its own tests of the same thing."""
+"""Templates as published with Qwen, Llama, GLM and others; TRL keeps them for its own tests of the same thing."""
 END = 1
 ADD = {
     "type": "function",
@@ -143,7 +143,7 @@ OPENAI: list[dict[str, Any]] = [
         {"id": "call00002", "type": "function", "function": {"name": "get", "arguments": ""}},
     ]},
 ]  # fmt: skip
-"""As clients of OpenAI's interface write them."""
+"""Calls as clients of OpenAI's interface write them."""
 
 
 @pytest.mark.parametrize(

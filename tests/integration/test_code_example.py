@@ -34,7 +34,7 @@ def test_a_policy_learns_to_write_functions_that_pass_their_tests(tmp_path: Path
 
 
 def another_test(question: str) -> str:
-    """Of an argument that the prompt's tests do not try, worked out from the question alone."""
+    """Test of an argument that the prompt's tests do not try, worked out from the question alone."""
     value = 5
     for name, number in (step.split() for step in question.removeprefix("f(x): x ").split(", ")):
         value = {"plus": value + int(number), "minus": value - int(number), "times": value * int(number)}[name]

@@ -98,7 +98,7 @@ def test_its_steps_are_replayed_bit_for_bit(taught: Path) -> None:
 
 
 def copied(adapter: Path, to: Path, factor: float) -> Path:
-    """As PEFT would leave it: no manifest beside the files."""
+    """A copy as PEFT would leave it: no manifest beside the files."""
     files = {name: (adapter / name).read_bytes() for name in ("adapter_config.json", FILE)}
     to.mkdir()
     tensors = {name: tensor * factor for name, tensor in parse_tensors(files, FILE).items()}

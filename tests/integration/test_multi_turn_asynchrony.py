@@ -106,7 +106,7 @@ MANIFESTS = {"tool": tool_manifest, "tree": tree_manifest}
 
 
 def versions(rollout: Rollout) -> list[int]:
-    """Of its trained tokens, in order."""
+    """Versions of its trained tokens, in order."""
     return [version for version, flag in zip(rollout.versions_T, rollout.loss_mask_T, strict=True) if flag]
 
 

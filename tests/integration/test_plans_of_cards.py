@@ -23,7 +23,7 @@ from tests.unit_runtime.planner.test_support import objection
 
 
 def facts_of(run: OrbitRun, model: ModelFacts) -> PolicyFacts:
-    """As a loaded policy would tell them."""
+    """The facts that a loaded policy would give."""
     shape = model.architecture
     adapted = adapted_weights(shape, build_job(run, Machine(None)))
     return PolicyFacts(

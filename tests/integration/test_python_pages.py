@@ -35,7 +35,7 @@ def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 
 
 def execute(source: str, name: str, names: dict[str, Any]) -> None:
-    """As a notebook's cell: `await` may stand by itself, and a function's source can be found."""
+    """Executes code as a notebook's cell: `await` may stand by itself, and a function's source can be found."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     code = compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     result = eval(code, names)

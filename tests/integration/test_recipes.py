@@ -39,7 +39,7 @@ TINY = {
     "qwen3-4b-tools": "tiny-qwen3",
 }
 TWINS = ("deepseek-v4-pro", "qwen3-1-7b", "qwen3-235b-a22b")
-"""Of which another recipe has family, format and adapter: left to `make test-long`."""
+"""Recipes whose family, format and adapter another one has: left to `make test-long`."""
 
 
 def smaller(guide: str) -> list[str]:

@@ -269,7 +269,7 @@ def test_an_adapter_of_another_kind_or_base_is_refused(
 
 
 def test_an_adapter_of_another_shape_is_refused(tmp_path: Path, learned: Path) -> None:
-    """Whose base nobody wrote down: PEFT's own folder, of another model."""
+    """The adapter's base was not recorded: PEFT's own folder, of another model."""
     folder = tmp_path / "other"
     folder.mkdir()
     newest = json.loads((learned / "report.json").read_text())["policy_version"]

@@ -119,7 +119,7 @@ def test_every_step_is_in_each_tracker_once_after_a_second_start(
 
 
 def wandb_files(folder: Path) -> tuple[list[str], list[list[int]]]:
-    """Of each offline file, in the order of writing: the run's id, and its steps."""
+    """The run's id and its steps in each offline file, in the order of writing."""
     ids, steps = [], []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda each: each.stat().st_mtime):
         ids.append(path.stem.removeprefix("run-"))
@@ -134,7 +134,9 @@ def wandb_files(folder: Path) -> tuple[list[str], list[list[int]]]:
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
-    """Of a log in LevelDB's format: blocks of 32 KiB; before a part of a record stand checksum, size and kind."""
+    """Records of a log in LevelDB's format: blocks of 32 KiB; before a part of a record stand
+    checksum, size and kind.
+    """
     at, parts = 7, b""  # Behind the file's own header.
     while at + 7 <= len(content):
         if (left := 32768 - at % 32768) < 7:

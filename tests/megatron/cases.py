@@ -36,7 +36,7 @@ def sizes_of(case: Case) -> dict[str, int]:
 
 @cache
 def folder_of(root: Path, case: Case) -> Path:
-    """Of the packed checkpoint, which is made once for each root."""
+    """Folder of the packed checkpoint, which is made once for each root."""
     (root / str(case)).mkdir()
     packed, _ = make_family(root / str(case), case.family, case.layout, sizes=sizes_of(case))
     return packed
@@ -46,7 +46,7 @@ def folder_of(root: Path, case: Case) -> Path:
 class Found:
     logprobs: torch.Tensor
     numbers: range
-    """Of the branches."""
+    """Numbers of the branches."""
     gradients: dict[str, torch.Tensor]
     places: dict[str, MasterPlace]
     norm: float
@@ -68,7 +68,7 @@ class Experts:
 
     layers: tuple[int, ...]
     routed: tuple[np.ndarray, ...]
-    """Of each branch int16 `[inputs, L, C]`."""
+    """The routed experts of each branch, int16 `[inputs, L, C]`."""
 
     def lay_out(self, policy: Policy, numbers: Sequence[int], batch: PackedBatch) -> torch.Tensor | None:
         if policy.routing is None:

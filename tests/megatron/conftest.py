@@ -12,5 +12,5 @@ import pytest
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a file's checkpoints are made."""
+    """Folder for a file's checkpoints."""
     return tmp_path_factory.mktemp("models")

@@ -62,7 +62,7 @@ VICTIMS: Mapping[Where, tuple[str, str]] = {
 LIAR = 1
 """The rank that has the fault."""
 RANK = rf"\brank {LIAR}: |\branks 0 and {LIAR} hold different values"
-"""Of what two ranks hold, which of them is wrong is known to nobody: both are named."""
+"""The rank in errors. If two ranks hold a tensor, nobody knows which is wrong: both are named."""
 
 
 # --- what happens in the rank ---
@@ -190,7 +190,7 @@ def _rank_stale(victim: str, other: str) -> None:
 
 
 def _copy_stale(victim: str, other: str) -> None:
-    """Of a factor that both ranks hold whole."""
+    """Makes a factor that both ranks hold whole stale."""
     made = rank_here()
     name = next(key for key, held in made._outline.items() if held.place.is_whole).rpartition(".")[0]
     _applies(_before([name]))
@@ -311,7 +311,7 @@ def _spoil(engine: FaultyEngine, change: Callable[..., Any], *, strict: bool = F
 
 
 class TappedEngine(FaultyEngine):
-    """Whose layers can be looked at, as a server's."""
+    """An engine whose layers can be inspected, like a server's."""
 
     is_tapped = True
 

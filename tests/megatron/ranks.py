@@ -45,7 +45,7 @@ class _Rank:
 
 
 _SPARE: list[_Rank] = []
-"""Of worlds that were closed."""
+"""Processes of worlds that were closed."""
 
 
 def end_spares() -> None:

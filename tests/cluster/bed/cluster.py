@@ -70,7 +70,7 @@ class Cluster:
         self.imported |= {(node.name, archive) for node in missing}
 
     def add_gpus(self, node: Node) -> None:
-        """As a device plug-in would say it: eight, and what they are."""
+        """Adds eight GPUs, and what they are, as a device plug-in would."""
         amount = {"nvidia.com/gpu": str(NUM_GPUS)}
         patch = json.dumps({"status": {"capacity": amount, "allocatable": amount}})
         self.kubectl("patch", "node", node.name, "--subresource=status", "--type=merge", "-p", patch)

@@ -87,7 +87,7 @@ class ControlPlane:
         self.processes.wait_for(self.is_ready, "the API server is ready", 180)
 
     def stop_api_server(self) -> None:
-        """As a restart of it would; whoever watches loses the connection, and who still asks gets no answer."""
+        """Stops the API server as a restart would: watchers lose the connection, and requests get no answer."""
         self.processes.stop("kube-apiserver", seconds=5)
 
     def client(self) -> httpx.Client:

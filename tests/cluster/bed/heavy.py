@@ -19,7 +19,7 @@ from cluster.bed.processes import run
 from cluster.bed.programs import find_program
 
 MOUNT_PATH = "/opt/heavy"
-"""Where an image that was built with HEAVY=mounted looks; to others it means nothing."""
+"""The path that an image built with HEAVY=mounted reads; it means nothing to others."""
 SGLANG_PATH = "/opt/sglang"
 PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
 ROOT = Path(__file__).parents[3]

@@ -89,7 +89,7 @@ def _buildah_environment() -> dict[str, str]:
 
 
 REGISTRY = "localhost"
-"""Where the guides' `$REGISTRY` is: images are imported by name, so that none is ever pulled."""
+"""The guides' `$REGISTRY`: images are imported by name, so that none is ever pulled."""
 CONTEXT = ("pyproject.toml", "README.md", "LICENSE", "orbit_runtime", "operator", "examples", "images")
 """What `.dockerignore` lets through."""
 NUM_KEPT = 4
@@ -190,7 +190,7 @@ def _build_product_image(target: str) -> tuple[str, Path]:
 
 @cache
 def digest_sources() -> str:
-    """Of everything that a build sees: the context as `.dockerignore` leaves it, the recipe, the interpreter."""
+    """Digest of everything that a build sees: the context as `.dockerignore` leaves it, the recipe, the interpreter."""
     found = hashlib.sha256(f"{BASE_IMAGE} {sys.version}".encode())
     for name in ("Dockerfile", ".dockerignore", *CONTEXT):
         top = ROOT / name

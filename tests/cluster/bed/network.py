@@ -14,7 +14,7 @@ from cluster.bed.processes import run
 
 NETNS = "orbit-bed"
 NAMESPACES = Path("/run/netns")
-"""Where `ip` keeps what holds a namespace open. With the first it mounts this folder onto itself."""
+"""Folder of `ip` for what holds a namespace open. With the first it mounts this folder onto itself."""
 CABLE = "orbit-bed"
 """Name of the machine's end of the cable."""
 MACHINE_ADDRESS, INNER_ADDRESS = "10.245.0.1", "10.245.0.2"

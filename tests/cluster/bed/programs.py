@@ -1,4 +1,4 @@
-"""Where the programs of the bed are: found, never built. `make test-cluster` builds them and says where."""
+"""Finds the programs of the bed, and builds none: `make test-cluster` builds them and says where they are."""
 
 from __future__ import annotations
 
