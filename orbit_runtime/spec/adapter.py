@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import (
-    IDENTITY,
-    LAYOUT,
-    AsTuple,
-    Block,
-    Contradiction,
-    Uri,
-    check_scheme,
-    check_unique,
-)
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Uri
+from orbit_runtime.spec.rule import Rule, Unique, uri_rule
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
 
 AdapterType = Literal["LoRA", "OFT", "Full"]
@@ -56,21 +47,20 @@ class OFT(Block):
     """With `coft`: the norm of a block's parameters is at most this value divided by the root of the number of blocks.
     """
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.parametrization == "Cayley" and self.neumann_terms != NEUMANN_TERMS:
-            yield Contradiction(
-                ("neumannTerms",),
-                (("parametrization",),),
-                "the exact `Cayley` transform has no series, so this field does nothing",
-                "remove `neumannTerms`, or write `parametrization: CayleyNeumann`",
-            )
-        if not self.coft and self.coft_eps != COFT_EPS:
-            yield Contradiction(
-                ("coftEps",),
-                (("coft",),),
-                "rotations are not constrained, so this field does nothing",
-                "remove `coftEps`, or write `coft: true`",
-            )
+    rules = (
+        Rule(
+            "neumannTerms",
+            f"self.parametrization != 'Cayley' || self.neumannTerms == {NEUMANN_TERMS}",
+            "the exact `Cayley` transform has no series, so this field does nothing",
+            "remove `neumannTerms`, or write `parametrization: CayleyNeumann`",
+        ),
+        Rule(
+            "coftEps",
+            f"self.coft || self.coftEps == {COFT_EPS}",
+            "rotations are not constrained, so this field does nothing",
+            "remove `coftEps`, or write `coft: true`",
+        ),
+    )
 
 
 class Adapter(Block):
@@ -110,15 +100,16 @@ class Adapter(Block):
             return "SharedOuter" if self.type == "LoRA" else "Shared"
         return self.experts
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        for name, kind, block in (("lora", "LoRA", self.lora), ("oft", "OFT", self.oft)):
-            if block is not None and kind != self.type:
-                yield Contradiction(
-                    (name,),
-                    (("type",),),
-                    f"settings of {kind}, but `type` is `{self.type}`",
-                    f"remove `{name}`, or write `type: {kind}`",
-                )
-        if self.init_from is not None:
-            yield from check_scheme("initFrom", self.init_from, STORAGE_SCHEMES)
-        yield from check_unique("targets", self.targets or ())
+    rules = (
+        *(
+            Rule(
+                kind.lower(),
+                f"self.type == '{kind}' || !has(self.{kind.lower()})",
+                f"settings of {kind}, but `type` is `{{self.type}}`",
+                f"remove `{kind.lower()}`, or write `type: {kind}`",
+            )
+            for kind in ("LoRA", "OFT")
+        ),
+        uri_rule(STORAGE_SCHEMES, "initFrom", unless="!has(self.initFrom) || "),
+        Unique("targets"),
+    )

@@ -6,20 +6,12 @@ arithmetic (`algorithms`), the optimiser (`training`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import (
-    IDENTITY,
-    LATER_IDENTITY,
-    Block,
-    Contradiction,
-    Entrypoint,
-    later_identity,
-)
+from orbit_runtime.spec.block import IDENTITY, LATER_IDENTITY, Block, Entrypoint, later_identity
 from orbit_runtime.spec.objectives import (
     CORRECTIONS,
     OBJECTIVES,
@@ -32,6 +24,7 @@ from orbit_runtime.spec.objectives import (
     Objective,
     Reduction,
 )
+from orbit_runtime.spec.rule import Rule, by_type
 from orbit_runtime.spec.teacher import Teacher
 
 TRUNCATION_CAP = CORRECTIONS["None"].cap
@@ -44,6 +37,26 @@ IDLE_WITHOUT_REWARD = (
     ("overlong", "penalty"),
 )
 """What no loss reads that is a teacher's or of demonstrations alone."""
+
+
+def _decided(path: str, attribute: str, block: str = "self") -> str:
+    """CEL of a field that the type decides where it is left out."""
+    return by_type(path, {name: getattr(row, attribute) for name, row in OBJECTIVES.items()}, block)
+
+
+def max_rounds(block: str) -> str:
+    """CEL of `dynamicSampling.maxRounds`. Args: block: CEL of the algorithm's block."""
+    return _decided("dynamicSampling.maxRounds", "max_rounds", block)
+
+
+_UNBOUNDED = [name for name, row in OBJECTIVES.items() if row.clip_low is None]
+_LOW, _HIGH = _decided("clip.low", "clip_low"), _decided("clip.high", "clip_high")
+_BASELINE, _NORMALIZE = (_decided(f"advantage.{name}", name) for name in ("baseline", "normalize"))
+_PLACEMENT, _ESTIMATOR = (_decided(f"kl.{name}", f"kl_{name}") for name in ("placement", "estimator"))
+_PENALTY = _decided("overlong.penalty", "overlong_penalty")
+_CAP, _FLOOR = (
+    by_type(name, {each: getattr(row, name) for each, row in CORRECTIONS.items()}) for name in ("cap", "floor")
+)
 
 
 class KL(Block):
@@ -104,31 +117,36 @@ class ImportanceSampling(Block):
         usual = CORRECTIONS[self.type]
         return (usual.cap if self.cap is None else self.cap), (usual.floor if self.floor is None else self.floor)
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        cap, floor = self.bounds
-        idle = [("cap", self.cap not in (None, TRUNCATION_CAP)), ("floor", self.floor), ("veto", self.veto)]
-        for name, is_set in idle:
-            if self.type == "None" and is_set:
-                yield Contradiction(
-                    (name,),
-                    (("type",),),
-                    "nothing is weighted while `type` is `None`, so this field does nothing",
-                    f"remove `{name}`, or write `type: {'TokenMasked' if name == 'floor' else 'TokenTruncated'}`",
-                )
-        if self.type.endswith("Truncated") and self.floor is not None:
-            yield Contradiction(
-                ("floor",),
-                (("type",),),
-                f"`type: {self.type}` has no lower bound, so this field does nothing",
-                f"remove `floor`, or write `type: {self.type.replace('Truncated', 'Masked')}`",
+    rules = (
+        *(
+            Rule(
+                name,
+                f"self.type != 'None' || {idle}",
+                "nothing is weighted while `type` is `None`, so this field does nothing",
+                f"remove `{name}`, or write `type: {kind}`",
             )
-        elif self.type != "None" and floor is not None and floor > cap:
-            yield Contradiction(
-                ("floor",),
-                (("type",), ("cap",)),
-                f"{floor:g} is above `cap` ({cap:g}): every ratio would be dropped",
-                f"write `floor: {cap:g}` or less, or raise `cap`",
+            for name, idle, kind in (
+                ("cap", f"!has(self.cap) || self.cap == {TRUNCATION_CAP}", "TokenTruncated"),
+                ("floor", "!has(self.floor)", "TokenMasked"),
+                ("veto", "!has(self.veto)", "TokenTruncated"),
             )
+        ),
+        Rule(
+            "floor",
+            "!self.type.endsWith('Truncated') || !has(self.floor)",
+            "`type: {self.type}` has no lower bound, so this field does nothing",
+            "remove `floor`, or write `type: {more}`",
+            more=lambda self: self.type.replace("Truncated", "Masked"),
+            server="remove floor, or write type: TokenMasked",
+        ),
+        Rule(
+            "floor",
+            f"!self.type.endsWith('Masked') || {_CAP} <= 0.0 || {_FLOOR} <= {_CAP}",
+            "{self.bounds[1]:g} is above `cap` ({self.bounds[0]:g}): every ratio would be dropped",
+            "write `floor: {self.bounds[0]:g}` or less, or raise `cap`",
+            server="write floor no higher than cap, or raise cap",
+        ),
+    )
 
 
 class Overlong(Block):
@@ -250,117 +268,100 @@ class Algorithm(Block):
         decided = {"reduction": objective.reduction, "critic": self.decided_critic, "teacher": self.decided_teacher}
         return self.model_copy(update={**blocks, **decided})
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        objective = self.objective
-        yield from self._entrypoint_contradictions()
-        yield from self._clip_contradictions(objective)
-        yield from self._unrewarded_contradictions()
-        if self.critic is not None and objective.baseline != "Critic":
-            yield Contradiction(
-                ("critic",),
-                (("type",), ("advantage", "baseline"), ("advantage", "entrypoint")),
-                "no critic is used, so this block does nothing",
-                "remove `critic`, or write `type: PPO` or `advantage: {baseline: Critic, normalize: Batch}`",
+    rules = (
+        Rule(
+            "type",
+            "self.type != 'Custom' || has(self.entrypoint)",
+            "`type: Custom` needs the loss that it stands for",
+            "add `entrypoint: module:function`",
+        ),
+        Rule(
+            "entrypoint",
+            "self.type == 'Custom' || !has(self.entrypoint)",
+            "`type: {self.type}` has a loss of its own, so this field does nothing",
+            "remove `entrypoint`, or write `type: Custom`",
+        ),
+        *(
+            Rule(
+                f"advantage.{name}",
+                f"!has(self.advantage.entrypoint) || !has(self.advantage.{name})",
+                "advantages come from `entrypoint`, so this field does nothing",
+                f"remove `{name}` or `entrypoint`",
             )
-        if objective.baseline in ("None", "Critic") and objective.normalize == "Group":
-            yield Contradiction(
-                ("advantage", "normalize"),
-                (("type",), ("advantage", "baseline")),
-                "without a baseline from its group nothing is compared within a group",
-                "write `normalize: Batch` or `normalize: None`, or another `baseline`",
+            for name in ("baseline", "normalize")
+        ),
+        Rule(
+            "clip.low",
+            f"!(self.type in {_UNBOUNDED}) || !has(self.clip.low)",
+            "`type: {self.type}` has no lower bound, so this field does nothing",
+            "remove `low`",
+            server="remove it: this type has no lower bound",
+        ),
+        Rule(
+            "clip.low",
+            f"self.type in {_UNBOUNDED} || {_HIGH} < 0.0 || {_LOW} <= {_HIGH}",
+            "{self.objective.clip_low:g} is above `high` ({self.objective.clip_high:g}): good samples would be clipped"
+            " before bad ones",
+            "write `low: {self.objective.clip_high:g}` or less, or raise `high`",
+            server="write low no higher than high, or raise high",
+        ),
+        Rule(
+            "teacher",
+            "self.type != 'SFT' || !has(self.teacher)",
+            "`type: SFT` learns from demonstrations and uses no teacher",
+            "remove `teacher`, or write `type: Distillation`",
+        ),
+        Rule(
+            "type",
+            "self.type != 'Distillation' || has(self.teacher)",
+            "`type: Distillation` learns from a teacher alone",
+            "add `teacher: {{type: Adapter, uri: …}}`",
+        ),
+        *(
+            Rule(
+                f"{block}.{name}",
+                f"!(self.type in {list(UNREWARDED)}) || !has(self.{block}.{name})",
+                "under `type: {self.type}` no reward and no ratio enters the loss, so this field does nothing",
+                f"remove `{name}`, or write another `type`",
             )
-        if self.kl.importance_weighted and objective.kl_placement == "Reward":
-            yield Contradiction(
-                ("kl", "importanceWeighted"),
-                (("type",), ("kl", "placement")),
-                "a divergence in the reward has no gradient, so this field does nothing",
-                "remove `importanceWeighted`, or write `placement: Loss`",
-            )
-        elif self.kl.importance_weighted and objective.kl_estimator == "K2":
-            yield Contradiction(
-                ("kl", "importanceWeighted"),
-                (("type",), ("kl", "estimator")),
-                "`K2` has the right gradient as it is, and a wrong one when it is weighted",
-                "remove `importanceWeighted`, or write `estimator: K1` or `estimator: K3`",
-            )
-        if objective.overlong_penalty == 0 and self.overlong.buffer_share != BUFFER_SHARE:
-            yield Contradiction(
-                ("overlong", "bufferShare"),
-                (("type",), ("overlong", "penalty")),
-                "nothing is taken off while `penalty` is 0, so this field does nothing",
-                "remove `bufferShare`, or write `penalty: 1`",
-            )
-        if objective.max_rounds > 0 and self.group_size == 1:
-            yield Contradiction(
-                ("dynamicSampling", "maxRounds"),
-                (("type",), ("groupSize",)),
-                "the rewards of a group of one are always equal: every group would be replaced",
-                "write `groupSize: 2` or more, or `maxRounds: 0`",
-            )
-
-    def _entrypoint_contradictions(self) -> Iterator[Contradiction]:
-        if self.type == "Custom" and self.entrypoint is None:
-            yield Contradiction(
-                ("type",),
-                (("entrypoint",),),
-                "`type: Custom` needs the loss that it stands for",
-                "add `entrypoint: module:function`",
-            )
-        elif self.type != "Custom" and self.entrypoint is not None:
-            yield Contradiction(
-                ("entrypoint",),
-                (("type",),),
-                f"`type: {self.type}` has a loss of its own, so this field does nothing",
-                "remove `entrypoint`, or write `type: Custom`",
-            )
-        for name in ("baseline", "normalize"):
-            if self.advantage.entrypoint is not None and getattr(self.advantage, name) is not None:
-                yield Contradiction(
-                    ("advantage", name),
-                    (("advantage", "entrypoint"),),
-                    "advantages come from `entrypoint`, so this field does nothing",
-                    f"remove `{name}` or `entrypoint`",
-                )
-
-    def _unrewarded_contradictions(self) -> Iterator[Contradiction]:
-        if self.type not in UNREWARDED:
-            return
-        if self.type == "SFT" and self.teacher is not None:
-            yield Contradiction(
-                ("teacher",),
-                (("type",),),
-                "`type: SFT` learns from demonstrations and uses no teacher",
-                "remove `teacher`, or write `type: Distillation`",
-            )
-        if self.type == "Distillation" and self.teacher is None:
-            yield Contradiction(
-                ("type",),
-                (("teacher",),),
-                "`type: Distillation` learns from a teacher alone",
-                "add `teacher: {type: Adapter, uri: …}`",
-            )
-        for block, name in IDLE_WITHOUT_REWARD:
-            if getattr(getattr(self, block), name) is not None:
-                yield Contradiction(
-                    (block, name),
-                    (("type",),),
-                    f"under `type: {self.type}` no reward and no ratio enters the loss, so this field does nothing",
-                    f"remove `{name}`, or write another `type`",
-                )
-
-    def _clip_contradictions(self, objective: Objective) -> Iterator[Contradiction]:
-        low, high = objective.clip_low, objective.clip_high
-        if OBJECTIVES[self.type].clip_low is None and self.clip.low is not None:
-            yield Contradiction(
-                ("clip", "low"),
-                (("type",),),
-                f"`type: {self.type}` has no lower bound, so this field does nothing",
-                "remove `low`",
-            )
-        elif low is not None and low > high:
-            yield Contradiction(
-                ("clip", "low"),
-                (("type",), ("clip", "high")),
-                f"{low:g} is above `high` ({high:g}): good samples would be clipped before bad ones",
-                f"write `low: {high:g}` or less, or raise `high`",
-            )
+            for block, name in IDLE_WITHOUT_REWARD
+        ),
+        Rule(
+            "critic",
+            f"!has(self.critic) || (!has(self.advantage.entrypoint) && {_BASELINE} == 'Critic')",
+            "no critic is used, so this block does nothing",
+            "remove `critic`, or write `type: PPO` or `advantage: {{baseline: Critic, normalize: Batch}}`",
+        ),
+        Rule(
+            "advantage.normalize",
+            f"has(self.advantage.entrypoint) || !({_BASELINE} in ['None', 'Critic']) || {_NORMALIZE} != 'Group'",
+            "without a baseline from its group nothing is compared within a group",
+            "write `normalize: Batch` or `normalize: None`, or another `baseline`",
+            rests_on=("type", "advantage.baseline"),
+        ),
+        Rule(
+            "kl.importanceWeighted",
+            f"!self.kl.importanceWeighted || {_PLACEMENT} == 'Loss'",
+            "a divergence in the reward has no gradient, so this field does nothing",
+            "remove `importanceWeighted`, or write `placement: Loss`",
+        ),
+        Rule(
+            "kl.importanceWeighted",
+            f"!self.kl.importanceWeighted || {_PLACEMENT} != 'Loss' || {_ESTIMATOR} != 'K2'",
+            "`K2` has the right gradient as it is, and a wrong one when it is weighted",
+            "remove `importanceWeighted`, or write `estimator: K1` or `estimator: K3`",
+            rests_on=("type", "kl.estimator"),
+        ),
+        Rule(
+            "overlong.bufferShare",
+            f"{_PENALTY} != 0.0 || self.overlong.bufferShare == {BUFFER_SHARE}",
+            "nothing is taken off while `penalty` is 0, so this field does nothing",
+            "remove `bufferShare`, or write `penalty: 1`",
+        ),
+        Rule(
+            "dynamicSampling.maxRounds",
+            f"self.groupSize != 1 || {max_rounds('self')} <= 0",
+            "the rewards of a group of one are always equal: every group would be replaced",
+            "write `groupSize: 2` or more, or `maxRounds: 0`",
+        ),
+    )

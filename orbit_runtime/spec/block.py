@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic.alias_generators import to_camel
@@ -75,20 +75,6 @@ class Contradiction(NamedTuple):
     fix: str
 
 
-def check_scheme(name: str, uri: str, schemes: tuple[str, ...]) -> Iterator[Contradiction]:
-    """A URI that nothing here opens."""
-    scheme, separator, rest = uri.partition("://")
-    allowed = ", ".join(["a path", *(f"`{each}://`" for each in schemes)])
-    if separator and scheme not in schemes:
-        near = get_close_matches(scheme, schemes, n=1)
-        fix = f"did you mean `{near[0]}://`? allowed: {allowed}" if near else f"allowed: {allowed}"
-        yield Contradiction((name,), (), f"`{uri}` is not something Orbit can open here", fix)
-    elif scheme == "file" and separator and not rest.startswith("/"):
-        yield Contradiction((name,), (), f"`{uri}` does not hold an absolute path", f"write the path alone: `{rest}`")
-    elif separator and not rest.strip("/") and scheme != "file":
-        yield Contradiction((name,), (), f"`{uri}` names nothing after `{scheme}://`", "write its name")
-
-
 def is_label_key(text: str) -> bool:
     """Whether Kubernetes takes it as the key of a label or an annotation."""
     return len(text) <= MAX_LABEL_KEY and re.fullmatch(LABEL_KEY, text) is not None
@@ -96,21 +82,6 @@ def is_label_key(text: str) -> bool:
 
 def is_label_value(text: str) -> bool:
     return len(text) <= MAX_LABEL_VALUE and re.fullmatch(_LABEL_VALUE, text) is not None
-
-
-def check_label_keys(name: str, keys: Iterable[str]) -> Iterator[Contradiction]:
-    """A key that no Kubernetes label can have."""
-    for key in keys:
-        if not is_label_key(key):
-            fix = "write letters, digits, `-`, `_` and `.`, and a domain and `/` before them if need be"
-            yield Contradiction((name,), (), f"`{key}` cannot be the key of a label", fix)
-
-
-def check_unique(name: str, items: Sequence[object]) -> Iterator[Contradiction]:
-    """An item that stands in a list twice; one that stands there more often is named once."""
-    for index, item in enumerate(items):
-        if items[:index].count(item) == 1:
-            yield Contradiction((name, index), (), f"`{item}` appears here twice", "name each once")
 
 
 class Block(BaseModel):
@@ -127,6 +98,9 @@ class Block(BaseModel):
         validate_by_name=True,
     )
 
+    rules: ClassVar[tuple[Callable[[Any], Iterable[Contradiction]], ...]] = ()
+    """What is wrong within a block of this kind, its children not included; most are of the kind `rule.Rule`."""
+
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, value: Any) -> Any:
@@ -138,6 +112,28 @@ class Block(BaseModel):
         known = {name for key, field in fields for name in (key, field.alias)}
         return {name: each for name, each in value.items() if each is not None or name in needed or name not in known}
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        """What is impossible within this block, its children not included."""
-        yield from ()
+
+class Inner(NamedTuple):
+    """A field that holds blocks."""
+
+    name: str
+    alias: str
+    kind: type[Block]
+    is_list: bool
+
+
+@cache
+def inner_blocks(kind: type[Block]) -> tuple[Inner, ...]:
+    """The fields of a block that hold blocks, in order."""
+    return tuple(
+        Inner(name, str(field.alias), found, get_origin(field.annotation) is tuple)
+        for name, field in kind.model_fields.items()
+        if (found := _find_block(field.annotation))
+    )
+
+
+def _find_block(annotation: Any) -> type[Block] | None:
+    """`Block` of `Block | None` or `tuple[Block, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Block):
+        return annotation
+    return next(filter(None, map(_find_block, get_args(annotation))), None)

@@ -1,35 +1,30 @@
 """The manifest as a Kubernetes CustomResourceDefinition.
 
-Belongs here: the structural schema, made from the same models, and how two of them differ.
-Does not belong here: what only CEL can say (`rules`), or writing the file (`generate`).
+Belongs here: the structural schema, made from the same models, and the rules that only the API server has: of the
+name, and of what may not change. Does not belong here: the blocks' rules, or writing the file (`generate`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
+from orbit_runtime.spec.block import Block, inner_blocks
 from orbit_runtime.spec.fields import Schema, is_block, schema_tree, status_tree
-from orbit_runtime.spec.rules import CHECKS, rules_at
+from orbit_runtime.spec.lifecycle import Lifecycle
+from orbit_runtime.spec.rule import Rule, Unique
+from orbit_runtime.spec.run import NAME_LENGTH, NAME_PATTERN, OrbitRun, RunSpec
 
 GROUP, VERSION, PLURAL = "orbitrl.dev", "v1alpha1", "orbitruns"
 
-LIST_TYPES: dict[str, Schema] = {
-    "spec.adapter.targets": {"x-kubernetes-list-type": "set"},
-    "spec.environment.rewards": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
-    "spec.rollout.endpoints": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["url"]},
-    "spec.algorithm.teacher.endpoints": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["url"]},
-    "spec.evaluation.environments": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
-    "spec.evaluation.environments[].environment.rewards": {
-        "x-kubernetes-list-type": "map",
-        "x-kubernetes-list-map-keys": ["name"],
-    },
-    "spec.placement.envFromSecrets": {"x-kubernetes-list-type": "set"},
-    "spec.placement.egress[].ports": {"x-kubernetes-list-type": "set"},
-    "status.attempts": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["number"]},
-    "status.conditions": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
-}
-"""How lists merge under server-side apply; every other one is atomic."""
+STATUS_LISTS = {"status.attempts": "number", "status.conditions": "type"}
+"""Lists of the status that merge as maps, and the key of each."""
+
+MUTABLE = ("suspend", "queueName", "ttlSecondsAfterFinished")
+"""Fields of `spec.lifecycle` that may change, `queueName` only while the run is suspended."""
+_FIXED = "cannot change once the run exists: start a new run"
 
 COLUMNS = (
     ("Phase", "string", ".status.phase", 0),
@@ -100,7 +95,7 @@ def build_schema() -> Schema:
             "spec": _structural(tree["properties"]["spec"], "spec"),
             "status": _structural(status_tree(), "status"),
         },
-        "x-kubernetes-validations": _rules(""),
+        "x-kubernetes-validations": NAME_RULES,
     }
     return deepcopy(schema)
 
@@ -119,10 +114,10 @@ def _structural(schema: Schema, path: str) -> Schema:
         if schema.get("required"):
             out["required"] = schema["required"]
         elif "default" in schema:
-            out["default"] = _own_defaults(schema) if path in CHECKS else {}
+            out["default"] = _own_defaults(schema) if path in checks() else {}
     elif "items" in schema:
         out["items"] = _structural(schema["items"], f"{path}[]")
-        out.update(LIST_TYPES.get(path, {"x-kubernetes-list-type": "atomic"}))
+        out.update(list_types().get(path, {"x-kubernetes-list-type": "atomic"}))
     elif schema.get("type") == "object":
         values = schema.get("additionalProperties")
         if isinstance(values, dict):
@@ -132,8 +127,9 @@ def _structural(schema: Schema, path: str) -> Schema:
             out["additionalProperties"] = {"nullable": True, "x-kubernetes-preserve-unknown-fields": True}
     if "default" in schema and not is_block(schema):
         out["default"] = schema["default"]
-    if rules_at(path):
-        out["x-kubernetes-validations"] = _rules(path)
+    rules = [*checks().get(path, ()), *TRANSITIONS.get(path, ())]
+    if rules:
+        out["x-kubernetes-validations"] = rules
     return out
 
 
@@ -146,8 +142,81 @@ def _own_defaults(schema: Schema) -> Schema:
     }
 
 
-def _rules(path: str) -> list[Schema]:
-    return [
-        {"rule": rule.cel, "message": rule.message, **({"fieldPath": rule.field} if rule.field else {})}
-        for rule in rules_at(path)
-    ]
+def _blocks(kind: type[Block], path: str = "") -> Iterator[tuple[str, type[Block]]]:
+    """Every place that holds a block, such as `spec.data.prompts[]`, with its kind."""
+    yield path, kind
+    for inner in inner_blocks(kind):
+        yield from _blocks(inner.kind, f"{path}.{inner.alias}".lstrip(".") + "[]" * inner.is_list)
+
+
+@cache
+def checks() -> dict[str, list[Schema]]:
+    """By path: what a new object is held against. A rule is silent where a field that it rests on is itself out of
+    bounds, which the server has said already."""
+    found = {
+        path: [
+            _validation(rule.whole, rule.hint, rule.field)
+            for rule in kind.rules
+            if isinstance(rule, Rule) and rule.server
+        ]
+        for path, kind in _blocks(OrbitRun)
+    }
+    return {path: rules for path, rules in found.items() if rules}
+
+
+@cache
+def list_types() -> dict[str, Schema]:
+    """How lists merge under server-side apply; every other one is atomic."""
+    keys = {
+        f"{path}.{rule.field}": rule.key
+        for path, kind in _blocks(OrbitRun)
+        for rule in kind.rules
+        if isinstance(rule, Unique)
+    }
+    return {
+        path: {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+        if key
+        else {"x-kubernetes-list-type": "set"}
+        for path, key in {**keys, **STATUS_LISTS}.items()
+    }
+
+
+def _validation(cel: str, message: str, field: str = "") -> Schema:
+    return {"rule": cel, "message": message, **({"fieldPath": f".{field}"} if field else {})}
+
+
+def _lifecycle_rules() -> Iterator[Schema]:
+    for field in Lifecycle.model_fields.values():
+        if field.alias not in MUTABLE:
+            yield _validation(_same(str(field.alias)), _FIXED, str(field.alias))
+    message = "can change only while the run is suspended: set suspend: true first"
+    yield _validation(f"oldSelf.suspend || ({_same('queueName')})", message, "queueName")
+
+
+def _same(name: str) -> str:
+    """Spelled out: the cost of comparing two optional texts is estimated as unbounded."""
+    return f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})"
+
+
+NAME_RULES = [
+    _validation(
+        f"size(self.metadata.name) <= {NAME_LENGTH} && self.metadata.name.matches('{NAME_PATTERN}')",
+        f"write at most {NAME_LENGTH} lower-case letters, digits and '-', with a letter or digit at both ends",
+        "metadata.name",
+    ),
+    _validation(
+        "!has(self.metadata.generateName)",
+        "write name instead: the run folder is called like it",
+        "metadata.generateName",
+    ),
+]
+"""What the loader finds by the fields of `metadata`, of which a CRD may say nothing."""
+TRANSITIONS: dict[str, list[Schema]] = {
+    **{
+        f"spec.{field.alias}": [_validation("self == oldSelf", _FIXED)]
+        for name, field in RunSpec.model_fields.items()
+        if name != "lifecycle"
+    },
+    "spec.lifecycle": [*_lifecycle_rules()],
+}
+"""By path: what a change of an object is held against."""

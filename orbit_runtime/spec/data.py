@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
@@ -13,11 +12,9 @@ from orbit_runtime.spec.block import (
     LAYOUT,
     AsTuple,
     Block,
-    Contradiction,
     Uri,
-    check_scheme,
 )
-from orbit_runtime.spec.hub_address import PROMPTS_FORM, is_prompts_address
+from orbit_runtime.spec.rule import PROMPTS_ON_HUB, uri_rule
 
 PROMPT_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 
@@ -49,11 +46,7 @@ class Prompts(Block):
     """Weight of this source, relative to the others, when prompts are drawn. If any source has a weight, a source
     without one counts 1, and each source has epochs of its own. If none has a weight, all are drawn as one source."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        yield from check_scheme("uri", self.uri, PROMPT_SCHEMES)
-        if self.uri.startswith("hf://") and self.uri.strip("/") != "hf:" and not is_prompts_address(self.uri):
-            message = f"`{self.uri}` is not the address of a file on a hub"
-            yield Contradiction(("uri",), (), message, f"write {PROMPTS_FORM}")
+    rules = (uri_rule(PROMPT_SCHEMES), PROMPTS_ON_HUB)
 
 
 class Chat(Block):

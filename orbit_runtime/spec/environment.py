@@ -5,7 +5,6 @@ Belongs here: the environment, its limits and its rewards by name. Does not belo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
@@ -17,17 +16,14 @@ from orbit_runtime.spec.block import (
     SHOWN,
     AsTuple,
     Block,
-    Contradiction,
     Entrypoint,
     Quantity,
     Uri,
-    check_scheme,
 )
+from orbit_runtime.spec.rule import Rule, Unique, uri_rule
 
 CODE_SCHEMES = ("file", "s3", "pvc", "configmap")
 EnvironmentType = Literal["SingleTurn", "MultiTurn", "Gymnasium", "SkyRLGym", "Verifiers"]
-PLAIN_TYPES = ("SingleTurn", "MultiTurn")
-"""Those that are no package's."""
 RewardType = Literal["ExactMatch", "Math", "MultipleChoice", "Pattern", "Length", "Code", "Judge"]
 
 
@@ -75,21 +71,21 @@ class Reward(Block):
     arguments: Annotated[dict[str, JsonValue], IDENTITY, Field(max_length=64)] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.type is not None and self.entrypoint is not None:
-            yield Contradiction(
-                ("entrypoint",),
-                (("type",),),
-                "a reward has a `type` or an `entrypoint`, not both",
-                "remove one of them",
-            )
-        if self.type is None and self.entrypoint is None:
-            yield Contradiction(
-                (),
-                (("type",), ("entrypoint",)),
-                "a reward needs a `type` or an `entrypoint`",
-                "add `type: ExactMatch`, or `entrypoint: module:function`",
-            )
+    rules = (
+        Rule(
+            "entrypoint",
+            "!has(self.type) || !has(self.entrypoint)",
+            "a reward has a `type` or an `entrypoint`, not both",
+            "remove one of them",
+            server="remove type or entrypoint",
+        ),
+        Rule(
+            "",
+            "has(self.type) || has(self.entrypoint)",
+            "a reward needs a `type` or an `entrypoint`",
+            "add `type: ExactMatch`, or `entrypoint: module:function`",
+        ),
+    )
 
 
 class Code(Block):
@@ -100,8 +96,7 @@ class Code(Block):
     `s3://bucket/prefix`, on a cluster `pvc://claim/path` or `configmap://name`. It may move on resume, because a run
     identifies its code by digest."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        yield from check_scheme("uri", self.uri, CODE_SCHEMES)
+    rules = (uri_rule(CODE_SCHEMES),)
 
 
 class Environment(Block):
@@ -148,47 +143,53 @@ class Environment(Block):
         """Whether it scores by itself, besides `rewards`."""
         return self.entrypoint is not None or self.name is not None
 
-    def unscored(self, path: tuple[str, ...], involved: tuple[tuple[str, ...], ...] = ()) -> Iterator[Contradiction]:
-        """What is wrong where somebody is to be scored in it, and nothing does. Args: path: of this block."""
-        if not self.rewards and not self.gives_reward and self.type in PLAIN_TYPES:
-            parts = tuple((*path, name) for name in ("type", "entrypoint", "name"))
-            message, fix = "nothing scores the policy", "add `{name: correct, type: ExactMatch}`"
-            yield Contradiction((*path, "rewards"), (*parts, *involved), message, fix)
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        names = [reward.name for reward in self.rewards]
-        for index, name in enumerate(names):
-            if names[:index].count(name) == 1:
-                first = names.index(name)
-                yield Contradiction(
-                    ("rewards", index),
-                    (("rewards", first, "name"),),
-                    f"`{name}` is already the name of rewards[{first}]",
-                    "give each reward its own name",
-                )
-        yield from self._kind_contradictions()
-        if self.gives_reward and "environment" in names:
-            message = f"`environment`, rewards[{names.index('environment')}], is the reward of the environment itself"
-            yield Contradiction(("rewards",), (("type",),), message, "give the reward another name")
-
-    def _kind_contradictions(self) -> Iterator[Contradiction]:
-        is_package = self.type not in PLAIN_TYPES
-        if self.entrypoint is not None and self.type != "MultiTurn":
-            message = f"`type: {self.type}` uses no environment of your own"
-            yield Contradiction(("entrypoint",), (("type",),), message, "remove it, or write `type: MultiTurn`")
-        if self.tools and (self.type != "MultiTurn" or self.entrypoint is not None):
-            message = "only `type: MultiTurn` without `entrypoint` calls tools"
-            fix = "remove them, or write `type: MultiTurn` without `entrypoint`"
-            yield Contradiction(("tools",), (("type",), ("entrypoint",)), message, fix)
-        if self.type == "MultiTurn" and self.entrypoint is None and not self.tools:
-            message, fix = "nothing answers the policy", "add `tools`, or `entrypoint: module:Class`"
-            yield Contradiction(("type",), (("tools",), ("entrypoint",)), message, fix)
-        if is_package and self.name is None:
-            message, fix = f"`type: {self.type}` needs the name of an environment", "add `name`"
-            yield Contradiction(("type",), (("name",),), message, fix)
-        if self.name is not None and not is_package:
-            message = f"`type: {self.type}` uses no environment of a package"
-            yield Contradiction(("name",), (("type",),), message, "remove it, or write `type: Gymnasium`")
-        if self.arguments and not self.gives_reward:
-            message = "there is no environment that could use them"
-            yield Contradiction(("arguments",), (("type",),), message, "remove them, or add `entrypoint` or `name`")
+    rules = (
+        Unique("rewards", "name", "reward"),
+        Rule(
+            "entrypoint",
+            "!has(self.entrypoint) || self.type == 'MultiTurn'",
+            "`type: {self.type}` uses no environment of your own",
+            "remove it, or write `type: MultiTurn`",
+        ),
+        Rule(
+            "tools",
+            "!has(self.tools) || size(self.tools) == 0 || (self.type == 'MultiTurn' && !has(self.entrypoint))",
+            "only `type: MultiTurn` without `entrypoint` calls tools",
+            "remove them, or write `type: MultiTurn` without `entrypoint`",
+        ),
+        Rule(
+            "type",
+            "self.type != 'MultiTurn' || has(self.entrypoint) || (has(self.tools) && size(self.tools) > 0)",
+            "nothing answers the policy",
+            "add `tools`, or `entrypoint: module:Class`",
+        ),
+        Rule(
+            "type",
+            "self.type in ['SingleTurn', 'MultiTurn'] || has(self.name)",
+            "`type: {self.type}` needs the name of an environment",
+            "add `name`",
+        ),
+        Rule(
+            "name",
+            "!has(self.name) || !(self.type in ['SingleTurn', 'MultiTurn'])",
+            "`type: {self.type}` uses no environment of a package",
+            "remove it, or write `type: Gymnasium`",
+        ),
+        Rule(
+            "arguments",
+            "size(self.arguments) == 0 || has(self.entrypoint) || has(self.name)",
+            "there is no environment that could use them",
+            "remove them, or add `entrypoint` or `name`",
+            rests_on=("type",),
+            server=False,
+        ),
+        Rule(
+            "rewards",
+            "!(has(self.entrypoint) || has(self.name)) || self.rewards.all(r, r.name != 'environment')",
+            "`environment`, rewards[{more}], is the reward of the environment itself",
+            "give the reward another name",
+            rests_on=("type",),
+            more=lambda self: [reward.name for reward in self.rewards].index("environment"),
+            server="give the reward environment another name",
+        ),
+    )

@@ -5,14 +5,14 @@ Nothing here changes what is trained: all of it may change on resume, what stand
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import AsTuple, Block, Contradiction
+from orbit_runtime.spec.block import AsTuple, Block
 from orbit_runtime.spec.data import Prompts
 from orbit_runtime.spec.environment import Environment
+from orbit_runtime.spec.rule import Unique, scored_rule
 
 LATER_DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display", "orbitLater": True})
 """Unknown to runs of earlier versions, which did as its default says."""
@@ -36,9 +36,7 @@ class EvaluationEnvironment(Block):
     environment: Environment | None = None
     """What the policy acts in and what scores it; if unset, the run's own `spec.environment`."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.environment is not None:
-            yield from self.environment.unscored(("environment",))
+    rules = (scored_rule("!has(self.environment)"),)
 
 
 class Evaluation(Block):
@@ -72,14 +70,4 @@ class Evaluation(Block):
     ] = ()
     """What is measured; if empty, the run's own prompts and environment."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        names = [each.name for each in self.environments]
-        for index, name in enumerate(names):
-            if names[:index].count(name) == 1:
-                first = names.index(name)
-                yield Contradiction(
-                    ("environments", index),
-                    (("environments", first, "name"),),
-                    f"`{name}` is already the name of environments[{first}]",
-                    "give each environment its own name",
-                )
+    rules = (Unique("environments", "name", "environment"),)

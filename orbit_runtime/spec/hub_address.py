@@ -35,9 +35,3 @@ def is_model_address(uri: str) -> bool:
     """Whether it names a whole repository of a model, such as `hf://org/name@main`."""
     address = parse_address(uri)
     return address is not None and address.kind == "models" and address.path is None
-
-
-def is_prompts_address(uri: str) -> bool:
-    """Whether it names a file or folder of a repository, as prompts must."""
-    address = parse_address(uri)
-    return address is not None and address.path is not None

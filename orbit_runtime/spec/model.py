@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, LAYOUT, Block, Contradiction, Uri, check_scheme
-from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, Block, Uri
+from orbit_runtime.spec.rule import MODEL_ON_HUB, uri_rule
 
 MODEL_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 Precision = Literal["Auto", "BF16", "FP8", "INT4", "NVFP4", "MXFP4"]
@@ -32,8 +31,4 @@ class Model(Block):
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
     """Maximum length of prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        yield from check_scheme("uri", self.uri, MODEL_SCHEMES)
-        if self.uri.startswith("hf://") and self.uri.strip("/") != "hf:" and not is_model_address(self.uri):
-            message = f"`{self.uri}` is not the address of a model on a hub"
-            yield Contradiction(("uri",), (), message, f"write {MODEL_FORM}")
+    rules = (uri_rule(MODEL_SCHEMES), MODEL_ON_HUB)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import DISPLAY, VARIABLE_PATTERN, AsTuple, Block, Contradiction, Uri
+from orbit_runtime.spec.block import DISPLAY, VARIABLE_PATTERN, AsTuple, Block, Uri
+from orbit_runtime.spec.rule import Rule
 
 TrackerType = Literal["TensorBoard", "WandB", "MLflow"]
 Event = Literal["Done", "Stopped", "Failed", "Gate"]
@@ -44,10 +44,14 @@ class Webhook(Block):
     )
     """`Stopped`: on request, to be continued. `Gate`: a measured limit stopped the run (exit codes 84 and 85)."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if (self.url is None) == (self.url_env is None):
-            message = "a webhook has either an address or a variable that holds it"
-            yield Contradiction(("url",), (("urlEnv",),), message, "write `url` or `urlEnv`, and not both")
+    rules = (
+        Rule(
+            "url",
+            "has(self.url) != has(self.urlEnv)",
+            "a webhook has either an address or a variable that holds it",
+            "write `url` or `urlEnv`, and not both",
+        ),
+    )
 
 
 class Observability(Block):

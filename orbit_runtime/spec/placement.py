@@ -7,25 +7,22 @@ Only the operator reads this block; `orbit run` accepts it and takes the machine
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from orbit_runtime.spec.block import (
+    LABEL_KEY,
     LAYOUT,
     AsTuple,
     Block,
-    Contradiction,
     LabelName,
     LabelValue,
     ObjectName,
     Quantity,
     WithoutEmpty,
-    check_label_keys,
-    check_unique,
 )
+from orbit_runtime.spec.rule import LABEL_FIX, Rule, Unique, label_keys_rule
 
 MAX_GPUS = 16
 MAX_NODES = 64
@@ -55,14 +52,14 @@ class ModelCache(Block):
     """Limit of a folder on the node that lives as long as the pod; alternatively, set `claimName`. With neither, there
     is no limit."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.claim_name is not None and self.size_limit is not None:
-            yield Contradiction(
-                ("sizeLimit",),
-                (("claimName",),),
-                "a claim has its own size, so this field does nothing",
-                "remove `sizeLimit` or `claimName`",
-            )
+    rules = (
+        Rule(
+            "sizeLimit",
+            "!has(self.claimName) || !has(self.sizeLimit)",
+            "a claim has its own size, so this field does nothing",
+            "remove `sizeLimit` or `claimName`",
+        ),
+    )
 
 
 class Egress(Block):
@@ -79,24 +76,28 @@ class Egress(Block):
     ] = ()
     """TCP ports; if empty, all."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.cidr is not None and self.namespace is not None:
-            yield Contradiction(
-                ("namespace",),
-                (("cidr",),),
-                "egress goes to a `cidr` or a `namespace`, not both",
-                "write one entry for each",
-            )
-        if self.cidr is None and self.namespace is None:
-            yield Contradiction(
-                (),
-                (("cidr",), ("namespace",)),
-                "egress needs a `cidr` or a `namespace`",
-                "add `cidr: 10.0.0.0/8`, or `namespace: minio`",
-            )
-        if self.cidr is not None and not _is_network(self.cidr):
-            yield Contradiction(("cidr",), (), f"`{self.cidr}` is not a network", "write e.g. `10.0.0.0/8`")
-        yield from check_unique("ports", self.ports)
+    rules = (
+        Rule(
+            "namespace",
+            "!has(self.cidr) || !has(self.namespace)",
+            "egress goes to a `cidr` or a `namespace`, not both",
+            "write one entry for each",
+        ),
+        Rule(
+            "",
+            "has(self.cidr) || has(self.namespace)",
+            "egress needs a `cidr` or a `namespace`",
+            "add `cidr: 10.0.0.0/8`, or `namespace: minio`",
+        ),
+        Rule(
+            "cidr",
+            "!has(self.cidr) || isCIDR(self.cidr)",
+            "`{self.cidr}` is not a network",
+            "write e.g. `10.0.0.0/8`",
+            server="write a network such as 10.0.0.0/8",
+        ),
+        Unique("ports"),
+    )
 
 
 class Toleration(Block):
@@ -113,27 +114,33 @@ class Toleration(Block):
     toleration_seconds: Annotated[int | None, LAYOUT, Field(ge=0, le=2**31 - 1)] = None
     """How long `NoExecute` is tolerated; if unset, for ever."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.operator == "Exists" and self.value is not None:
-            yield Contradiction(
-                ("value",),
-                (("operator",),),
-                "`Exists` takes any value, so this field does nothing",
-                "remove `value`, or write `operator: Equal`",
-            )
-        if self.key is None and self.operator == "Equal":
-            yield Contradiction(
-                ("key",), (("operator",),), "`Equal` needs a key", "add `key`, or write `operator: Exists`"
-            )
-        if self.toleration_seconds is not None and self.effect != "NoExecute":
-            yield Contradiction(
-                ("tolerationSeconds",),
-                (("effect",),),
-                "only `NoExecute` ends after a time, so this field does nothing",
-                "remove `tolerationSeconds`, or write `effect: NoExecute`",
-            )
-        if self.key is not None:
-            yield from check_label_keys("key", [self.key])
+    rules = (
+        Rule(
+            "value",
+            "self.operator != 'Exists' || !has(self.value)",
+            "`Exists` takes any value, so this field does nothing",
+            "remove `value`, or write `operator: Equal`",
+        ),
+        Rule(
+            "key",
+            "has(self.key) || self.operator == 'Exists'",
+            "`Equal` needs a key",
+            "add `key`, or write `operator: Exists`",
+        ),
+        Rule(
+            "tolerationSeconds",
+            "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+            "only `NoExecute` ends after a time, so this field does nothing",
+            "remove `tolerationSeconds`, or write `effect: NoExecute`",
+        ),
+        Rule(
+            "key",
+            f"!has(self.key) || self.key.matches({LABEL_KEY!r})",
+            "`{self.key}` cannot be the key of a label",
+            LABEL_FIX,
+            server="write letters, digits, '-', '_' and '.', with a domain and '/' before them if need be",
+        ),
+    )
 
 
 class Placement(Block):
@@ -180,44 +187,44 @@ class Placement(Block):
     ] = ()
     """Taints that the pod tolerates."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        yield from self._check_halves()
-        yield from check_unique("envFromSecrets", self.env_from_secrets)
-        yield from check_label_keys("nodeSelector", self.node_selector)
-
-    def _check_halves(self) -> Iterator[Contradiction]:
-        if self.nodes > 1:
-            if self.layout == "Split":
-                message = "with several `nodes` trainer and engine have nodes of their own, so this field does nothing"
-                yield Contradiction(("layout",), (("nodes",),), message, "remove `layout`, or write `nodes: 1`")
-            if self.trainer_gpus is not None:
-                message = "with several `nodes` the trainer has whole nodes, so this field does nothing"
-                yield Contradiction(("trainerGpus",), (("nodes",),), message, "remove `trainerGpus`")
-        elif self.trainer_gpus is not None and self.layout != "Split":
-            message = "with `layout: Colocated` trainer and engine share all GPUs, so this field does nothing"
-            yield Contradiction(
-                ("trainerGpus",), (("layout",),), message, "remove `trainerGpus`, or write `layout: Split`"
-            )
-        elif self.layout == "Split" and (self.gpus < 2 or (self.trainer_gpus is None and self.gpus % 2)):
-            yield Contradiction(
-                ("gpus",),
-                (("layout",),),
-                f"{self.gpus} GPUs cannot be halved between trainer and engine",
-                "write an even number of at least 2, or add `trainerGpus: 1`, or write `layout: Colocated`",
-            )
-        elif self.trainer_gpus is not None and self.trainer_gpus >= self.gpus:
-            yield Contradiction(
-                ("trainerGpus",),
-                (("gpus",),),
-                f"{self.trainer_gpus} of {self.gpus} GPUs leave the engine none",
-                f"write at most {self.gpus - 1}, or raise `gpus`",
-            )
-
-
-def _is_network(text: str) -> bool:
-    """As the API server sees it, which wants no IPv4 address written as an IPv6 one."""
-    try:
-        network = ipaddress.ip_network(text, strict=False)
-    except ValueError:
-        return False
-    return not (network.version == 6 and network.network_address.ipv4_mapped is not None)
+    rules = (
+        Rule(
+            "layout",
+            "self.nodes == 1 || self.layout != 'Split'",
+            "with several `nodes` trainer and engine have nodes of their own, so this field does nothing",
+            "remove `layout`, or write `nodes: 1`",
+        ),
+        Rule(
+            "trainerGpus",
+            "self.nodes == 1 || !has(self.trainerGpus)",
+            "with several `nodes` the trainer has whole nodes, so this field does nothing",
+            "remove `trainerGpus`",
+        ),
+        Rule(
+            "trainerGpus",
+            "self.nodes > 1 || !has(self.trainerGpus) || self.layout == 'Split'",
+            "with `layout: Colocated` trainer and engine share all GPUs, so this field does nothing",
+            "remove `trainerGpus`, or write `layout: Split`",
+            rests_on=("layout",),
+        ),
+        Rule(
+            "gpus",
+            "self.nodes > 1 || self.layout != 'Split' || "
+            "(self.gpus >= 2 && (has(self.trainerGpus) || self.gpus % 2 == 0))",
+            "{self.gpus} GPUs cannot be halved between trainer and engine",
+            "write an even number of at least 2, or add `trainerGpus: 1`, or write `layout: Colocated`",
+            rests_on=("layout",),
+        ),
+        Rule(
+            "trainerGpus",
+            "self.nodes > 1 || !has(self.trainerGpus) || self.layout != 'Split' || self.gpus < 2"
+            " || self.trainerGpus < self.gpus",
+            "{self.trainer_gpus} of {self.gpus} GPUs leave the engine none",
+            "write at most {more}, or raise `gpus`",
+            rests_on=("gpus",),
+            more=lambda self: self.gpus - 1,
+            server="write layout: Split, and fewer than gpus; or remove it",
+        ),
+        Unique("envFromSecrets"),
+        label_keys_rule("nodeSelector"),
+    )

@@ -5,8 +5,6 @@ Belongs here: the engine and the distribution. Does not belong here: generation 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
@@ -18,10 +16,9 @@ from orbit_runtime.spec.block import (
     VARIABLE_PATTERN,
     AsTuple,
     Block,
-    Contradiction,
     WithoutEmpty,
 )
-from orbit_runtime.spec.engine_arguments import argument_problems
+from orbit_runtime.spec.rule import Rule, Unique, check_engine_arguments
 
 HEADER_PATTERN = r"^[A-Za-z0-9-]+$"
 VALUE_PATTERN = r"^[!-~]+$"
@@ -71,11 +68,15 @@ class Sampling(Block):
     """Ignore the model's own end tokens: a completion runs to `maxNewTokens`, or to one of `stop` and `stopTokenIds`.
     """
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        for key in self.logit_bias:
-            if not re.fullmatch(TOKEN_ID_PATTERN, key):
-                fix = "write the token's number in the model's vocabulary, such as '198'"
-                yield Contradiction(("logitBias",), (), f"`{key}` is not the id of a token", fix)
+    rules = (
+        Rule(
+            "logitBias",
+            f"key.matches('{TOKEN_ID_PATTERN}')",
+            "`{key}` is not the id of a token",
+            "write the token's number in the model's vocabulary, such as '198'",
+            each_key=True,
+        ),
+    )
 
 
 class Header(Block):
@@ -88,14 +89,21 @@ class Header(Block):
     value_env: Annotated[str | None, LAYOUT, Field(max_length=256, pattern=VARIABLE_PATTERN)] = None
     """Environment variable that holds the value."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if (self.value is None) == (self.value_env is None):
-            fix = "write `value` or `valueEnv`, and not both"
-            message = "a header has either a text or a variable that holds it"
-            yield Contradiction(("name",), (("value",), ("valueEnv",)), message, fix)
-        elif self.value is not None and self.name.lower() == "authorization":
-            message = "the key would be visible in the manifest and in run.json"
-            yield Contradiction(("value",), (("name",),), message, "name the variable that holds it in `valueEnv`")
+    rules = (
+        Rule(
+            "name",
+            "has(self.value) != has(self.valueEnv)",
+            "a header has either a text or a variable that holds it",
+            "write `value` or `valueEnv`, and not both",
+        ),
+        Rule(
+            "value",
+            "!has(self.value) || has(self.valueEnv) || self.name.lowerAscii() != 'authorization'",
+            "the key would be visible in the manifest and in run.json",
+            "name the variable that holds it in `valueEnv`",
+            rests_on=("name",),
+        ),
+    )
 
 
 class Server(Block):
@@ -115,21 +123,24 @@ class Server(Block):
     ] = ()
     """Additional headers of every request."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        names = [header.name.lower() for header in self.headers]
-        if self.api_key_env and "authorization" in names:
-            message = "`Authorization` is set by `apiKeyEnv` already"
-            yield Contradiction(("apiKeyEnv",), (("headers",),), message, "remove one of the two")
-        if len(set(names)) < len(names):
-            yield Contradiction(("headers",), (), "a header appears here twice", "name each once")
-
-
-def check_named_once(endpoints: Sequence[Server]) -> Iterator[Contradiction]:
-    """As a list of `endpoints` is a map in the CRD."""
-    urls = [endpoint.url for endpoint in endpoints]
-    for index, url in enumerate(urls):
-        if urls[:index].count(url) == 1:
-            yield Contradiction(("endpoints", index), (), f"`{url}` appears here twice", "name each once")
+    rules = (
+        Rule(
+            "apiKeyEnv",
+            "!has(self.apiKeyEnv) || !has(self.headers)"
+            " || !self.headers.exists(h, h.name.lowerAscii() == 'authorization')",
+            "`Authorization` is set by `apiKeyEnv` already",
+            "remove one of the two",
+            server="remove apiKeyEnv, or the header Authorization",
+        ),
+        Rule(
+            "headers",
+            "!has(self.headers)"
+            " || self.headers.all(h, self.headers.exists_one(o, o.name.lowerAscii() == h.name.lowerAscii()))",
+            "a header appears here twice",
+            "name each once",
+            server="name each header once",
+        ),
+    )
 
 
 class Endpoint(Server):
@@ -196,46 +207,81 @@ class Rollout(Block):
     Arguments that Orbit sets itself or that contradict the plan are refused: docs/guides/sglang.md. Not run on
     hardware."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.replicas > 1 and self.engine != "SGLang":
-            message = f"{self.replicas} servers are not started with `engine: {self.engine}`"
-            yield Contradiction(("replicas",), (("engine",),), message, "remove `replicas`, or write `engine: SGLang`")
-        if (self.tensor_parallel or 1) > 1 and self.engine != "SGLang":
-            message = f"with `engine: {self.engine}` Orbit starts no server that could be divided among GPUs"
-            fix = "remove `tensorParallel`, or write `engine: SGLang`"
-            yield Contradiction(("tensorParallel",), (("engine",),), message, fix)
-        if self.adapter_transport not in ("Auto", "File") and self.engine != "SGLang":
-            message = f"with `engine: {self.engine}` Orbit starts no server that could take adapters that way"
-            fix = "remove `adapterTransport`, or write `engine: SGLang`"
-            yield Contradiction(("adapterTransport",), (("engine",),), message, fix)
-        if self.sleep != "None" and self.engine != "SGLang":
-            message = f"with `engine: {self.engine}` Orbit starts no server that could sleep"
-            yield Contradiction(("sleep",), (("engine",),), message, "remove `sleep`, or write `engine: SGLang`")
-        if self.sleep != "None" and self.max_staleness:
-            message = "an engine that sleeps while the trainer works samples nothing meanwhile"
-            yield Contradiction(("maxStaleness",), (("sleep",),), message, "remove one of the two")
-        if self.engine_version != "Pinned" and self.engine == "Torch":
-            message = "`engine: Torch` does not use SGLang"
-            yield Contradiction(("engineVersion",), (("engine",),), message, "remove `engineVersion`")
-        if self.deterministic and self.engine == "OpenAI":
-            message = "the flags of attached servers decide whether they are deterministic; Orbit does not set them"
-            fix = "remove `deterministic`, or write `engine: SGLang`"
-            yield Contradiction(("deterministic",), (("engine",),), message, fix)
-        if self.router_replay != "None" and self.engine == "OpenAI":
-            message = "the flags of attached servers decide whether they report experts; Orbit does not set them"
-            fix = "remove `routerReplay`, or write `engine: SGLang`"
-            yield Contradiction(("routerReplay",), (("engine",),), message, fix)
-        if self.engine == "OpenAI" and not self.endpoints:
-            fix = "add `endpoints` with the address of each server"
-            yield Contradiction(("engine",), (("endpoints",),), "`engine: OpenAI` starts no server", fix)
-        for name, given in (("endpoints", bool(self.endpoints)), ("adapterFolder", self.adapter_folder is not None)):
-            if given and self.engine != "OpenAI":
-                message = f"`engine: {self.engine}` uses no endpoints"
-                yield Contradiction((name,), (("engine",),), message, f"remove `{name}`, or write `engine: OpenAI`")
-        if self.engine_arguments and self.engine != "SGLang":
-            message = f"with `engine: {self.engine}` Orbit starts no server that could take them"
-            fix = "remove `engineArguments`, or write `engine: SGLang`"
-            yield Contradiction(("engineArguments",), (("engine",),), message, fix)
-        for name, message, fix in argument_problems(self.engine_arguments):
-            yield Contradiction(("engineArguments", name), (), message, fix)
-        yield from check_named_once(self.endpoints)
+    rules = (
+        Rule(
+            "replicas",
+            "self.replicas == 1 || self.engine == 'SGLang'",
+            "{self.replicas} servers are not started with `engine: {self.engine}`",
+            "remove `replicas`, or write `engine: SGLang`",
+        ),
+        Rule(
+            "tensorParallel",
+            "!has(self.tensorParallel) || self.tensorParallel == 1 || self.engine == 'SGLang'",
+            "with `engine: {self.engine}` Orbit starts no server that could be divided among GPUs",
+            "remove `tensorParallel`, or write `engine: SGLang`",
+        ),
+        Rule(
+            "adapterTransport",
+            "self.adapterTransport in ['Auto', 'File'] || self.engine == 'SGLang'",
+            "with `engine: {self.engine}` Orbit starts no server that could take adapters that way",
+            "remove `adapterTransport`, or write `engine: SGLang`",
+        ),
+        Rule(
+            "sleep",
+            "self.sleep == 'None' || self.engine == 'SGLang'",
+            "with `engine: {self.engine}` Orbit starts no server that could sleep",
+            "remove `sleep`, or write `engine: SGLang`",
+        ),
+        Rule(
+            "maxStaleness",
+            "self.sleep == 'None' || self.maxStaleness == 0",
+            "an engine that sleeps while the trainer works samples nothing meanwhile",
+            "remove one of the two",
+            server="remove sleep or maxStaleness",
+        ),
+        Rule(
+            "engineVersion",
+            "self.engineVersion == 'Pinned' || self.engine != 'Torch'",
+            "`engine: Torch` does not use SGLang",
+            "remove `engineVersion`",
+        ),
+        Rule(
+            "deterministic",
+            "!self.deterministic || self.engine != 'OpenAI'",
+            "the flags of attached servers decide whether they are deterministic; Orbit does not set them",
+            "remove `deterministic`, or write `engine: SGLang`",
+        ),
+        Rule(
+            "routerReplay",
+            "self.routerReplay == 'None' || self.engine != 'OpenAI'",
+            "the flags of attached servers decide whether they report experts; Orbit does not set them",
+            "remove `routerReplay`, or write `engine: SGLang`",
+        ),
+        Rule(
+            "engine",
+            "self.engine != 'OpenAI' || (has(self.endpoints) && size(self.endpoints) > 0)",
+            "`engine: OpenAI` starts no server",
+            "add `endpoints` with the address of each server",
+        ),
+        *(
+            Rule(
+                name,
+                f"self.engine == 'OpenAI' || {absent}",
+                "`engine: {self.engine}` uses no endpoints",
+                f"remove `{name}`, or write `engine: OpenAI`",
+            )
+            for name, absent in (
+                ("endpoints", "!has(self.endpoints) || size(self.endpoints) == 0"),
+                ("adapterFolder", "!has(self.adapterFolder)"),
+            )
+        ),
+        Rule(
+            "engineArguments",
+            "size(self.engineArguments) == 0 || self.engine == 'SGLang'",
+            "with `engine: {self.engine}` Orbit starts no server that could take them",
+            "remove `engineArguments`, or write `engine: SGLang`",
+            server=False,
+        ),
+        check_engine_arguments,
+        Unique("endpoints", "url"),
+    )

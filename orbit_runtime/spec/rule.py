@@ -1,54 +1,202 @@
-"""One check of the API server's in CEL, and the forms that several of them share."""
+"""The kinds of rules that a manifest keeps, those that several blocks share, and what no rule in CEL can say.
+
+The loader and the API server hold each rule against a manifest. A block's own rules stand below its fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from difflib import get_close_matches
+from typing import Any
 
+from pydantic.alias_generators import to_snake
+
+from orbit_runtime.spec.block import LABEL_KEY, MAX_LABEL_KEY, Contradiction, is_label_key
+from orbit_runtime.spec.cel import Value, compile_cel, fields_of
+from orbit_runtime.spec.engine_arguments import argument_problems
 from orbit_runtime.spec.hub_address import MODEL_FORM, PROMPTS_FORM, REPOSITORY, REVISION
 
+MAX_ANNOTATION_BYTES = 1 << 18
+LABEL_FIX = "write letters, digits, `-`, `_` and `.`, and a domain and `/` before them if need be"
+LABEL_KEYS = "write keys of labels: letters, digits, '-', '_' and '.', with a domain and '/' before them if need be"
 
-class Rule(NamedTuple):
-    """One of `x-kubernetes-validations`."""
 
+@dataclass(frozen=True)
+class Rule:
+    """One condition that every manifest fulfils.
+
+    Example: `Rule("topK", "!has(self.topK) || self.over == 'TopK'", "`over: {self.over}` …", "remove `topK`")`.
+    """
+
+    field: str
+    """The field to blame, relative to the block; empty: the block itself."""
     cel: str
+    """True where nothing is wrong. On the API server it is silent where a field that it reads is out of bounds."""
     message: str
-    """What to do; the server puts the path and the value before it."""
-    field: str = ""
-    """The field to blame, relative to the block: `.oft`."""
+    """What is wrong, with places such as `{self.top_k}` for values of the block."""
+    fix: str
+    _: KW_ONLY
+    each_key: bool = False
+    """`field` is a mapping, and `cel` must be true of every `key`."""
+    more: Callable[[Any], Any] | None = None
+    """Gives what stands at `{more}` in message and fix: a function of the block."""
+    rests_on: tuple[str, ...] | None = None
+    """The other fields that the finding rests on: where one of them is itself wrong, nothing is said. If unset, all
+    that `cel` reads."""
+    server: str | bool = True
+    """What the API server says, which prints no message and no values beside it; `True` is the fix. `False`: it has
+    another means, or cannot read the field."""
+    _holds: Value = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_holds", compile_cel(self.cel))
+
+    def __call__(self, block: Any) -> Iterable[Contradiction]:
+        """What is wrong in a block."""
+        if self.each_key:
+            keys = getattr(block, to_snake(self.field))
+            return [self._found(block, key) for key in keys if not self._holds({"self": block, "key": key})]
+        return () if self._holds({"self": block}) else (self._found(block),)
+
+    @property
+    def whole(self) -> str:
+        """The condition of the block, as the API server reads it."""
+        here = f"self.{self.field}"
+        return f"!has({here}) || {here}.all(key, {self.cel})" if self.each_key else self.cel
+
+    @property
+    def hint(self) -> str:
+        """What the API server says."""
+        return self.server if isinstance(self.server, str) else self.fix.format().replace("`", "")
+
+    def _found(self, block: Any, key: str = "") -> Contradiction:
+        values = {"self": block, "key": key, "more": self.more and self.more(block)}
+        others = [path for path in fields_of(self.cel) if not f"{self.field}.".startswith(f"{path}.")]
+        involved = others if self.rests_on is None else self.rests_on
+        at = tuple(self.field.split(".")) if self.field else ()
+        message, fix = self.message.format(**values), self.fix.format(**values)
+        return Contradiction(at, tuple(tuple(path.split(".")) for path in involved), message, fix)
 
 
-def uri_rule(schemes: tuple[str, ...], name: str = "uri") -> Rule:
-    named = "|".join(scheme for scheme in schemes if scheme != "file")
+@dataclass(frozen=True)
+class Unique:
+    """No two items of a list are the same; the API server, which merges it as a set or as a map, sees to that itself.
+
+    Example: `Unique("endpoints", "url")`.
+    """
+
+    field: str
+    key: str = ""
+    """Field of an item by which items are told apart; empty: the whole item."""
+    owner: str = ""
+    """What has a name of its own, in the words of the fix; empty: an item has no name."""
+
+    def __call__(self, block: Any) -> Iterator[Contradiction]:
+        """An item that stands there more often than twice is named once."""
+        items = getattr(block, to_snake(self.field)) or ()
+        values = [getattr(item, self.key) if self.key else item for item in items]
+        for index, value in enumerate(values):
+            if values[:index].count(value) != 1:
+                continue
+            at, first = (self.field, index), values.index(value)
+            if self.owner:
+                message = f"`{value}` is already the name of {self.field}[{first}]"
+                fix = f"give each {self.owner} its own name"
+                yield Contradiction(at, ((self.field, first, "name"),), message, fix)
+            else:
+                yield Contradiction(at, (), f"`{value}` appears here twice", "name each once")
+
+
+def uri_rule(schemes: tuple[str, ...], name: str = "uri", unless: str = "") -> Rule:
+    """The address is one that Orbit opens. In a field `uri` the pod fills in variables, so that there the API server
+    knows nothing of one that has any. Args: unless: CEL, true where there is no address."""
+    here, others = f"self.{name}", [scheme for scheme in schemes if scheme != "file"]
+    variables = f" || {here}.contains('${{')" if name == "uri" else ""
     return Rule(
-        f"!self.{name}.contains('://') || self.{name}.contains('${{')"
-        f" || self.{name}.matches('^(file:///|({named})://[/]*[^/])')",
-        "allowed: a path, file:///path, " + ", ".join(f"{scheme}://name" for scheme in schemes if scheme != "file"),
-        f".{name}",
+        name,
+        f"{unless}!{here}.contains('://'){variables} || {here}.matches('^(file:///|({'|'.join(others)})://[/]*[^/])')",
+        "{more[0]}",
+        "{more[1]}",
+        server="allowed: a path, file:///path, " + ", ".join(f"{scheme}://name" for scheme in others),
+        more=lambda block: _explain_uri(getattr(block, to_snake(name)), schemes),
     )
 
 
-def _hub_rule(is_address: str, form: str) -> Rule:
+def _explain_uri(uri: str, schemes: tuple[str, ...]) -> tuple[str, str]:
+    """What is wrong, and the fix."""
+    scheme, _, rest = uri.partition("://")
+    if scheme == "file":
+        return f"`{uri}` does not hold an absolute path", f"write the path alone: `{rest}`"
+    if scheme in schemes:
+        return f"`{uri}` names nothing after `{scheme}://`", "write its name"
+    allowed = ", ".join(["a path", *(f"`{each}://`" for each in schemes)])
+    near = "".join(f"did you mean `{each}://`? " for each in get_close_matches(scheme, schemes, n=1))
+    return f"`{uri}` is not something Orbit can open here", f"{near}allowed: {allowed}"
+
+
+def _hub_rule(is_address: str, what: str, form: str) -> Rule:
     """Args: is_address: CEL, true for an address on a hub of the kind that is needed."""
     # What is no name after `hf://` at all, `uri_rule` refuses.
     others = "!self.uri.matches('^hf://[/]*[^/]') || self.uri.contains('${')"
-    return Rule(f"{others} || (({is_address}) && !self.uri.matches('/[.][.](/|$)'))", f"write {form}", ".uri")
+    cel = f"{others} || (({is_address}) && !self.uri.matches('/[.][.](/|$)'))"
+    return Rule("uri", cel, f"`{{self.uri}}` is not the address of a {what} on a hub", f"write {form}")
 
 
 _REVISED = f"{REPOSITORY}(@{REVISION})?"
-MODEL_ON_HUB = _hub_rule(f"self.uri.matches({f'^hf://{_REVISED}$'!r})", MODEL_FORM)
+MODEL_ON_HUB = _hub_rule(f"self.uri.matches({f'^hf://{_REVISED}$'!r})", "model", MODEL_FORM)
 PROMPTS_ON_HUB = _hub_rule(
     f"self.uri.matches({f'^hf://datasets/{_REVISED}/.+$'!r})"
     f" || (self.uri.matches({f'^hf://{_REVISED}/.+$'!r}) && !self.uri.startsWith('hf://datasets/'))",
+    "file",
     PROMPTS_FORM,
 )
 
 
-def by_type(path: str, defaults: Mapping[str, str | float | None]) -> str:
+def scored_rule(unless: str) -> Rule:
+    """The policy is scored in the block's `environment`. Args: unless: CEL, true where nobody is to be scored in it."""
+    own = "self.environment"
+    return Rule(
+        "environment.rewards",
+        f"{unless} || has({own}.entrypoint) || has({own}.name) || !({own}.type in ['SingleTurn', 'MultiTurn'])"
+        f" || size({own}.rewards) > 0",
+        "nothing scores the policy",
+        "add `{{name: correct, type: ExactMatch}}`",
+    )
+
+
+def label_keys_rule(name: str, *, server: str | bool = LABEL_KEYS) -> Rule:
+    """The mapping's keys are such as a Kubernetes label may have."""
+    cel = f"size(key) <= {MAX_LABEL_KEY} && key.matches({LABEL_KEY!r})"
+    return Rule(name, cel, "`{key}` cannot be the key of a label", LABEL_FIX, each_key=True, server=server)
+
+
+def by_type(path: str, defaults: Mapping[str, str | float | None], block: str = "self") -> str:
     """CEL of a field: as it is written, or what its block's type has where it is left out. No default: 0."""
     types: dict[str, list[str]] = {}
     for name, value in defaults.items():
-        types.setdefault(f"'{value}'" if isinstance(value, str) else f"{float(value or 0)!r}", []).append(name)
+        types.setdefault(f"'{value}'" if isinstance(value, str) else f"{0.0 if value is None else value!r}", []).append(
+            name
+        )
     (*others, (usual, _)) = sorted(types.items(), key=lambda item: len(item[1]))
-    cases = "".join(f"self.type in {names!r} ? {value} : " for value, names in others)
-    return f"(has(self.{path}) ? self.{path} : {cases}{usual})"
+    cases = "".join(f"{block}.type in {names!r} ? {value} : " for value, names in others)
+    return f"(has({block}.{path}) ? {block}.{path} : {cases}{usual})"
+
+
+def check_annotations(metadata: Any) -> Iterator[Contradiction]:
+    """In Python, because a rule of the API server can read a name and nothing else of the metadata, and CEL counts no
+    bytes."""
+    for key in metadata.annotations:
+        if not is_label_key(key.lower()):
+            yield Contradiction(("annotations",), (), f"`{key.lower()}` cannot be the key of a label", LABEL_FIX)
+    size = sum(len(f"{key}{value}".encode()) for key, value in metadata.annotations.items())
+    if size > MAX_ANNOTATION_BYTES:
+        message = f"{size} bytes in all, and Kubernetes takes {MAX_ANNOTATION_BYTES}"
+        yield Contradiction(("annotations",), (), message, "keep long texts elsewhere")
+
+
+def check_engine_arguments(rollout: Any) -> Iterator[Contradiction]:
+    """In Python, because CEL cannot read a mapping whose values are of any type, and has no table of arguments."""
+    for name, message, fix in argument_problems(rollout.engine_arguments):
+        yield Contradiction(("engineArguments", name), (), message, fix)

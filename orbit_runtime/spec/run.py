@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from orbit_runtime.spec.adapter import Adapter
-from orbit_runtime.spec.algorithm import Algorithm
+from orbit_runtime.spec.algorithm import Algorithm, max_rounds
 from orbit_runtime.spec.block import (
     DISPLAY,
     IDENTITY,
@@ -24,7 +24,7 @@ from orbit_runtime.spec.block import (
     Contradiction,
     LabelValue,
     WithoutEmpty,
-    check_label_keys,
+    inner_blocks,
 )
 from orbit_runtime.spec.data import Data
 from orbit_runtime.spec.environment import Environment
@@ -34,6 +34,7 @@ from orbit_runtime.spec.model import Model
 from orbit_runtime.spec.observability import Observability
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.rollout import Rollout
+from orbit_runtime.spec.rule import Rule, check_annotations, label_keys_rule, scored_rule
 from orbit_runtime.spec.storage import Storage
 from orbit_runtime.spec.training import Training
 
@@ -43,12 +44,14 @@ COLLECTING = {"contradictions": "collect"}
 NAME_LENGTH = 52
 """Room for `-a<attempt>` in a Job's name and for the suffix of its pod."""
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-MAX_ANNOTATION_BYTES = 1 << 18
 SERVER_SET = frozenset({
     "creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "generation",
     "managedFields", "ownerReferences", "resourceVersion", "selfLink", "uid",
 })  # fmt: skip
 """Metadata of an object in a cluster that says nothing about the run."""
+
+
+ONE_NODE = "write nodes: 1; several are for ranks of a trainer, and a first one for the engine"
 
 
 class Checkpoint(Block):
@@ -111,13 +114,7 @@ class Metadata(Block):
         """An object that was read from a cluster is a manifest too."""
         return _without(value, SERVER_SET)
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        yield from check_label_keys("labels", self.labels)
-        yield from check_label_keys("annotations", [key.lower() for key in self.annotations])
-        size = sum(len(f"{key}{value}".encode()) for key, value in self.annotations.items())
-        if size > MAX_ANNOTATION_BYTES:
-            message = f"{size} bytes in all, and Kubernetes takes {MAX_ANNOTATION_BYTES}"
-            yield Contradiction(("annotations",), (), message, "keep long texts elsewhere")
+    rules = (label_keys_rule("labels", server=False), check_annotations)
 
 
 class RunSpec(Block):
@@ -153,85 +150,88 @@ class RunSpec(Block):
     observability: Observability = Observability()
     """Metrics, logs and notifications."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        longest, new = self.model.max_sequence_length, self.rollout.sampling.max_new_tokens
-        if new >= longest:
-            yield Contradiction(
-                ("rollout", "sampling", "maxNewTokens"),
-                (("model", "maxSequenceLength"),),
-                f"{new} leaves no room for a prompt within `spec.model.maxSequenceLength` ({longest})",
-                "lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",
-            )
-        if self.algorithm.objective.max_rounds > 0 and self.rollout.max_staleness > 0:
-            yield Contradiction(
-                ("rollout", "maxStaleness"),
-                (("algorithm", "type"), ("algorithm", "dynamicSampling", "maxRounds")),
-                "prompts that dynamic sampling draws for one step would be those of a step that has begun",
-                "write `maxStaleness: 0`, or `dynamicSampling: {maxRounds: 0}` in `spec.algorithm`",
-            )
-        if self.algorithm.type == "SFT" and self.rollout.over_sampling:
-            yield Contradiction(
-                ("rollout", "overSampling"),
-                (("algorithm", "type"),),
-                "with `spec.algorithm.type: SFT` nothing is sampled that could be cancelled",
-                "remove `overSampling`",
-            )
-        if self.algorithm.type != "SFT":
-            yield from self.environment.unscored(("environment",), (("algorithm", "type"),))
-        if self.algorithm.critic and self.algorithm.critic.rank and self.adapter.type != "LoRA":
-            yield Contradiction(
-                ("algorithm", "critic", "rank"),
-                (("adapter", "type"),),
-                f"an adapter of `spec.adapter.type: {self.adapter.type}` has no rank: a critic has the policy's blocks",
-                "remove `rank`",
-            )
-        if self.adapter.init_from is not None and self.checkpoint.resume_from is not None:
-            yield Contradiction(
-                ("adapter", "initFrom"),
-                (("checkpoint", "resumeFrom"),),
-                "`spec.checkpoint.resumeFrom` brings an adapter already, with its optimizer",
-                "remove one of them",
-            )
-        if self.placement.layout == "Split" and self.rollout.engine != "SGLang":
-            yield Contradiction(
-                ("placement", "layout"),
-                (("rollout", "engine"),),
-                f"with `spec.rollout.engine: {self.rollout.engine}` nothing would run on the engine's half of the GPUs",
-                "write `engine: SGLang` in `spec.rollout`, or `layout: Colocated`",
-            )
-        if self.placement.layout == "Split" and self.algorithm.type == "SFT" and self.rollout.engine == "SGLang":
-            yield Contradiction(
-                ("placement", "layout"),
-                (("algorithm", "type"), ("rollout", "engine")),
-                "with `spec.algorithm.type: SFT` no engine runs, so its half of the GPUs would be idle",
-                "write `layout: Colocated`",
-            )
-        if self.placement.layout == "Split" and self.rollout.adapter_transport == "SharedMemory":
-            yield Contradiction(
-                ("rollout", "adapterTransport"),
-                (("placement", "layout"),),
-                "with `spec.placement.layout: Split` the engine's container does not see the trainer's memory",
-                "write `File`, or leave it out",
-            )
-        if self.placement.nodes > 1:
-            yield from self._check_nodes()
-
-    def _check_nodes(self) -> Iterator[Contradiction]:
-        """Several nodes are for ranks, which a queue does not know of."""
-        if self.training.trainer == "Torch":
-            message = "`spec.training.trainer: Torch` is one process, and the other nodes would be idle"
-            fix = "write `trainer: Megatron` or `Auto`, or `nodes: 1`"
-            yield Contradiction(("placement", "nodes"), (("training", "trainer"),), message, fix)
-        if self.adapter.type == "Full":
-            message = "a model that is trained whole (`spec.adapter.type: Full`) is not divided among ranks"
-            yield Contradiction(("placement", "nodes"), (("adapter", "type"),), message, "write `nodes: 1`")
-        if self.algorithm.type == "SFT":
-            message = "with `spec.algorithm.type: SFT` no engine runs, so the first node would be idle"
-            yield Contradiction(("placement", "nodes"), (("algorithm", "type"),), message, "write `nodes: 1`")
-        if self.lifecycle.queue_name is not None:
-            message = "the queue would admit the run's pod and the ranks' nodes separately"
-            fix = "remove `queueName`, or write `nodes: 1` in `spec.placement`"
-            yield Contradiction(("lifecycle", "queueName"), (("placement", "nodes"),), message, fix)
+    rules = (
+        Rule(
+            "rollout.sampling.maxNewTokens",
+            "self.model.maxSequenceLength < 2 || self.rollout.sampling.maxNewTokens < self.model.maxSequenceLength",
+            "{self.rollout.sampling.max_new_tokens} leaves no room for a prompt within `spec.model.maxSequenceLength`"
+            " ({self.model.max_sequence_length})",
+            "lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",
+            server="leave room for a prompt: lower it, or raise model.maxSequenceLength",
+        ),
+        Rule(
+            "rollout.maxStaleness",
+            f"self.rollout.maxStaleness <= 0 || {max_rounds('self.algorithm')} <= 0",
+            "prompts that dynamic sampling draws for one step would be those of a step that has begun",
+            "write `maxStaleness: 0`, or `dynamicSampling: {{maxRounds: 0}}` in `spec.algorithm`",
+        ),
+        Rule(
+            "rollout.overSampling",
+            "self.algorithm.type != 'SFT' || self.rollout.overSampling <= 0",
+            "with `spec.algorithm.type: SFT` nothing is sampled that could be cancelled",
+            "remove `overSampling`",
+            server="remove it: SFT samples nothing",
+        ),
+        scored_rule("self.algorithm.type == 'SFT'"),
+        Rule(
+            "algorithm.critic.rank",
+            "!has(self.algorithm.critic) || !has(self.algorithm.critic.rank) || self.adapter.type == 'LoRA'",
+            "an adapter of `spec.adapter.type: {self.adapter.type}` has no rank: a critic has the policy's blocks",
+            "remove `rank`",
+            server="remove it: an OFT adapter has no rank",
+        ),
+        Rule(
+            "adapter.initFrom",
+            "!has(self.adapter.initFrom) || !has(self.checkpoint.resumeFrom)",
+            "`spec.checkpoint.resumeFrom` brings an adapter already, with its optimizer",
+            "remove one of them",
+            server="remove it, or checkpoint.resumeFrom",
+        ),
+        Rule(
+            "placement.layout",
+            "self.placement.layout != 'Split' || self.rollout.engine == 'SGLang'",
+            "with `spec.rollout.engine: {self.rollout.engine}` nothing would run on the engine's half of the GPUs",
+            "write `engine: SGLang` in `spec.rollout`, or `layout: Colocated`",
+        ),
+        Rule(
+            "placement.layout",
+            "self.placement.layout != 'Split' || self.algorithm.type != 'SFT' || self.rollout.engine != 'SGLang'",
+            "with `spec.algorithm.type: SFT` no engine runs, so its half of the GPUs would be idle",
+            "write `layout: Colocated`",
+        ),
+        Rule(
+            "rollout.adapterTransport",
+            "self.placement.layout != 'Split' || self.rollout.adapterTransport != 'SharedMemory'",
+            "with `spec.placement.layout: Split` the engine's container does not see the trainer's memory",
+            "write `File`, or leave it out",
+        ),
+        Rule(
+            "placement.nodes",
+            "self.placement.nodes == 1 || self.training.trainer != 'Torch'",
+            "`spec.training.trainer: Torch` is one process, and the other nodes would be idle",
+            "write `trainer: Megatron` or `Auto`, or `nodes: 1`",
+        ),
+        Rule(
+            "placement.nodes",
+            "self.placement.nodes == 1 || self.adapter.type != 'Full'",
+            "a model that is trained whole (`spec.adapter.type: Full`) is not divided among ranks",
+            "write `nodes: 1`",
+            server=ONE_NODE,
+        ),
+        Rule(
+            "placement.nodes",
+            "self.placement.nodes == 1 || self.algorithm.type != 'SFT'",
+            "with `spec.algorithm.type: SFT` no engine runs, so the first node would be idle",
+            "write `nodes: 1`",
+            server=ONE_NODE,
+        ),
+        Rule(
+            "lifecycle.queueName",
+            "self.placement.nodes == 1 || !has(self.lifecycle.queueName)",
+            "the queue would admit the run's pod and the ranks' nodes separately",
+            "remove `queueName`, or write `nodes: 1` in `spec.placement`",
+        ),
+    )
 
 
 class OrbitRun(Block):
@@ -303,14 +303,13 @@ def _without(value: Any, names: Collection[str]) -> Any:
 
 def find_contradictions(block: Block, path: tuple[str | int, ...] = ()) -> Iterator[Contradiction]:
     """What is impossible in a block and below it, paths counted from the outermost block."""
-    for each in block.contradictions():
-        yield each._replace(at=(*path, *each.at), involves=tuple((*path, *other) for other in each.involves))
-    for name, field in type(block).model_fields.items():
-        value = getattr(block, name)
-        here = (*path, field.alias or name)
-        if isinstance(value, Block):
-            yield from find_contradictions(value, here)
-        elif isinstance(value, tuple):
+    for rule in block.rules:
+        for each in rule(block):
+            yield each._replace(at=(*path, *each.at), involves=tuple((*path, *other) for other in each.involves))
+    for inner in inner_blocks(type(block)):
+        value, here = getattr(block, inner.name), (*path, inner.alias)
+        if inner.is_list:
             for index, item in enumerate(value):
-                if isinstance(item, Block):
-                    yield from find_contradictions(item, (*here, index))
+                yield from find_contradictions(item, (*here, index))
+        elif value is not None:
+            yield from find_contradictions(value, here)

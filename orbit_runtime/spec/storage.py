@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import DISPLAY, Block, Contradiction, ObjectName, Uri, check_scheme
+from orbit_runtime.spec.block import DISPLAY, Block, ObjectName, Uri
+from orbit_runtime.spec.rule import Rule, uri_rule
 
 STORES = ("s3", "gs", "az")
 """Schemes of object stores."""
@@ -30,12 +30,13 @@ class Storage(Block):
     deletion_policy: Annotated[Literal["Retain", "Delete"], DISPLAY] = "Retain"
     """On a cluster: what happens to the run folder when the object is deleted."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        yield from check_scheme("uri", self.uri, STORAGE_SCHEMES)
-        if self.credentials_secret_name is not None and self.service_account_name is not None:
-            yield Contradiction(
-                ("serviceAccountName",),
-                (("credentialsSecretName",),),
-                "the store is opened with a secret or as a service account, not both",
-                "remove one of them",
-            )
+    rules = (
+        uri_rule(STORAGE_SCHEMES),
+        Rule(
+            "serviceAccountName",
+            "!has(self.credentialsSecretName) || !has(self.serviceAccountName)",
+            "the store is opened with a secret or as a service account, not both",
+            "remove one of them",
+            server="remove serviceAccountName or credentialsSecretName",
+        ),
+    )

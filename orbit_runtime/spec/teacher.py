@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction, Uri, check_scheme
-from orbit_runtime.spec.rollout import Server, check_named_once
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Uri
+from orbit_runtime.spec.rollout import Server
+from orbit_runtime.spec.rule import Rule, Unique, uri_rule
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
 
 TeacherType = Literal["Base", "Adapter", "Average", "Lagged", "Served"]
@@ -16,13 +16,6 @@ Over = Literal["Full", "TopK", "Sampled"]
 DECAY, EVERY_STEPS, TOP_K = 0.99, 10, 32
 SERVED_TOP_K = 64
 """Largest `topK` of a served teacher: a rollout holds eight bytes for each of these at each of its tokens."""
-OWNERS: dict[str, TeacherType] = {
-    "uri": "Adapter",
-    "decay": "Average",
-    "everySteps": "Lagged",
-    "endpoints": "Served",
-}
-"""Field → the only type that reads it."""
 
 
 class Teacher(Block):
@@ -78,58 +71,57 @@ class Teacher(Block):
         token's distribution. Servers are asked by the loop, whoever trains."""
         return self.type == "Served" or (self.type == "Base" and self.is_column)
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.uri is not None:
-            yield from check_scheme("uri", self.uri, STORAGE_SCHEMES)
-        if self.type == "Adapter" and self.uri is None:
-            fix = "add `uri: runs/<run>/adapters/policy-v…`"
-            yield Contradiction(("type",), (("uri",),), "`type: Adapter` needs the adapter that teaches", fix)
-        yield from self._served_contradictions()
-        given = {
-            "uri": self.uri, "decay": self.decay, "everySteps": self.every_steps, "endpoints": self.endpoints or None,
-        }  # fmt: skip
-        for name, value in given.items():
-            owner = OWNERS[name]
-            if value is not None and self.type != owner:
-                yield Contradiction(
-                    (name,),
-                    (("type",),),
-                    f"only `type: {owner}` reads it, so this field does nothing",
-                    f"remove `{name}`, or write `type: {owner}`",
-                )
-        if self.top_k is not None and self.over != "TopK":
-            yield Contradiction(
-                ("topK",),
-                (("over",),),
-                f"`over: {self.over}` picks no likeliest tokens, so this field does nothing",
-                "remove `topK`, or write `over: TopK`",
+    rules = (
+        uri_rule(STORAGE_SCHEMES, unless="!has(self.uri) || "),
+        Rule(
+            "type",
+            "self.type != 'Adapter' || has(self.uri)",
+            "`type: Adapter` needs the adapter that teaches",
+            "add `uri: runs/<run>/adapters/policy-v…`",
+        ),
+        Unique("endpoints", "url"),
+        Rule(
+            "type",
+            "self.type != 'Served' || (has(self.endpoints) && size(self.endpoints) > 0)",
+            "`type: Served` needs the servers that teach",
+            "add `endpoints: [{{url: http://host:port}}]`",
+        ),
+        Rule(
+            "over",
+            "self.type != 'Served' || self.over != 'Full'",
+            "a server reports log-probs of single tokens, not the whole vocabulary's at every token",
+            "write `over: TopK` or `over: Sampled`",
+        ),
+        Rule(
+            "topK",
+            f"self.type != 'Served' || !has(self.topK) || self.topK <= {SERVED_TOP_K}",
+            f"of a served teacher, rollouts hold the {SERVED_TOP_K} likeliest tokens at most",
+            f"write `topK: {SERVED_TOP_K}` or less",
+        ),
+        *(
+            Rule(
+                name,
+                f"{absent} || self.type == '{owner}'",
+                f"only `type: {owner}` reads it, so this field does nothing",
+                f"remove `{name}`, or write `type: {owner}`",
             )
-        if self.over == "Sampled" and 0.0 < self.beta < 1.0:
-            yield Contradiction(
-                ("beta",),
-                (("over",),),
-                "one sampled token says nothing about the mixture of two distributions",
-                "write `beta: 0` or `beta: 1`, or `over: Full`",
+            for name, absent, owner in (
+                ("uri", "!has(self.uri)", "Adapter"),
+                ("decay", "!has(self.decay)", "Average"),
+                ("everySteps", "!has(self.everySteps)", "Lagged"),
+                ("endpoints", "!has(self.endpoints) || size(self.endpoints) == 0", "Served"),
             )
-
-    def _served_contradictions(self) -> Iterator[Contradiction]:
-        yield from check_named_once(self.endpoints)
-        if self.type != "Served":
-            return
-        if not self.endpoints:
-            fix = "add `endpoints: [{url: http://host:port}]`"
-            yield Contradiction(("type",), (("endpoints",),), "`type: Served` needs the servers that teach", fix)
-        if self.over == "Full":
-            yield Contradiction(
-                ("over",),
-                (("type",),),
-                "a server reports log-probs of single tokens, not the whole vocabulary's at every token",
-                "write `over: TopK` or `over: Sampled`",
-            )
-        if (self.top_k or 0) > SERVED_TOP_K:
-            yield Contradiction(
-                ("topK",),
-                (("type",),),
-                f"of a served teacher, rollouts hold the {SERVED_TOP_K} likeliest tokens at most",
-                f"write `topK: {SERVED_TOP_K}` or less",
-            )
+        ),
+        Rule(
+            "topK",
+            "!has(self.topK) || self.over == 'TopK'",
+            "`over: {self.over}` picks no likeliest tokens, so this field does nothing",
+            "remove `topK`, or write `over: TopK`",
+        ),
+        Rule(
+            "beta",
+            "self.over != 'Sampled' || self.beta <= 0.0 || self.beta >= 1.0",
+            "one sampled token says nothing about the mixture of two distributions",
+            "write `beta: 0` or `beta: 1`, or `over: Full`",
+        ),
+    )

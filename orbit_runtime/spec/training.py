@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import DISPLAY, IDENTITY, LAYOUT, Block, Contradiction
+from orbit_runtime.spec.block import DISPLAY, IDENTITY, LAYOUT, Block
+from orbit_runtime.spec.rule import Rule
 
 LONG_SEQUENCE = 8192
 """Tokens from which masks of attention take more memory than all else that a layer keeps."""
@@ -23,21 +23,22 @@ class Schedule(Block):
     decay_steps: Annotated[int | None, IDENTITY, Field(ge=1, le=100_000_000)] = None
     """Step at which `Linear` and `Cosine` reach 0; if unset, `steps` as it was at the first start."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.type == "Constant" and self.decay_steps is not None:
-            yield Contradiction(
-                ("decaySteps",),
-                (("type",),),
-                "a `Constant` rate does not decay, so this field does nothing",
-                "remove `decaySteps`, or write `type: Linear` or `type: Cosine`",
-            )
-        if self.type != "Constant" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            yield Contradiction(
-                ("decaySteps",),
-                (("type",), ("warmupSteps",)),
-                f"{self.decay_steps} is not after the warm-up, which ends at step {self.warmup_steps}",
-                f"write `decaySteps: {self.warmup_steps + 1}` or more, or a shorter warm-up",
-            )
+    rules = (
+        Rule(
+            "decaySteps",
+            "self.type != 'Constant' || !has(self.decaySteps)",
+            "a `Constant` rate does not decay, so this field does nothing",
+            "remove `decaySteps`, or write `type: Linear` or `type: Cosine`",
+        ),
+        Rule(
+            "decaySteps",
+            "self.type == 'Constant' || !has(self.decaySteps) || self.decaySteps > self.warmupSteps",
+            "{self.decay_steps} is not after the warm-up, which ends at step {self.warmup_steps}",
+            "write `decaySteps: {more}` or more, or a shorter warm-up",
+            more=lambda self: self.warmup_steps + 1,
+            server="write a later step, or a shorter warm-up",
+        ),
+    )
 
 
 class Parallel(Block):
@@ -57,6 +58,11 @@ class Parallel(Block):
     data: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
     """Number of replicas, which train on different samples of a step. If unset, what remains of the GPUs; on the CPU 1,
     or as many as `expert` needs."""
+
+
+def _near_divisor(number: int, wanted: int) -> int:
+    divisors = [each for each in range(1, min(number, 4096) + 1) if number % each == 0]
+    return min(divisors, key=lambda each: (abs(each - wanted), each))
 
 
 class Training(Block):
@@ -100,22 +106,22 @@ class Training(Block):
             return self.attention
         return "Chunked" if max_sequence >= LONG_SEQUENCE else "SDPA"
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        per_step, mini = self.prompts_per_step, self.mini_batch_prompts
-        if mini is not None and per_step % mini:
-            divisors = [n for n in range(1, min(per_step, 4096) + 1) if per_step % n == 0]
-            near = min(divisors, key=lambda n: (abs(n - mini), n))
-            yield Contradiction(
-                ("miniBatchPrompts",),
-                (("promptsPerStep",),),
-                f"{mini} does not divide `promptsPerStep` ({per_step})",
-                f"write `miniBatchPrompts: {near}`, or change `promptsPerStep`",
-            )
-        warmup, decays = self.schedule.warmup_steps, self.schedule.type != "Constant"
-        if decays and self.schedule.decay_steps is None and warmup >= self.steps:
-            yield Contradiction(
-                ("schedule", "warmupSteps"),
-                (("steps",), ("schedule", "type"), ("schedule", "decaySteps")),
-                f"the warm-up ends at step {warmup}, after the last step ({self.steps}), so nothing is left to decay",
-                "write a shorter warm-up, more `steps`, or `type: Constant`",
-            )
+    rules = (
+        Rule(
+            "miniBatchPrompts",
+            "!has(self.miniBatchPrompts) || self.miniBatchPrompts < 1"
+            " || self.promptsPerStep % self.miniBatchPrompts == 0",
+            "{self.mini_batch_prompts} does not divide `promptsPerStep` ({self.prompts_per_step})",
+            "write `miniBatchPrompts: {more}`, or change `promptsPerStep`",
+            more=lambda self: _near_divisor(self.prompts_per_step, self.mini_batch_prompts),
+            server="write a divisor of promptsPerStep",
+        ),
+        Rule(
+            "schedule.warmupSteps",
+            "self.schedule.type == 'Constant' || has(self.schedule.decaySteps)"
+            " || self.schedule.warmupSteps < self.steps",
+            "the warm-up ends at step {self.schedule.warmup_steps}, after the last step ({self.steps}), so nothing is"
+            " left to decay",
+            "write a shorter warm-up, more `steps`, or `type: Constant`",
+        ),
+    )

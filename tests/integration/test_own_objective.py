@@ -22,6 +22,7 @@ from orbit_runtime.algorithms.table import build_algorithm, loss_settings
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.errors import DivergedError, ManifestError
 from orbit_runtime.spec.algorithm import Algorithm
+from orbit_runtime.spec.run import find_contradictions
 from tests.integration.killing import small_manifest
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs/guides/algorithms.md").read_text()
@@ -68,7 +69,7 @@ def test_the_guides_own_objective_runs_and_is_replayed(tmp_path: Path, capsys: p
 
 def test_the_guides_first_manifest_is_one() -> None:
     first = Algorithm.model_validate(YAML(typ="safe").load(blocks("yaml")[0])["algorithm"])
-    assert list(first.contradictions()) == []
+    assert list(find_contradictions(first)) == []
     assert (first.objective.baseline, first.objective.reduction) == ("LeaveOneOut", "Constant")
 
 

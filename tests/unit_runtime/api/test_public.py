@@ -51,7 +51,7 @@ def members(owner: type) -> list[str]:
     found = []
     for name in sorted({name for kind in owner.__mro__ if kind.__module__.startswith("orbit") for name in vars(kind)}):
         value = inspect.getattr_static(owner, name)
-        if name.startswith(("_", "model_")) or name in fields or name == "contradictions":
+        if name.startswith(("_", "model_")) or name in fields or name == "rules":
             continue
         function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         if not inspect.isfunction(function):
