@@ -1,6 +1,6 @@
 """The whole manifest.
 
-Belongs here: `OrbitRun`, its metadata, `checkpoint` and `parity`, and what is impossible between blocks.
+Belongs here: `OrbitRun`, its metadata, `model`, `checkpoint` and `parity`, and the rules between blocks.
 Does not belong here: the fields of larger blocks, or reading a file (`load`).
 """
 
@@ -23,6 +23,7 @@ from orbit_runtime.spec.block import (
     Block,
     Contradiction,
     LabelValue,
+    Uri,
     WithoutEmpty,
     inner_blocks,
 )
@@ -30,11 +31,10 @@ from orbit_runtime.spec.data import Data
 from orbit_runtime.spec.environment import Environment
 from orbit_runtime.spec.evaluation import Evaluation
 from orbit_runtime.spec.lifecycle import Lifecycle
-from orbit_runtime.spec.model import Model
 from orbit_runtime.spec.observability import Observability
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.rollout import Rollout
-from orbit_runtime.spec.rule import Rule, check_annotations, label_keys_rule, scored_rule
+from orbit_runtime.spec.rule import MODEL_ON_HUB, Rule, check_annotations, label_keys_rule, scored_rule, uri_rule
 from orbit_runtime.spec.storage import Storage
 from orbit_runtime.spec.training import Training
 
@@ -49,9 +49,27 @@ SERVER_SET = frozenset({
     "managedFields", "ownerReferences", "resourceVersion", "selfLink", "uid",
 })  # fmt: skip
 """Metadata of an object in a cluster that says nothing about the run."""
+_ONE_NODE = "write nodes: 1; several are for ranks of a trainer, and a first one for the engine"
 
 
-ONE_NODE = "write nodes: 1; several are for ranks of a trainer, and a first one for the engine"
+class Model(Block):
+    """The base model: frozen, at its deployment precision."""
+
+    uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://tiny-adder"])]
+    """A folder in Hugging Face format: a path, `file:///…`, `hf://org/name@revision`, `s3://bucket/prefix`, on a
+    cluster `pvc://claim/path`, or `builtin://tiny-adder`, which ships with Orbit. It may move on resume, because a run
+    identifies its model by digest."""
+    precision: Annotated[Literal["Auto", "BF16", "FP8", "INT4", "NVFP4", "MXFP4"], IDENTITY] = "Auto"
+    """Checked against the checkpoint; a mixed checkpoint counts as the format of its routed experts. For `builtin://`
+    it selects the variant, and `Auto` means `INT4`."""
+    activation_precision: Annotated[Literal["WeightOnly", "FP8", "NVFP4"], IDENTITY] = "WeightOnly"
+    """`WeightOnly` does not round activations. `FP8` (W8A8) and `NVFP4` (W4A4) round the inputs of linear layers whose
+    weights are in that format, like an engine that multiplies in it; the gradient passes straight through. On a GPU,
+    SGLang is asked for kernels that do the same."""
+    max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
+    """Maximum length of prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
+
+    rules = (uri_rule(("builtin", "file", "hf", "s3", "pvc")), MODEL_ON_HUB)
 
 
 class Checkpoint(Block):
@@ -216,14 +234,14 @@ class RunSpec(Block):
             "self.placement.nodes == 1 || self.adapter.type != 'Full'",
             "a model that is trained whole (`spec.adapter.type: Full`) is not divided among ranks",
             "write `nodes: 1`",
-            server=ONE_NODE,
+            server=_ONE_NODE,
         ),
         Rule(
             "placement.nodes",
             "self.placement.nodes == 1 || self.algorithm.type != 'SFT'",
             "with `spec.algorithm.type: SFT` no engine runs, so the first node would be idle",
             "write `nodes: 1`",
-            server=ONE_NODE,
+            server=_ONE_NODE,
         ),
         Rule(
             "lifecycle.queueName",
