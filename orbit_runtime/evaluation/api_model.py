@@ -58,7 +58,7 @@ class ApiModel:
         """The address without any user name and password."""
         return str(URL(self.url).with_user(None))
 
-    def told(self, text: str) -> str:
+    def redacted(self, text: str) -> str:
         """A server's message without the API key, which some servers repeat."""
         return text.replace(self.key, "***") if self.key else text
 
@@ -107,7 +107,7 @@ class Conversations:
     def decode(self, token_ids: Sequence[int]) -> str:
         raise AssertionError("the text of an API's answer is told, not decoded")
 
-    def asked(self, prompt_ids_T: Sequence[int]) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    def read(self, prompt_ids_T: Sequence[int]) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         """Messages and tools of the conversation that the last of these tokens represents."""
         return self._asked[prompt_ids_T[-1]]
 
@@ -242,7 +242,7 @@ class ApiEpisode:
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
         """Raises Unanswered after the last try; CredentialsError and UsageError if no retry would help."""
-        messages, tools = self.conversations.asked(prompt_ids_T)
+        messages, tools = self.conversations.read(prompt_ids_T)
         body = orjson.dumps(build_request(self.api.model, messages, tools, sampling, key))
         for tries in count(1):
             self._usage["requests"] += 1
@@ -334,7 +334,7 @@ def _parse(response: ApiResponse, api: ApiModel) -> dict[str, Any]:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         is_right = False
     if not is_right:
-        raise _TryAgain("BadAnswer", f"no chat completion: {api.told(response.text)[:200]!r}")
+        raise _TryAgain("BadAnswer", f"no chat completion: {api.redacted(response.text)[:200]!r}")
     if choice.get("finish_reason") == "content_filter":
         raise UnansweredSample("Refused", "the API's content filter ended the answer")
     return dict(answer)
@@ -342,7 +342,7 @@ def _parse(response: ApiResponse, api: ApiModel) -> dict[str, Any]:
 
 def _explain(response: ApiResponse, api: ApiModel) -> Exception:
     """The meaning of an answer that is not a completion."""
-    status, said = response.status, api.told(response.text)[:300].strip()
+    status, said = response.status, api.redacted(response.text)[:300].strip()
     if status in (401, 403):
         return CredentialsError(
             f"{api.shown} refuses the key ({status}): {said}",

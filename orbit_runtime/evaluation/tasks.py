@@ -96,7 +96,7 @@ class EvaluationSettings:
 def open_task(
     name: str,
     spec: RunSpec,
-    asked: EvaluationSettings,
+    settings: EvaluationSettings,
     folders: Sequence[str],
     closing: ExitStack,
     *,
@@ -125,7 +125,7 @@ def open_task(
         PromptSource(each.uri, each.format, each.prompt_field, local=path)
         for each, path in zip(spec.data.prompts, fetched, strict=True)
     ]
-    table = load_prompts(sources, limit=asked.limit or spec.data.limit)
+    table = load_prompts(sources, limit=settings.limit or spec.data.limit)
     read = fields_read(spec, functions)
     check_fields(table, read)
     code = spec.environment.code
@@ -139,21 +139,21 @@ def open_task(
     pool = None
     if target is not None:
         pool = closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=path))
-    sampling = sampling_of(with_sampling(spec, asked))
+    sampling = sampling_of(with_sampling(spec, settings))
     return EvalTask(
-        name, with_samples(spec, asked), table, sampling, scorer, pool, versions, tuple(read) or ("answer",),
+        name, with_samples(spec, settings), table, sampling, scorer, pool, versions, tuple(read) or ("answer",),
     )  # fmt: skip
 
 
-def with_samples(spec: RunSpec, asked: EvaluationSettings) -> RunSpec:
+def with_samples(spec: RunSpec, settings: EvaluationSettings) -> RunSpec:
     """The requested number of samples of each prompt, from random streams that training never uses."""
-    seed = stream_key(asked.seed, "evaluation")
-    algorithm = spec.algorithm.model_copy(update={"group_size": asked.samples})
+    seed = stream_key(settings.seed, "evaluation")
+    algorithm = spec.algorithm.model_copy(update={"group_size": settings.samples})
     return spec.model_copy(update={"algorithm": algorithm, "data": spec.data.model_copy(update={"seed": seed})})
 
 
-def with_sampling(spec: RunSpec, asked: EvaluationSettings) -> RunSpec:
-    named = {"temperature": asked.temperature, "max_new_tokens": asked.max_new_tokens}
+def with_sampling(spec: RunSpec, settings: EvaluationSettings) -> RunSpec:
+    named = {"temperature": settings.temperature, "max_new_tokens": settings.max_new_tokens}
     changed = {name: value for name, value in named.items() if value is not None}
     sampling = spec.rollout.sampling.model_copy(update=changed)
     return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"sampling": sampling})})

@@ -169,21 +169,27 @@ class Policy:
         return self._joined(batch, found)
 
     def distances_of(
-        self, hidden_RN: torch.Tensor, batch: PackedBatch, trained_R: torch.Tensor, told: torch.Tensor | TeacherReport,
+        self,
+        hidden_RN: torch.Tensor,
+        batch: PackedBatch,
+        trained_R: torch.Tensor,
+        teacher: torch.Tensor | TeacherReport,
         measure: Measure,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """fp32 distances of these of the batch's targets from a teacher, from `target_hidden` of the same batch.
 
         Args:
             trained_R: indices of targets, in ascending order.
-            told: of these targets, in this order: the teacher's hidden states, or its report. In a divided pass only
+            teacher: of these targets, in this order: the teacher's hidden states, or its report. In a divided pass only
                 the latter: other processes' hidden states are not here.
         """
         if batch.own_targets is None or self.division is None:
-            return token_distances(hidden_RN[trained_R], told, self.head, measure, vocabulary=self.vocabulary)
-        assert isinstance(told, TeacherReport)
+            return token_distances(hidden_RN[trained_R], teacher, self.head, measure, vocabulary=self.vocabulary)
+        assert isinstance(teacher, TeacherReport)
         is_trained_R, own_R = _own_trained(batch, trained_R)
-        found_R = token_distances(hidden_RN[is_trained_R], told[own_R], self.head, measure, vocabulary=self.vocabulary)
+        found_R = token_distances(
+            hidden_RN[is_trained_R], teacher[own_R], self.head, measure, vocabulary=self.vocabulary
+        )
         return self.division.join_targets(found_R[None], own_R, len(trained_R))[0]
 
     def values_of(

@@ -48,7 +48,7 @@ class MicroBatch:
         routed = [unpack_experts(each.routed_experts) if each.routed_experts else None for each in self.samples]
         return lay_out_experts(self.branches, routed, self.packed)
 
-    def told(self) -> TeacherReport:
+    def teacher_report(self) -> TeacherReport:
         """The teacher's report on the trained tokens, made as their rollouts ended, on the device for one pass."""
         found = []
         for column, dtype in ((0, np.int32), (1, np.float32)):

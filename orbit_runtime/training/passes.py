@@ -157,15 +157,15 @@ class LocalPasses:
             micro = each.micro
             # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
             with selection.turn, device_work("a micro-batch of training", policy.device.type):
-                told = teacher.told(micro, each.routed_TLC) if teacher and teacher.compares else None
+                outputs = teacher.outputs(micro, each.routed_TLC) if teacher and teacher.compares else None
                 with selection.use(TRAINER_SLOT, dropout=each.dropout):
                     hidden_RN = policy.target_hidden(micro.packed, each.routed_TLC)
                     logprobs_R, entropy_R = policy.logprobs_of(
                         hidden_RN, micro.packed, sampling=sampling, seen=micro.seen
                     )
                     distances_R = None
-                    if teacher is not None and told is not None:
-                        distances_R = teacher.distances(hidden_RN, micro, told)
+                    if teacher is not None and outputs is not None:
+                        distances_R = teacher.distances(hidden_RN, micro, outputs)
                 loss_of(micro, logprobs_R, entropy_R, distances_R).backward()
 
     def finish_gradients(self) -> Tensor:

@@ -40,22 +40,22 @@ class Teacher:
         """Whether training passes compare whole distributions."""
         return self._settings.measure is not None
 
-    def told(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | TeacherReport:
+    def outputs(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | TeacherReport:
         """The teacher's view of the trained tokens: hidden states `[R, N]`, without gradient, or
         the servers' report.
         """
         if self._settings.type == "Served":
-            return micro.told()
+            return micro.teacher_report()
         with torch.no_grad(), self._policy.injected.selection.use(self._slot):
             return self._policy.target_hidden(micro.packed, routed_TLC)[micro.trained_R]
 
-    def distances(self, hidden_RN: Tensor, micro: MicroBatch, told: Tensor | TeacherReport) -> Tensor:
-        """fp32 `[R]`: distances of the policy from what `told` returned, with their gradient.
+    def distances(self, hidden_RN: Tensor, micro: MicroBatch, outputs: Tensor | TeacherReport) -> Tensor:
+        """fp32 `[R]`: distances of the policy from what `outputs` returned, with their gradient.
 
         Args: hidden_RN: the policy's, of all targets of the micro-batch that this process computes.
         """
         assert self._settings.measure is not None
-        return self._policy.distances_of(hidden_RN, micro.packed, micro.trained_R, told, self._settings.measure)
+        return self._policy.distances_of(hidden_RN, micro.packed, micro.trained_R, outputs, self._settings.measure)
 
     def logprobs(self, micro: MicroBatch, sampling: Sampling, routed_TLC: Tensor | None) -> Tensor:
         """fp32 `[R]` of the sampled tokens, as `sampling` draws them."""

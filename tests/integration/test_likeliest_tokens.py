@@ -123,7 +123,7 @@ def test_it_teaches_as_a_teacher_of_the_same_weights_on_the_runs_base_does(folde
     policy, logprobs = local._policy, []
     for sample in samples:
         (micro,) = local._updater._micro_batches([sample], [0])
-        hidden = teacher.told(micro, None)
+        hidden = teacher.outputs(micro, None)
         assert isinstance(hidden, Tensor)
         logprobs.append(policy.head(hidden).float().log_softmax(-1).detach())
     assert TEACHER_SLOT in next(iter(policy.injected.layers.values())).slots

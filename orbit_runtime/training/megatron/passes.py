@@ -86,7 +86,7 @@ class RankPasses:
             hidden_RN = policy.target_hidden(packed, each.routed_TLC)
             logprobs_R, entropy_R = policy.logprobs_of(hidden_RN, packed, sampling=sampling, seen=each.micro.seen)
             if teacher is not None:
-                distances_R = teacher.distances(hidden_RN, each.micro, teacher.told(each.micro, None))
+                distances_R = teacher.distances(hidden_RN, each.micro, teacher.outputs(each.micro, None))
         return ForwardHalf(loss_of(each.micro, logprobs_R, entropy_R, distances_R), pipeline.take_entered())
 
     def _met(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | None:

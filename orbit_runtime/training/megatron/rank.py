@@ -224,23 +224,23 @@ class MegatronRank:
             values: whole published parameters of one layer: LoRA factors or OFT rotations.
             scaling: factor of the LoRA product.
         """
-        published, applied, told = {}, {}, list[str]()
+        published, applied, differing = {}, {}, list[str]()
         for key, whole in receive(values).items():
             held = self._outline.get(key)
             if held is None:
                 continue
             if key not in self._applied:
-                told.append(f"{key} was not applied")
+                differing.append(f"{key} was not applied")
                 continue
             again = self._built("applied", key, None)
             if again is None:
-                told.append(f"{key} was applied with other values than are built from its masters now")
+                differing.append(f"{key} was applied with other values than are built from its masters now")
             else:
                 published[key] = cut_published(held.place, whole, self._masters.config)
                 applied[key] = again.cpu()
             for used in self._scalings[key.rpartition(".")[0]] - {scaling}:
-                told.append(f"{key} was scaled by {used}, published was {scaling}")
-        return told + explain_tensors(published, applied)
+                differing.append(f"{key} was scaled by {used}, published was {scaling}")
+        return differing + explain_tensors(published, applied)
 
     def begin_probing(self, probe: Probe, seed: int) -> None:
         """Replaces the masters' values by those of an untrained probe adapter."""

@@ -90,7 +90,7 @@ class RankParameters:
             # On another machine than the run's process there is no such memory.
             with suppress(OSError):
                 place = MappedPlace(stack.enter_context(opened(opening, os.O_RDWR)), start, window.size)
-            for spot, position, own in self._spans(window, dtype.itemsize, filled, told=True):
+            for spot, position, own in self._spans(window, dtype.itemsize, filled, only_owned=True):
                 if spot.what == "applied" and not torch.equal(own.to(dtype).to(own.dtype), own):
                     filled.is_exact = False
                 size = own.numel() * dtype.itemsize
@@ -129,7 +129,7 @@ class RankParameters:
                     moments = self._optimizer.state[master]
                     if spot.what not in moments:
                         moments[spot.what] = torch.empty_like(master)
-            for _, position, own in self._spans(window, given.element_size(), WindowResult(), told=False):
+            for _, position, own in self._spans(window, given.element_size(), WindowResult(), only_owned=False):
                 first = position // given.element_size()
                 own.copy_(given[first : first + own.numel()])
         return True
@@ -155,18 +155,18 @@ class RankParameters:
         return held is not None and f"{held.owner}.{held.place.kind}" in self._owned
 
     def _spans(
-        self, window: FileWindow, size: int, filled: WindowResult, *, told: bool
+        self, window: FileWindow, size: int, filled: WindowResult, *, only_owned: bool
     ) -> Iterator[tuple[Spot, int, Tensor]]:
         """Views of this rank's values that lie in the window, each with its entry and its first byte there.
 
         Args:
             size: bytes of a value in the file.
-            told: leave out values that another rank writes.
+            only_owned: leave out values that another rank writes.
         """
         end = window.size
         for spot in window.spots:
             held = self.outline.get(spot.key)
-            if held is None or ((told or spot.what in MOMENTS) and not self.owns(spot.key)):
+            if held is None or ((only_owned or spot.what in MOMENTS) and not self.owns(spot.key)):
                 continue
             runs, row = self._find_runs(spot, held), None
             if runs.rows is not None:
