@@ -1,4 +1,4 @@
-"""What a run is: the manifest, its loading, and the decisions that `Auto` leaves open. Never loads torch."""
+"""The manifest of a run, its loading, and the decisions that `Auto` leaves open. Never loads torch."""
 
 from __future__ import annotations
 

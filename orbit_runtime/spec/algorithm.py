@@ -36,7 +36,7 @@ IDLE_WITHOUT_REWARD = (
     ("advantage", "normalize"),
     ("overlong", "penalty"),
 )
-"""What no loss reads that is a teacher's or of demonstrations alone."""
+"""Fields that only losses with rewards read: no loss from a teacher or demonstrations alone does."""
 
 
 def _decided(path: str, attribute: str, block: str = "self") -> str:
@@ -113,7 +113,7 @@ class ImportanceSampling(Block):
 
     @property
     def bounds(self) -> tuple[float, float | None]:
-        """Cap and floor, as asked or as the type has them."""
+        """Cap and floor, from the manifest or the type."""
         usual = CORRECTIONS[self.type]
         return (usual.cap if self.cap is None else self.cap), (usual.floor if self.floor is None else self.floor)
 
@@ -232,7 +232,7 @@ class Algorithm(Block):
 
     @property
     def objective(self) -> Objective:
-        """The row of `type`, with what this manifest says in its place."""
+        """The row of `type`, with the values that this manifest sets."""
         asked: dict[str, Any] = {
             "baseline": self.advantage.baseline,
             "normalize": self.advantage.normalize,
@@ -250,7 +250,7 @@ class Algorithm(Block):
         return replace(OBJECTIVES[self.type], **found)
 
     def decided(self) -> Algorithm:
-        """With every field written out that the type decides; one that it does not read stays unset."""
+        """A copy with every field written out that the type decides; fields that it does not read stay unset."""
         objective = self.objective
         cap, floor = self.importance_sampling.bounds
         changes: dict[str, tuple[Block, dict[str, Any]]] = {

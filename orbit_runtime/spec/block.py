@@ -1,4 +1,4 @@
-"""What every block of the manifest has in common."""
+"""Shared by every block of the manifest."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def later_identity(before: Any) -> Any:
 LAYOUT: Any = Field(json_schema_extra={"orbitSet": "layout"})
 """Changes where and how it is computed, not what: may change on resume."""
 DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display"})
-"""Changes how long the run is and what is kept and shown of it: may change on resume."""
+"""Changes how long the run is, and what it keeps and shows: may change on resume."""
 
 SHOWN: Any = Field(json_schema_extra={"orbitShown": True})
-"""Not needed by every kind of run, and written out where a manifest is begun."""
+"""Not needed by every kind of run, but written into a new manifest."""
 
 Uri = Annotated[str, Field(min_length=1, max_length=1024)]
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -51,7 +51,7 @@ Entrypoint = Annotated[
 Quantity = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?$")]
 """Bytes as Kubernetes writes them."""
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
-"""Of an environment variable's name."""
+"""Pattern of an environment variable's name."""
 AsTuple = Strict(False)
 """A list in the file becomes a tuple here; its items stay strict."""
 
@@ -70,7 +70,7 @@ class Contradiction(NamedTuple):
     at: tuple[str | int, ...]
     """The field to blame, e.g. `("oft",)`."""
     involves: tuple[tuple[str | int, ...], ...]
-    """Every other field that the finding rests on: where one of them is itself wrong, nothing is said."""
+    """All other fields that the finding rests on: if one of them is itself wrong, the finding is omitted."""
     message: str
     fix: str
 
@@ -99,7 +99,7 @@ class Block(BaseModel):
     )
 
     rules: ClassVar[tuple[Callable[[Any], Iterable[Contradiction]], ...]] = ()
-    """What is wrong within a block of this kind, its children not included; most are of the kind `rule.Rule`."""
+    """Rules within a block of this kind, without its children's; most are of the kind `rule.Rule`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -79,7 +79,7 @@ _OPERATORS: Mapping[str, tuple[int, Callable[[Value, Value], Value]]] = {
     "in": (3, _of_both(lambda item, items: item in items)),
     "%": (4, _of_both(operator.mod)),
 }
-"""How strongly each binds, and what it does."""
+"""Operator → its precedence and its function."""
 _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "has(": lambda value: value is not None,
     "size(": len,

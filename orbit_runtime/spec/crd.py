@@ -40,7 +40,7 @@ COLUMNS = (
     ("Node", "string", ".status.node", 1),
     ("Checkpoint", "integer", ".status.checkpoint.step", 1),
 )
-"""As `kubectl get orun` prints them; those of priority 1 with `-o wide`."""
+"""Columns of `kubectl get orun`; those of priority 1 with `-o wide`."""
 
 _NAME: Schema = {"type": "string", "maxLength": 253}
 """Named so that a rule can blame it, bounded for the rule's cost; nothing else of the metadata may stand in a CRD."""
@@ -151,8 +151,7 @@ def _blocks(kind: type[Block], path: str = "") -> Iterator[tuple[str, type[Block
 
 @cache
 def checks() -> dict[str, list[Schema]]:
-    """By path: what a new object is held against. A rule is silent where a field that it rests on is itself out of
-    bounds, which the server has said already."""
+    """Path → checks of a new object."""
     found = {
         path: [
             _validation(rule.whole, rule.hint, rule.field)
@@ -166,7 +165,7 @@ def checks() -> dict[str, list[Schema]]:
 
 @cache
 def list_types() -> dict[str, Schema]:
-    """How lists merge under server-side apply; every other one is atomic."""
+    """Type of merging under server-side apply, by path of the list; all other lists are atomic."""
     keys = {
         f"{path}.{rule.field}": rule.key
         for path, kind in _blocks(OrbitRun)
@@ -210,7 +209,7 @@ NAME_RULES = [
         "metadata.generateName",
     ),
 ]
-"""What the loader finds by the fields of `metadata`, of which a CRD may say nothing."""
+"""Rules that the loader checks by the fields of `metadata`, which a CRD cannot describe."""
 TRANSITIONS: dict[str, list[Schema]] = {
     **{
         f"spec.{field.alias}": [_validation("self == oldSelf", _FIXED)]
@@ -219,4 +218,4 @@ TRANSITIONS: dict[str, list[Schema]] = {
     },
     "spec.lifecycle": [*_lifecycle_rules()],
 }
-"""By path: what a change of an object is held against."""
+"""Path → checks of an object's change."""

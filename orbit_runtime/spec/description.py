@@ -23,10 +23,7 @@ REDUCTION = {"Token": "mean of tokens", "Sequence": "mean of answers", "Constant
 
 
 def describe_algorithm(settings: Algorithm) -> str:
-    """What holds in the end, in a line.
-
-    Example: `GRPO: r - mean of the group, / deviation of the group; ratio of token; clip 0.2 and 0.2; …`
-    """
+    """Describes the resulting settings in a line."""
     row = settings.objective
     kl = settings.kl.coefficient
     own = [

@@ -43,15 +43,15 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].*)?")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The content of a manifest, and where each part of it stands."""
+    """The content of a manifest, and the place of each part of it."""
 
     value: Any
     lines: dict[Path, int]
     """Line (from 1) of every mapping entry and list item."""
     problems: list[ManifestError] = field(default_factory=list)
-    """What is wrong with single scalars and keys: the rest of the file can still be checked."""
+    """Errors of single scalars and keys: the rest of the file can still be checked."""
     broken: set[Path] = field(default_factory=set)
-    """Places of those scalars: nothing more need be said about them."""
+    """Paths of those scalars, for which no further errors are needed."""
 
 
 def parse_document(text: str, name: str) -> Document:
@@ -103,7 +103,9 @@ def parse_value(text: str, name: str) -> Any:
 
 
 def find_ambiguity(text: str) -> tuple[str, str] | None:
-    """How YAML 1.1 and 1.2 read a plain scalar differently, and what to write instead; `None` if they agree."""
+    """The readings of a plain scalar by YAML 1.1 and 1.2, if they differ, and what to write instead; `None` if they
+    agree.
+    """
     as_text = f'`"{text}"` for the text'
     if _WORDS.fullmatch(text):
         meant = "true" if text.lower() in _TRUE_WORDS else "false"

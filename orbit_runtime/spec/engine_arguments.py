@@ -82,7 +82,7 @@ ALLOWED: Mapping[str, Argument] = {
     "cuda-graph-max-bs-prefill": COUNT,
     "watchdog-timeout": Argument(float, least=30, most=86400),
 }  # fmt: skip
-"""By SGLang's own name, without the dashes."""
+"""Arguments by SGLang's own name, without the dashes."""
 
 _MODEL, _LOG = "the model is the manifest's", "Orbit keeps what a server writes"
 _MEMORY = "the planner computes it"
@@ -145,7 +145,7 @@ OURS: Mapping[str, tuple[str, str]] = {
         ("a model's code is never run", "leave it out"),
     ),
 }  # fmt: skip
-"""By name: why it is not the manifest's to pass, and what to write instead."""
+"""Name → why the manifest may not pass it, and what to write instead."""
 
 
 def argument_problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -168,7 +168,7 @@ def argument_problems(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, 
 
 
 def argument_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """As SGLang's command line takes them. Example: `{"ep-size": 8, "enable-mixed-chunk": True}`."""
+    """The arguments for SGLang's command line. Example: `{"ep-size": 8, "enable-mixed-chunk": True}`."""
     flags: list[str] = []
     for name, value in arguments.items():
         if value is True:

@@ -1,4 +1,4 @@
-"""`spec.evaluation`: what a policy is measured on, by `orbit eval` and within a run.
+"""`spec.evaluation`: how `orbit eval`, and a run, evaluate a policy.
 
 Nothing here changes what is trained: all of it may change on resume, what stands in `environments` included.
 """
@@ -15,7 +15,7 @@ from orbit_runtime.spec.environment import Environment
 from orbit_runtime.spec.rule import Unique, scored_rule
 
 LATER_DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display", "orbitLater": True})
-"""Unknown to runs of earlier versions, which did as its default says."""
+"""Unknown to earlier versions, whose runs behaved like its default."""
 
 
 class EvaluationEnvironment(Block):

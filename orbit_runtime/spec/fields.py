@@ -109,7 +109,7 @@ def format_path(path: tuple[str | int, ...]) -> str:
 
 
 def format_kind(schema: Schema) -> str:
-    """What kind of value it is, in words: `whole number`, `list of texts`."""
+    """The kind of value in words: `whole number`, `list of texts`."""
     words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
     kind = schema.get("type")
     if kind == "array":
@@ -121,7 +121,7 @@ def format_kind(schema: Schema) -> str:
 
 
 def format_allowed(schema: Schema) -> str:
-    """What is allowed, in words: "1 to 1024", "above 0, at most 1", "at most 64 characters"; empty without limits."""
+    """The allowed values in words: "1 to 1024", "above 0, at most 1", "at most 64 characters"; empty without limits."""
     if "enum" in schema:
         return " ".join(f"`{value}`" for value in schema["enum"])
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
@@ -150,7 +150,7 @@ def _number(value: float) -> str:
 
 
 def _show_only(schema: Schema) -> None:
-    """Blocks of training that stand within those of measuring too: there they change nothing of a run's numbers."""
+    """Marks blocks of training within those of evaluation as display: there they do not change a run's numbers."""
     for child in schema.get("properties", {}).values():
         _show_only(child)
         if "orbitSet" in child:

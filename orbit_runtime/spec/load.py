@@ -1,4 +1,4 @@
-"""From a file to an `OrbitRun`, or to every problem that the file has.
+"""Loads an `OrbitRun` from a file, or finds every problem of the file.
 
 Belongs here: reading, `--set`, `${VAR}`, and collecting findings. Does not belong here: deciding `Auto` (`resolve`).
 """
@@ -27,7 +27,7 @@ FieldPath = tuple[str | int, ...]
 MAX_BYTES = 1 << 20
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^}]*))?\}")
 _ECHOES = ("default_factory_not_called", "contradiction")
-"""What pydantic says on top of another finding, or what is collected here."""
+"""Kinds of errors that pydantic adds to another finding, or that are collected here."""
 
 
 def load_manifest(
@@ -48,7 +48,7 @@ def load_manifest(
 def parse_manifest(
     text: str, *, name: str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> OrbitRun:
-    """As `load_manifest`, from text; `name` stands for the file in messages."""
+    """Loads a manifest from text, like `load_manifest`; `name` stands for the file in messages."""
     document = parse_document(text, name)
     given, problems = apply_overrides(document.value, overrides)
     # What --set replaces is no longer a problem of the file.

@@ -186,7 +186,7 @@ OBJECTIVES: Mapping[AlgorithmType, Objective] = {
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a correction's weights are held against where the manifest names nothing."""
+    """Bounds of a correction's weights if the manifest names none."""
 
     cap: float
     floor: float | None

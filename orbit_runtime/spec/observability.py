@@ -1,4 +1,4 @@
-"""`spec.observability`: what a running run shows, and whom it tells. Doing so is in the package `observability`."""
+"""`spec.observability`: what a running run shows, and whom it notifies; implemented in the package `observability`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orbit_runtime.spec.rule import Rule
 
 TrackerType = Literal["TensorBoard", "WandB", "MLflow"]
 Event = Literal["Done", "Stopped", "Failed", "Gate"]
-"""How a run ended, for those who are told."""
+"""Ways in which a run ends, for notifications."""
 
 
 class Tracker(Block):

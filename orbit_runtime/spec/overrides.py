@@ -1,4 +1,4 @@
-"""`--set path=value`: single fields from the command line, over those of the file."""
+"""`--set path=value`: single fields from the command line, which override the file's."""
 
 from __future__ import annotations
 

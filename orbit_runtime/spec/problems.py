@@ -1,4 +1,4 @@
-"""From a refused value to a sentence: what is wrong, where it stands, what is allowed, what was probably meant.
+"""Turns a refused value into a sentence: what is wrong, where, what is allowed, what was probably meant.
 
 Belongs here: the words of every problem with a manifest. Does not belong here: finding them (`load`).
 """
@@ -79,7 +79,7 @@ _HINTS |= {
 }
 """What a pattern means, by path."""
 _SUCCESSORS = {"Broadcast": "SharedMemory"}
-"""What to write instead of a value that earlier versions had."""
+"""Value of earlier versions → its successor."""
 
 
 def show_value(value: Any) -> str:

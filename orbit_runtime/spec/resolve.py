@@ -1,4 +1,4 @@
-"""From what was asked to what is done: `Auto` decided once, the digest of what changes the maths, what differs.
+"""Resolves a manifest: decides `Auto` once, digests the fields that change the maths, finds differences.
 
 Belongs here: decisions that need the manifest and a few facts of the machine. Does not belong here: looking at the
 machine, the model or the store; their owners hand the facts in.
@@ -25,16 +25,16 @@ from orbit_runtime.spec.run import OrbitRun
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 AUTO_BUILTIN_PRECISION: Literal["INT4"] = "INT4"
-"""What `precision: Auto` means for a shipped model: the variant that shows a frozen quantised base."""
+"""Meaning of `precision: Auto` for a shipped model: the variant that shows a frozen quantised base."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What `Auto` is decided from."""
+    """Facts from which `Auto` is decided."""
 
     has_cuda: bool
     num_gpus: int
-    """Of this machine; other nodes' are not counted."""
+    """GPUs of this machine; other nodes' are not counted."""
     joins_nodes: bool = False
     """A Ray cluster is named, whose nodes are for ranks where `placement.nodes` asks for several."""
 
@@ -44,7 +44,7 @@ class Resolved:
     """A run with nothing left open."""
 
     asked: OrbitRun
-    """As in the file, after `--set` and `${VAR}`."""
+    """The manifest in the file, after `--set` and `${VAR}`."""
     run: OrbitRun
     """The same with `Auto` decided and the paths of model and prompts absolute.
 
@@ -74,7 +74,7 @@ class Resolved:
         return identity_digest(self.run)
 
     def to_json(self) -> dict[str, Any]:
-        """For `run.json`: both manifests, what was decided beside them, and the identity."""
+        """The entry in `run.json`: both manifests, what was decided beside them, and the identity."""
         return {
             "asked": self.asked.to_manifest(),
             "resolved": self.run.to_manifest(),
@@ -152,7 +152,9 @@ def _absolute(measured: EvaluationEnvironment, base: Path) -> EvaluationEnvironm
 
 
 def with_trainer(resolved: Resolved, trainer: str) -> Resolved:
-    """With `training.trainer` as the plan has it, and what follows from it; unchanged where nothing was left to it."""
+    """The manifest with the plan's `training.trainer`, and what follows from it; unchanged if nothing was left to the
+    plan.
+    """
     spec = resolved.run.spec
     if spec.training.trainer != "Auto":
         return resolved
@@ -168,11 +170,7 @@ def with_trainer(resolved: Resolved, trainer: str) -> Resolved:
 
 
 def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
-    """What the first start decided holds on resume, also where `steps` has changed since, or the model has moved.
-
-    Args:
-        earlier: the resolved manifest of that start, from `run.json`.
-    """
+    """Keeps the first start's decisions on resume, even if `steps` has changed since, or the model has moved."""
     run, spec = resolved.run, earlier.get("spec", {})
     precision = spec.get("model", {}).get("precision")
     if run.spec.model.precision == "Auto" and precision is not None:
@@ -214,10 +212,7 @@ def identity_digest(run: OrbitRun, content: Mapping[str, str] = EMPTY) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldDifference]:
-    """Fields that differ between two manifests (`to_manifest()`), in their order, each with the set that it is in.
-
-    A field that this version does not know counts as identity: whether it changes the maths cannot be told.
-    """
+    """Fields that differ between two manifests (`to_manifest()`), in their order, each with its set."""
     before = {path: (owner, value) for path, owner, value in _leaves(old)}
     after = {path: (owner, value) for path, owner, value in _leaves(new)}
     found, later = [], later_defaults()
@@ -246,7 +241,7 @@ def _leaves(value: Any, path: str = "", shape: str = "") -> Iterator[tuple[str, 
 
 
 def _decide_identity(run: OrbitRun) -> OrbitRun:
-    """What is left open and changes the maths, decided from the manifest alone."""
+    """Decides open fields that change the maths, from the manifest alone."""
     schedule = run.spec.training.schedule
     if schedule.type != "Constant" and schedule.decay_steps is None:
         run = _with_decay(run, run.spec.training.steps)
@@ -276,7 +271,7 @@ def _decide_trainer(asked: str, machine: MachineFacts, nodes: int) -> str:
 
 
 def _decide_rollout(rollout: Rollout, layout: str, trainer: str) -> Rollout:
-    """Args: trainer: `Auto` where the plan will say it, and with it what else is left open."""
+    """Args: trainer: `Auto` if the plan will decide it and the other open fields."""
     engine = rollout.engine
     if engine == "Auto" and trainer != "Auto":
         # Ranks hold no whole model that an engine could sample with.

@@ -1,4 +1,4 @@
-"""The kinds of rules that a manifest keeps, those that several blocks share, and what no rule in CEL can say.
+"""The kinds of rules of a manifest, those that several blocks share, and those that CEL cannot express.
 
 The loader and the API server hold each rule against a manifest. A block's own rules stand below its fields.
 """
@@ -35,13 +35,13 @@ class Rule:
     cel: str
     """True where nothing is wrong. On the API server it is silent where a field that it reads is out of bounds."""
     message: str
-    """What is wrong, with places such as `{self.top_k}` for values of the block."""
+    """The error, with places such as `{self.top_k}` for values of the block."""
     fix: str
     _: KW_ONLY
     each_key: bool = False
     """`field` is a mapping, and `cel` must be true of every `key`."""
     more: Callable[[Any], Any] | None = None
-    """Gives what stands at `{more}` in message and fix: a function of the block."""
+    """Computes the value of `{more}` in message and fix from the block."""
     rests_on: tuple[str, ...] | None = None
     """The other fields that the finding rests on: where one of them is itself wrong, nothing is said. If unset, all
     that `cel` reads."""
@@ -54,7 +54,7 @@ class Rule:
         object.__setattr__(self, "_holds", compile_cel(self.cel))
 
     def __call__(self, block: Any) -> Iterable[Contradiction]:
-        """What is wrong in a block."""
+        """Errors in a block."""
         if self.each_key:
             keys = getattr(block, to_snake(self.field))
             return [self._found(block, key) for key in keys if not self._holds({"self": block, "key": key})]
@@ -68,7 +68,7 @@ class Rule:
 
     @property
     def hint(self) -> str:
-        """What the API server says."""
+        """The API server's message."""
         return self.server if isinstance(self.server, str) else self.fix.format().replace("`", "")
 
     def _found(self, block: Any, key: str = "") -> Contradiction:
@@ -89,12 +89,12 @@ class Unique:
 
     field: str
     key: str = ""
-    """Field of an item by which items are told apart; empty: the whole item."""
+    """Field that identifies an item; empty: the whole item."""
     owner: str = ""
-    """What has a name of its own, in the words of the fix; empty: an item has no name."""
+    """The thing that needs a unique name, in the words of the fix; empty: an item has no name."""
 
     def __call__(self, block: Any) -> Iterator[Contradiction]:
-        """An item that stands there more often than twice is named once."""
+        """Yields one error for an item, however often it is repeated."""
         items = getattr(block, to_snake(self.field)) or ()
         values = [getattr(item, self.key) if self.key else item for item in items]
         for index, value in enumerate(values):
@@ -125,7 +125,7 @@ def uri_rule(schemes: tuple[str, ...], name: str = "uri", unless: str = "") -> R
 
 
 def _explain_uri(uri: str, schemes: tuple[str, ...]) -> tuple[str, str]:
-    """What is wrong, and the fix."""
+    """The error and its fix."""
     scheme, _, rest = uri.partition("://")
     if scheme == "file":
         return f"`{uri}` does not hold an absolute path", f"write the path alone: `{rest}`"

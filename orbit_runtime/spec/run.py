@@ -48,7 +48,7 @@ SERVER_SET = frozenset({
     "creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "generation",
     "managedFields", "ownerReferences", "resourceVersion", "selfLink", "uid",
 })  # fmt: skip
-"""Metadata of an object in a cluster that says nothing about the run."""
+"""Metadata of an object in a cluster that does not concern the run."""
 _ONE_NODE = "write nodes: 1; several are for ranks of a trainer, and a first one for the engine"
 
 
@@ -272,7 +272,7 @@ class OrbitRun(Block):
 
     @property
     def folder(self) -> Path | None:
-        """Where relative paths start; None: nobody said, which is the working folder."""
+        """The folder in which relative paths start; None for the working folder."""
         return self._folder
 
     def beside(self, folder: Path | None) -> Self:
@@ -288,7 +288,7 @@ class OrbitRun(Block):
     @model_validator(mode="before")
     @classmethod
     def _drop_status(cls, value: Any) -> Any:
-        """What `kubectl get -o yaml` prints is a manifest too."""
+        """Accepts what `kubectl get -o yaml` prints."""
         return _without(value, {"status"})
 
     @model_validator(mode="after")
@@ -320,7 +320,7 @@ def _without(value: Any, names: Collection[str]) -> Any:
 
 
 def find_contradictions(block: Block, path: tuple[str | int, ...] = ()) -> Iterator[Contradiction]:
-    """What is impossible in a block and below it, paths counted from the outermost block."""
+    """Errors in a block and below it, with paths from the outermost block."""
     for rule in block.rules:
         for each in rule(block):
             yield each._replace(at=(*path, *each.at), involves=tuple((*path, *other) for other in each.involves))

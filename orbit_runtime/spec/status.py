@@ -1,4 +1,4 @@
-"""`status` of an OrbitRun: what the operator has seen of a run.
+"""`status` of an OrbitRun: the operator's observations of a run.
 
 Belongs here: the facts, their kinds and bounds; the CRD's status schema comes from here. Does not belong here: finding
 the facts out (the operator), or the pod's own `/status` (`observability`).

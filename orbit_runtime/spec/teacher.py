@@ -54,7 +54,7 @@ class Teacher(Block):
 
     @property
     def decided(self) -> Teacher:
-        """With what its type and `over` read, written out."""
+        """A copy with the fields that its type and `over` read written out."""
         decay = (DECAY if self.decay is None else self.decay) if self.type == "Average" else None
         every = (self.every_steps or EVERY_STEPS) if self.type == "Lagged" else None
         top_k = (self.top_k or TOP_K) if self.over == "TopK" else None
@@ -62,7 +62,7 @@ class Teacher(Block):
 
     @property
     def is_column(self) -> bool:
-        """What it says of a sample are numbers, one a token, that are known before a step."""
+        """Whether its report on a sample is one number a token, known before a step."""
         return self.over == "Sampled"
 
     @property

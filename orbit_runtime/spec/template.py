@@ -105,7 +105,7 @@ def _shown_value(schema: Schema, *, needed: bool) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A value in one line of YAML. Words stand bare; the rest reads the same as JSON."""
+    """A value in one line of YAML: words without quotes, the rest as in JSON."""
     if isinstance(value, str) and value and not set(value) & set("#{}[],&*!|>'\"%@`") and ": " not in value:
         return value
     if isinstance(value, list):

@@ -101,7 +101,7 @@ class Training(Block):
     whole layers. `Auto` takes the first of these that fits, according to the plan. The result stays the same."""
 
     def decided_attention(self, max_sequence: int) -> Literal["Eager", "SDPA", "Chunked"]:
-        """With `Auto` decided for sequences of at most so many tokens."""
+        """`Auto` resolved for sequences of at most so many tokens."""
         if self.attention != "Auto":
             return self.attention
         return "Chunked" if max_sequence >= LONG_SEQUENCE else "SDPA"
