@@ -139,7 +139,7 @@ def open_task(
     pool = None
     if target is not None:
         pool = closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=path))
-    sampling = sampling_of(with_sampling(spec, settings))
+    sampling = sampling_of(with_sampling(spec, settings).rollout)
     return EvalTask(
         name, with_samples(spec, settings), table, sampling, scorer, pool, versions, tuple(read) or ("answer",),
     )  # fmt: skip

@@ -27,16 +27,11 @@ from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids, sampling_of
 from orbit_runtime.sides.content import content_digests
-from orbit_runtime.sides.engines import (
-    change_limit,
-)
+from orbit_runtime.sides.engines import change_limit, engine_settings
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.interface import EngineOrder, TrainerOrder
 from orbit_runtime.sides.teacher import TaughtEnvironment, attach_teacher, check_base, teacher_digest
-from orbit_runtime.sides.trainers import (
-    check_replay,
-    load_algorithm,
-)
+from orbit_runtime.sides.trainers import check_replay, load_algorithm
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
@@ -92,17 +87,15 @@ def build_parts(
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         held_out = build_held_out(spec, materials.held_out, tokenizer)
         sequences = first_sequences(table, tokenizer)
-        side = given.sides.open(
-            TrainerOrder(
-                resolved, folder, names.model, weights, tokenizer, sequences, store, execution, closing, teacher
-            )
+        order = EngineOrder(
+            engine_settings(resolved), tokenizer, folder, sequences, closing, is_resumed=execution.number > 1
         )
+        given.sides.start_engine(order)
+        side = given.sides.open(TrainerOrder(resolved, folder, names.model, closing, teacher))
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
     show.stage("starting the engine")
-    is_resumed = execution.number > 1
-    order = EngineOrder(resolved, side.facts, tokenizer, folder, sequences, closing, is_resumed)
-    engine = given.sides.build_engine(order)
+    engine = given.sides.build_engine(order, side.facts)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
     keeper = BackgroundWriter()
@@ -128,7 +121,7 @@ def build_parts(
         max_unproven=spec.parity.max_unproven,
         loads_beside=given.sides.loads_beside and resolved.engine != "Torch",
     )
-    environment = build_environment(run.name, spec, tokenizer, materials.scorer, pool, sampling_of(spec))
+    environment = build_environment(run.name, spec, tokenizer, materials.scorer, pool, sampling_of(spec.rollout))
     served = attach_teacher(spec, tokenizer, side.facts.vocabulary, sequences, closing)
     environment = TaughtEnvironment(environment, served) if served else environment
     stream = build_stream(table, spec)

@@ -15,15 +15,14 @@ from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.measure import EngineEpisode
-from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.sides.engines import build_torch_engine
+from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import build_policy
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import RetryPolicy
-from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import BASE_VERSION, AdapterFiles, Engine
 
 
@@ -70,10 +69,7 @@ def open_models(
     """
     resolved = resolve(run, machine_facts())
     spec = resolved.run.spec
-    if spec.model.uri.startswith("builtin://"):
-        folder = builtin_folder(spec.model.uri.removeprefix("builtin://"), spec.model.precision)
-    else:
-        folder = fetch_input(spec.model.uri, "model", "spec.model.uri", patience=RetryPolicy()).path
+    folder = Inputs(spec, {}, RetryPolicy(), ()).model()
     tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
     for task in tasks:
         longest = spec.model.max_sequence_length - task.sampling.max_new_tokens

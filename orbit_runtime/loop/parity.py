@@ -85,7 +85,7 @@ def _sequences(parts: Parts, adapter: str) -> tuple[tuple[int, ...], ...]:
     """Sequences to measure: prompts as training sees them, completions, and one of the maximum length."""
     asked = parts.spec.rollout.sampling
     tokens = min(asked.max_new_tokens, COMPLETION_TOKENS)
-    sampling = replace(sampling_of(parts.spec), max_new_tokens=tokens)
+    sampling = replace(sampling_of(parts.spec.rollout), max_new_tokens=tokens)
     requests = [
         Request(index, stream_key(parts.spec.data.seed, "parity", index), prompt, sampling, adapter)
         for index, prompt in enumerate(parts.sequences[:COMPLETIONS])
@@ -183,7 +183,7 @@ def compare_sides(
         patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)
         inputs, given = Inputs(asked.spec, {}, patience, search_path), CallerOptions()
         materials = open_episode_materials(asked, resolve_names(asked, None), inputs, given, show, closing)
-        given.sides.watch(stop, show.note)
+        given.sides.watch(stop, show.note, store, execution)
         resolved = resolve(spec, given.sides.machine(show.stage), folder=manifest_folder)
         parts = build_parts(
             resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing

@@ -6,7 +6,8 @@ Belongs here: reading what a run recorded, and comparing. Does not belong here: 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +23,14 @@ from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.sides.content import WEIGHTS, check_weights_known
+from orbit_runtime.sides.here import Here
 from orbit_runtime.sides.inputs import Inputs
-from orbit_runtime.sides.machine import explain_rounding, machine_facts, rounding_facts
+from orbit_runtime.sides.interface import TrainerOrder
+from orbit_runtime.sides.machine import explain_rounding, machine_facts
 from orbit_runtime.sides.teacher import CONTENT, FIELD, open_teacher, teacher_digest
-from orbit_runtime.sides.trainers import (
-    build_policy,
-    build_trainer,
-    decide_division,
-    initial_state,
-    load_algorithm,
-    load_loss,
-)
+from orbit_runtime.sides.trainers import load_algorithm
 from orbit_runtime.spec import OrbitRun, resolve
+from orbit_runtime.spec.resolve import in_one_process
 from orbit_runtime.spec.run import upgrade_manifest
 from orbit_runtime.storage import NotFound, Store, read_run_file
 from orbit_runtime.storage.cache import Cache, default_cache
@@ -94,48 +91,43 @@ def replay(
             where=store.uri,
             fix="run its manifest again into another folder, and compare the adapters' digests",
         )
-    resolved = resolve(_in_one_process(before["resolved"]), machine_facts())
+    # If ranks trained the run, the last bits differ, and `rounding` says so.
+    resolved = resolve(in_one_process(OrbitRun.model_validate(upgrade_manifest(before["resolved"]))), machine_facts())
     spec = resolved.run.spec
     inputs = Inputs(spec, before.get("inputs", {}), RetryPolicy(), search_path)
     algorithm = load_algorithm(resolved, inputs.search_path)
-    loss = load_loss(resolved, inputs.search_path)
+    sides = Here()
+    sides.load_loss(resolved, inputs.search_path, None)
     folder = inputs.model()
     check_weights_known(store.uri, before["identity"])
     if cached_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
         raise ModelError("the base has changed since the run began", where=spec.model.uri)
-    policy = build_policy(resolved, folder, decide_division(resolved, folder).recompute)
+    resolved = sides.settle(resolved, folder)
     teacher = open_teacher(spec)
     if teacher_digest(teacher).get(CONTENT) != before["identity"].get(CONTENT):
         raise ModelError("the teacher's adapter has changed since the run began", where=f"{FIELD}.uri")
-    trainer = build_trainer(resolved, policy, loss, teacher, base_model=before["names"]["model"])
-    origin = find_origin(resolved.run, before)
-    if origin is not None:
-        trainer.load_state(origin.bundle.parts)
-    initial = open_initial(spec, before)
-    if initial is not None:
-        from orbit_runtime.training.megatron.outline import outline_of
-
-        if before["identity"].get(INITIAL_CONTENT) != initial.digest:
-            raise ModelError("the adapter has changed since the run began with it", where=INITIAL_FIELD)
-        trainer.load_state(initial_state(outline_of(policy.injected, policy.injected.masters), initial.folder))
-    done: list[ReplayedStep] = []
-    for row in rows[:steps]:
-        step = int(row.number("step") or 0)
-        groups = _groups(store, step)
-        trainer.update(build_batch(spec, algorithm, trainer, groups))
-        version = int(row.number("policy_version") or 0)
-        done.append(ReplayedStep(step, str(row["adapter_digest"]), publishable(trainer, version).digest))
-        show(len(done), len(rows[:steps]))
-        if not done[-1].is_equal:
-            break
-    return Replay(tuple(done), tuple(explain_rounding(before.get("rounding", []), rounding_facts())))
-
-
-def _in_one_process(manifest: Mapping[str, Any]) -> OrbitRun:
-    """The manifest with the Torch trainer. If ranks trained the run, the last bits differ, and `rounding` says so."""
-    spec = manifest["spec"]
-    training = {**spec["training"], "trainer": "Torch"}
-    return OrbitRun.model_validate(upgrade_manifest({**manifest, "spec": {**spec, "training": training}}))
+    with ExitStack() as closing:
+        side = sides.open(TrainerOrder(resolved, folder, before["names"]["model"], closing, teacher))
+        trainer = side.trainer
+        origin = find_origin(resolved.run, before)
+        if origin is not None:
+            trainer.load_state(origin.bundle.parts)
+        initial = open_initial(spec, before)
+        if initial is not None:
+            if before["identity"].get(INITIAL_CONTENT) != initial.digest:
+                raise ModelError("the adapter has changed since the run began with it", where=INITIAL_FIELD)
+            side.begin(initial.folder, initial.digest)
+        done: list[ReplayedStep] = []
+        for row in rows[:steps]:
+            step = int(row.number("step") or 0)
+            groups = _groups(store, step)
+            trainer.update(build_batch(spec, algorithm, trainer, groups))
+            version = int(row.number("policy_version") or 0)
+            done.append(ReplayedStep(step, str(row["adapter_digest"]), publishable(trainer, version).digest))
+            show(len(done), len(rows[:steps]))
+            if not done[-1].is_equal:
+                break
+        return Replay(tuple(done), tuple(explain_rounding(before.get("rounding", []), side.rounding)))
 
 
 def _rows(store: Store) -> list[MetricsRow]:

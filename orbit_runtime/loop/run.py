@@ -133,7 +133,7 @@ def run(
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
             stop.on_request, show.stop = show.stopping, stop
             given = CallerOptions(rewards, loss, advantages, search_path, sides or Here())
-            given.sides.watch(stop, show.note)
+            given.sides.watch(stop, show.note, store, execution)
             closing.enter_context(watch_stalls(end_stalled(store, execution, show, webhooks)))
             with device_errors_with_stage(show):
                 resolve_on = partial(resolve, spec, folder=manifest_folder)

@@ -121,9 +121,7 @@ def build_sft(
     show.stage(f"loading the model, {amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
-        side = sides.open(
-            TrainerOrder(resolved, folder, names.model, weights, tokenizer, sequences, store, execution, closing)
-        )
+        side = sides.open(TrainerOrder(resolved, folder, names.model, closing))
     keeper = BackgroundWriter()
     closing.callback(keeper.close)
     by_id = {prompt.prompt_id: each for prompt, each in zip(table.prompts_P, encoded, strict=True)}

@@ -29,7 +29,7 @@ CPU_MULTIPLE = 32
 MARLIN_COLUMNS, MARLIN_FORMATS = 64, ("NVFP4", "INT4")
 """SGLang 0.5.23's Marlin kernel for experts multiplies that many columns at a time, and pads these formats to nothing
 (`kernels/jit/csrc/gemm/marlin_moe`): other widths end the server at its first pass."""
-TENSOR_PARALLEL = "spec.rollout.tensorParallel"
+TENSOR_PARALLEL, REPLICAS = "spec.rollout.tensorParallel", "spec.rollout.replicas"
 
 
 def server_gpus(model: ModelFacts, job: Job, num_gpus: int) -> int:
@@ -65,7 +65,7 @@ def find_refusal(model: ModelFacts, job: Job, num_gpus: int) -> UnsupportedError
     if why is None:
         return None
     if num_gpus and job.servers > num_gpus:
-        return UnsupportedError(why, where="spec.rollout.replicas", fix=f"write replicas: {num_gpus} or less")
+        return UnsupportedError(why, where=REPLICAS, fix=f"write replicas: {num_gpus} or less")
     sizes = range(1, (job.asked_server_gpus or 1) + 1)
     fitting = [str(size) for size in sizes if find_objection(model, job, size, num_gpus) is None]
     return UnsupportedError(why, where=TENSOR_PARALLEL, fix=f"write tensorParallel: {' or '.join(fitting)}")

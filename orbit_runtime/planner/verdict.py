@@ -16,12 +16,17 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner.job import Devices, Machine, build_job, device_problem, requested_machine, split_devices
 from orbit_runtime.planner.layout import requested_layout
 from orbit_runtime.planner.plan import Plan, division_problems, plan
-from orbit_runtime.planner.serving import TENSOR_PARALLEL, find_refusal
+from orbit_runtime.planner.serving import REPLICAS, TENSOR_PARALLEL, find_refusal
 from orbit_runtime.planner.support import Problem
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest, read_manifest
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling
 from orbit_runtime.planner.support.served import served_problems
-from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.adapter import Adapter
+from orbit_runtime.spec.data import Data, Prompts
+from orbit_runtime.spec.model import Model
+from orbit_runtime.spec.rollout import Rollout
+from orbit_runtime.spec.run import Metadata, OrbitRun, RunSpec
+from orbit_runtime.spec.training import Training
 
 Reason = Literal["Fits", "DoesNotFit", "Unsupported", "NotInThisVersion", "ModelMismatch", "MemoryUnknown"]
 
@@ -115,6 +120,16 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
     return _with_device_problem(made, run, machine)
 
 
+def plan_served(base: Model, adapter: Adapter, rollout: Rollout, model: ModelFacts, machine: Machine) -> Plan:
+    """Plans servers that belong to no run. Like those of a run, each leaves free what a Torch trainer would take
+    on its GPU, here one with the defaults."""
+    data, reserve = Data(prompts=(Prompts(uri="builtin://addition"),)), Training(trainer="Torch", steps=1)
+    spec = RunSpec(model=base, adapter=adapter, rollout=rollout, data=data, training=reserve)
+    # Nothing scores its policy, so as a manifest it would be refused.
+    run = OrbitRun.model_construct(metadata=Metadata(name="serve"), spec=spec)
+    return plan_as_run(run, model, machine)
+
+
 def check_alone(made: Plan) -> None:
     """Checks the plan of a run in three processes: all of them read `Auto` as Torch before any machine is planned for.
 
@@ -170,6 +185,11 @@ def has_sizes(run: OrbitRun) -> bool:
 def check_division(made: Plan) -> None:
     """Raises UnsupportedError (78), with the plan's message, if ranks cannot divide the model like this."""
     _raise_first([each for each in made.problems if each.where.startswith(TRAINER)])
+
+
+def check_servers(made: Plan) -> None:
+    """Raises UnsupportedError (78), with the plan's message, if the model cannot be cut for these servers."""
+    _raise_first([each for each in made.problems if each.where in (REPLICAS, TENSOR_PARALLEL)])
 
 
 def check_sizes(run: OrbitRun, model: ModelFacts) -> bool:

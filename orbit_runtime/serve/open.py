@@ -1,6 +1,8 @@
 """Opens the models of a server from a run folder, a manifest, or a model and adapters.
 
-Belongs here: what each of these says about base and adapters, loading them. Does not belong here: HTTP.
+Belongs here: what each of these says about base and adapters, loading them, what serving needs from servers beyond a
+run. Does not belong here: HTTP, starting and calling servers (`rollout`, `sides.engines`), which name stands for which
+adapter (`policies`).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +23,9 @@ from orbit_runtime.errors import UsageError
 from orbit_runtime.model_info.builtin_models import any_builtin_folder
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.model_info.settings import check_model_folder, load_settings
+from orbit_runtime.planner.assumptions import SERVER_SLOTS
 from orbit_runtime.planner.support.sampling import Kind
+from orbit_runtime.planner.verdict import plan_served
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.streaming import StreamingEngine
@@ -28,16 +33,29 @@ from orbit_runtime.rollout.torch_engine import ReplaceableEngine
 from orbit_runtime.serve.names import POLICY, check_one_source
 from orbit_runtime.serve.policies import Base, BaseReplacement, Policies, config_of, open_policy
 from orbit_runtime.serve.requests import ServeLimits
-from orbit_runtime.serve.served_base import ServedBase, open_servers
+from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
+from orbit_runtime.sides.engines import all_headers, build_servers, engine_settings
 from orbit_runtime.sides.inputs import Inputs, fetch_model, progress_lines
+from orbit_runtime.sides.interface import EngineOrder, EngineSettings
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import adapter_config, build_policy
-from orbit_runtime.spec import OrbitRun, Resolved, load_manifest, resolve
+from orbit_runtime.spec import OrbitRun, load_manifest, resolve
+from orbit_runtime.spec.adapter import OFT, Adapter, LoRA
+from orbit_runtime.spec.model import Model
+from orbit_runtime.spec.resolve import in_one_process
+from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import upgrade_manifest
 from orbit_runtime.storage import open_store, read_run_file
 from orbit_runtime.storage.bundles import list_bundles
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import RetryPolicy
+
+PROBE = [{"role": "user", "content": "Name three rivers of Africa, then add 17 and 26."}]
+"""Text on which the tokenizers of Orbit and of attached servers must agree."""
+MOST_ADAPTERS = 2 * SERVER_SLOTS - 1
+"""Servers hold twice as many adapters as they compute with at a time; beyond that SGLang drops one by itself. One place
+is kept for the next adapter, which is proven before it replaces another."""
+
 
 EngineName = Literal["Auto", "Torch", "SGLang", "OpenAI"]
 
@@ -80,17 +98,38 @@ class ServedModels:
 
 
 @dataclass(frozen=True)
+class ServedBase:
+    """An engine, and what is known of its base."""
+
+    engine: StreamingEngine
+    config: AdapterConfig
+    vocabulary: int
+    compute_dtype: str
+    kind: Kind
+    policy: Policy | None = None
+    """The model, if it is in this process."""
+    replacing: BaseReplacement | None = None
+    """What replacing the base needs, likewise."""
+    most_adapters: int | None = None
+    watch: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
 class _Source:
     """Base and adapters, from a run or the command line."""
 
     folder: Path
     place: str
     config: AdapterConfig
-    resolved: Resolved | None
-    """None if there is no run."""
     engine: str
+    settings: Callable[[], EngineSettings]
+    """For servers."""
+    load: Callable[[Path], Policy]
+    """The base in a folder, for the torch engine."""
+    limits: ServeLimits
     adapters: Mapping[str, str]
     updates_from: tuple[str, ...]
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None]) -> ServedModels:
@@ -102,23 +141,14 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
             live.
     """
     check_one_source(asked.source, asked.model)
-    source = _of_model(asked, note) if asked.source is None else _of_run(asked, note)
-    template = source.resolved.run.spec.data.chat.template_arguments if source.resolved else {}
-    if source.resolved:
-        limits = replace(limits, sequence=min(limits.sequence, source.resolved.run.spec.model.max_sequence_length))
-    longest = load_settings(source.folder / "config.json").get("max_position_embeddings")
-    if longest:
-        limits = replace(limits, sequence=min(limits.sequence, int(longest)))
-    tokenizer = ChatTokenizer(source.folder, template)
+    source = _of_model(asked, limits, note) if asked.source is None else _of_run(asked, limits, note)
+    tokenizer = ChatTokenizer(source.folder, source.template_arguments)
     with ExitStack() as closing:
         if source.engine == "Torch":
-            held = _open_torch(source, tokenizer, limits)
+            held = _open_torch(source, tokenizer)
         else:
             note(f"starting {source.engine}" if source.engine == "SGLang" else "asking the endpoints")
-            held = open_servers(
-                source.resolved or _run_of(source, limits), source.config, source.folder, tokenizer,
-                len(source.adapters), closing,
-            )  # fmt: skip
+            held = _open_servers(source, tokenizer, closing)
         closing.callback(held.engine.close)
         weights = cached_weights_digest(source.folder, Cache(default_cache(os.environ)))
         name = source.place.rstrip("/").rpartition("/")[2] or source.place
@@ -131,22 +161,16 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
             served, proof = policies.load(adapter, where)
             note(f"{adapter}: {served.place}, {served.digest[:19]}…, {proof.verdict} live")
         return ServedModels(
-            policies, held.engine, limits, source.folder, held.kind, template, held.watch, closing.pop_all()
+            policies, held.engine, source.limits, source.folder, held.kind, source.template_arguments, held.watch,
+            closing.pop_all(),
         )  # fmt: skip
 
 
-def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: ServeLimits) -> ServedBase:
-    def load(folder: Path) -> Policy:
-        if source.resolved is not None:
-            return build_policy(source.resolved, folder, "None")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        return load_policy(folder, source.config, device=device, compute_dtype=dtype, longest=limits.sequence)
-
+def _open_torch(source: _Source, tokenizer: ChatTokenizer) -> ServedBase:
     def build(policy: Policy) -> TorchEngine:
-        return TorchEngine(policy, tokenizer, max_running_requests=limits.running)
+        return TorchEngine(policy, tokenizer, max_running_requests=source.limits.running)
 
-    policy = load(source.folder)
+    policy = source.load(source.folder)
     engine = ReplaceableEngine(build(policy))
     return ServedBase(
         engine=engine,
@@ -155,11 +179,51 @@ def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: ServeLimits) 
         compute_dtype=str(policy.compute_dtype).removeprefix("torch."),
         kind="Torch",
         policy=policy,
-        replacing=BaseReplacement(source.folder, engine, load, build),
+        replacing=BaseReplacement(source.folder, engine, source.load, build),
     )
 
 
-def _of_model(asked: ServeRequest, note: Callable[[str], None]) -> _Source:
+def _open_servers(source: _Source, tokenizer: ChatTokenizer, closing: ExitStack) -> ServedBase:
+    """
+    Args:
+        closing: receives what must be ended.
+
+    Raises:
+        UsageError: there are more adapters than servers hold.
+        OrbitError: servers cannot apply these adapters, do not start, or do not respond.
+    """
+    if len(source.adapters) >= MOST_ADAPTERS:
+        raise UsageError(
+            f"{len(source.adapters)} adapters were requested, and SGLang's servers hold at most {MOST_ADAPTERS - 1}",
+            where="--adapter",
+            fix="serve fewer, or start another server for the others",
+        )
+    settings = source.settings()
+    all_headers("spec.rollout.endpoints", settings.rollout.endpoints, os.environ)
+    facts = facts_of_checkpoint(source.folder, settings.adapter, settings.compute_dtype)
+    sequences = [tokenizer.encode_chat(PROBE)]
+    engine = build_servers(EngineOrder(settings, tokenizer, source.folder, sequences, closing), facts)
+    return ServedBase(
+        engine=engine,
+        config=facts.adapter,
+        vocabulary=facts.vocabulary,
+        compute_dtype=facts.compute_dtype,
+        kind=_kind(settings.rollout, engine.kinds()),
+        most_adapters=MOST_ADAPTERS,
+        watch=engine.revive if source.engine == "SGLang" else lambda: None,
+    )
+
+
+def _kind(rollout: Rollout, found: set[str]) -> Kind:
+    """The kind of the servers, for `planner.support.sampling`."""
+    if "vLLM" in found:
+        return "vLLM"
+    if rollout.deterministic:
+        return "SGLang, deterministic"
+    return "SGLang without plug-in" if "SGLang without plug-in" in found else "SGLang"
+
+
+def _of_model(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None]) -> _Source:
     assert asked.model is not None
     if asked.engine == "OpenAI":
         raise UsageError("the addresses of servers are in a manifest", where="--engine", fix="name the manifest's file")
@@ -172,63 +236,58 @@ def _of_model(asked: ServeRequest, note: Callable[[str], None]) -> _Source:
     found = [config_of(open_policy(where)) for where in asked.adapters.values()]
     config = found[0] if found else AdapterConfig(type="LoRA", targets=())
     engine = "Torch" if asked.engine == "Auto" else asked.engine
-    return _Source(folder, uri, config, None, engine, asked.adapters, asked.updates_from)
+    limits = _within(limits, folder)
+    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    load = partial(load_policy, adapter=config, device=device, compute_dtype=dtype, longest=limits.sequence)
+    settings = partial(_without_run, uri, config, engine, limits)
+    return _Source(folder, uri, config, engine, settings, load, limits, asked.adapters, asked.updates_from)
 
 
-def _run_of(source: _Source, limits: ServeLimits) -> Resolved:
-    """A manifest for servers without a run, equivalent to that of a run with this base and adapter."""
-    adapter: dict[str, Any] = {"type": source.config.type, "targets": list(source.config.targets) or None}
-    if source.config.type == "LoRA":
-        adapter["lora"] = {"rank": source.config.rank, "alpha": source.config.alpha}
-    else:
-        adapter["oft"] = {"blockSize": source.config.block_size}
-    prompts = [{"uri": "builtin://addition"}]
-    run = OrbitRun.model_validate(
-        {
-            "apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "serve"},
-            "spec": {
-                "model": {"uri": source.place, "maxSequenceLength": limits.sequence}, "data": {"prompts": prompts},
-                "adapter": {name: value for name, value in adapter.items() if value is not None},
-                "rollout": {"engine": source.engine, "maxRunningRequests": limits.running},
-                "training": {"trainer": "Torch"},
-            },
-        }
-    )  # fmt: skip
-    return resolve(run, machine_facts())
+def _without_run(place: str, config: AdapterConfig, engine: EngineName, limits: ServeLimits) -> EngineSettings:
+    """Servers of a model on this machine, with a run's defaults for what nobody said."""
+    rollout = Rollout(engine=engine, adapter_transport="SharedMemory", max_running_requests=limits.running)
+    lora = LoRA(rank=config.rank, alpha=config.alpha) if config.type == "LoRA" else None
+    oft = OFT(block_size=config.block_size) if config.type == "OFT" else None
+    adapter = Adapter(type=config.type, targets=config.targets or None, lora=lora, oft=oft)
+    plan = partial(plan_served, Model(uri=place, max_sequence_length=limits.sequence), adapter, rollout)
+    if torch.cuda.is_available():
+        return EngineSettings(config, rollout, limits.sequence, "cuda", "bfloat16", plan)
+    return EngineSettings(config, rollout, limits.sequence, "cpu", "float32", plan)
 
 
-def _of_run(asked: ServeRequest, note: Callable[[str], None]) -> _Source:
+def _within(limits: ServeLimits, folder: Path) -> ServeLimits:
+    """No sequence is longer than the model's own limit."""
+    longest = load_settings(folder / "config.json").get("max_position_embeddings")
+    return replace(limits, sequence=min(limits.sequence, int(longest))) if longest else limits
+
+
+def _of_run(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None]) -> _Source:
     """The source that a run folder or a manifest describes."""
     assert asked.source is not None
     run, inputs, uri, folder = _read_run(asked.source)
-    resolved = resolve(_for_serving(run, asked.engine), machine_facts(), folder=folder)
-    fetched = Inputs(resolved.run.spec, inputs, RetryPolicy(notice=note, tell=progress_lines(note)), [])
+    run = in_one_process(run, rollout=_served(run.spec.rollout, asked.engine))
+    resolved = resolve(run, machine_facts(), folder=folder)
+    spec = resolved.run.spec
+    fetched = Inputs(spec, inputs, RetryPolicy(notice=note, tell=progress_lines(note)), [])
     kept = list_bundles(open_store(uri, writable=False), "adapters") if _is_there(uri) else []
     adapters = {**({POLICY: uri} if kept else {}), **asked.adapters}
-    spec = resolved.run.spec
+    model = fetched.model()
+    config, settings = adapter_config(spec), partial(engine_settings, resolved)
+    limits = _within(replace(limits, sequence=min(limits.sequence, spec.model.max_sequence_length)), model)
     return _Source(
-        fetched.model(), spec.model.uri, adapter_config(spec), resolved, resolved.engine, adapters,
-        (uri, *asked.updates_from),
+        model, spec.model.uri, config, resolved.engine, settings, partial(build_policy, resolved, recompute="None"),
+        limits, adapters, (uri, *asked.updates_from), spec.data.chat.template_arguments,
     )  # fmt: skip
 
 
-def _for_serving(run: OrbitRun, engine: EngineName) -> OrbitRun:
-    """The manifest without engine settings that only a trainer needs and, if another engine is chosen, without settings
-    of the manifest's engine."""
-    manifest = run.to_manifest()
-    spec = manifest["spec"]
-    rollout = dict(spec.get("rollout") or {})
-    given = rollout.get("engine", "Auto")
+def _served(rollout: Rollout, engine: EngineName) -> Rollout:
+    """A run's settings without those that only training needs; of another engine, what is not the run's engine's."""
     if engine == "Auto":
-        engine = "Torch" if given == "Auto" and spec.get("training", {}).get("trainer", "Auto") == "Auto" else given
-    if engine != given:
-        rollout = {name: value for name, value in rollout.items() if name in ("sampling", "maxRunningRequests")}
-    rollout = {name: value for name, value in rollout.items() if name not in ("sleep", "routerReplay")}
-    # Nothing is trained here, so the original trainer does not matter.
-    training = {**(spec.get("training") or {}), "trainer": "Torch"}
-    return OrbitRun.model_validate(
-        {**manifest, "spec": {**spec, "rollout": {**rollout, "engine": engine}, "training": training}}
-    )
+        engine = "Torch" if rollout.engine == "Auto" else rollout.engine
+    if engine == rollout.engine:
+        return rollout.model_copy(update={"sleep": "None", "router_replay": "None"})
+    return Rollout(engine=engine, sampling=rollout.sampling, max_running_requests=rollout.max_running_requests)
 
 
 def _read_run(source: str) -> tuple[OrbitRun, Mapping[str, object], str, Path | None]:

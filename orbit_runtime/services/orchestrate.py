@@ -5,8 +5,8 @@ Belongs here: the handshake. Does not belong here: a connection (`connection`), 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.planner.support.manifests import check_apart
 from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.policy.facts import PolicyFacts
@@ -28,6 +29,8 @@ from orbit_runtime.sides.interface import EngineOrder, TrainerOrder, TrainerSide
 from orbit_runtime.sides.teacher import CONTENT, teacher_digest
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
 from orbit_runtime.spec.resolve import with_trainer
+from orbit_runtime.storage import Execution, Store
+from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine
 from orbit_runtime.workers.child.signals import StopFlag
 
@@ -53,13 +56,13 @@ class RemoteSides:
         """
         self._trainer = trainer
         self._inference = inference
-        self._share: Callable[[Callable[..., Any]], bool] | None = None
         facts = trainer.facts()
         if inference is not None and (other := inference.facts())["engine"] == "Torch":
             check_pair(facts, other)
         self._machine = MachineFacts(bool(facts["has_cuda"]), int(facts["num_gpus"]))
 
-    def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
+    def watch(self, stop: StopFlag, note: Callable[[str], None], store: Store, execution: Execution) -> None:
+        self._store, self._execution = store, execution
         for each in self._lines:
             each.note = note
             each.is_stopped = lambda: bool(stop)
@@ -78,21 +81,23 @@ class RemoteSides:
     def settle(self, resolved: Resolved, folder: Path) -> Resolved:
         return with_trainer(resolved, "Torch")
 
+    def start_engine(self, order: EngineOrder) -> None:
+        """Its process has started it."""
+
     def open(self, order: TrainerOrder) -> TrainerSide:
-        resolved, closing = order.resolved, order.closing
+        resolved, closing, store, execution = order.resolved, order.closing, self._store, self._execution
         check_apart(resolved.run.spec)
         for line in self._lines:
             check_manifest(line.facts(), identity_fields(resolved.run), order)
         if self._inference is not None:
-            check_inference(self._inference.facts(), resolved.engine, order.weights)
+            weights = kept_weights_digest(order.folder, Cache(default_cache(os.environ)))
+            check_inference(self._inference.facts(), resolved.engine, weights)
         for line in self._lines:
             closing.callback(line.close)
-            line.open(order.store.uri, order.execution.number)
+            line.open(store.uri, execution.number)
         scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-orchestrator-")))
-        store, execution = order.store, order.execution
         sweep(store)
-        share = self._share = partial(try_to_share, store=store, execution=execution.number)
-        trainer, remote = self._trainer.facts(), RemoteTrainer(self._trainer, store, execution, share, scratch)
+        trainer, remote = self._trainer.facts(), RemoteTrainer(self._trainer, store, execution, self._share, scratch)
         closing.callback(remote.tidy)
         return TrainerSide(
             remote,
@@ -110,19 +115,21 @@ class RemoteSides:
     def _lines(self) -> tuple[Connection, ...]:
         return (self._trainer,) if self._inference is None else (self._trainer, self._inference)
 
-    def build_engine(self, order: EngineOrder) -> Engine:
-        if order.resolved.engine == "OpenAI":
-            return build_servers(order)
+    def _share(self, tell: Callable[..., Any]) -> bool:
+        return try_to_share(tell, self._store, self._execution.number)
+
+    def build_engine(self, order: EngineOrder, facts: PolicyFacts) -> Engine:
+        if order.settings.engine == "OpenAI":
+            return build_servers(order, facts)
         assert self._inference is not None
-        assert self._share is not None, "the sides are opened first"
-        if order.resolved.engine == "SGLang":
-            return _start_remote(self._inference, RemoteDesk(self._inference, self._share), order)
+        if order.settings.engine == "SGLang":
+            return _start_remote(self._inference, RemoteDesk(self._inference, self._share), order, facts)
         return RemoteEngine(self._inference, self._share)
 
 
-def _start_remote(inference: Connection, desk: RemoteDesk, order: EngineOrder) -> ServedEngine:
-    facts, rollout = order.facts, order.resolved.run.spec.rollout
-    check_served(facts.served(place_of(order.resolved)))
+def _start_remote(inference: Connection, desk: RemoteDesk, order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
+    rollout = order.settings.rollout
+    check_served(facts.served(place_of(order.settings)))
     routed = routed_layers(facts) if rollout.router_replay != "None" else None
     servers = [
         RemoteServer(inference, index, deterministic=rollout.deterministic, routed=routed)

@@ -26,8 +26,7 @@ from orbit_runtime.services.building import SideManifest, common_facts
 from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.sides.engines import place_of, plan_servers, starts_at_once
-from orbit_runtime.sides.trainers import adapter_config
+from orbit_runtime.sides.engines import engine_settings, place_of, plan_servers, starts_at_once
 from orbit_runtime.storage import Part
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import AdapterFiles
@@ -137,16 +136,16 @@ def build_server_host(asked: SideManifest, address: str, note: Callable[[str], N
     Raises:
         OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
     """
-    resolved = asked.resolved
-    facts = facts_of_checkpoint(asked.folder, adapter_config(resolved.run.spec), resolved.compute_dtype)
-    check_served(facts.served(place_of(resolved)))
+    settings = engine_settings(asked.resolved)
+    facts = facts_of_checkpoint(asked.folder, settings.adapter, settings.compute_dtype)
+    check_served(facts.served(place_of(settings)))
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
-    servers = plan_servers(resolved, facts, asked.folder, scratch, address)
+    servers = plan_servers(settings, facts, asked.folder, scratch, address)
     for server in servers:
         closing.callback(server.stop)
     note(f"starting {len(servers)} SGLang server{'s' if len(servers) > 1 else ''}")
-    start_servers(servers, starts_at_once(resolved))
-    transport = shared_memory if resolved.run.spec.rollout.adapter_transport == "SharedMemory" else None
+    start_servers(servers, starts_at_once(settings))
+    transport = shared_memory if settings.rollout.adapter_transport == "SharedMemory" else None
     calls = ServerCalls(servers, FolderDesk(scratch / "adapters", transport))
     weights = cached_weights_digest(asked.folder, Cache(default_cache(os.environ)))
     told = {**common_facts("inference", asked, weights, {}), "servers": len(servers)}

@@ -16,8 +16,8 @@ from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.services.building import SideManifest, common_facts
 from orbit_runtime.services.depot import Depot, DepotWriter, HeldWriter
 from orbit_runtime.services.host import Host
-from orbit_runtime.sides.interface import TrainerSide, TrainerStart
-from orbit_runtime.sides.trainers import build_side, decide_division, load_loss
+from orbit_runtime.sides.here import Here
+from orbit_runtime.sides.interface import TrainerOrder, TrainerSide
 from orbit_runtime.storage import Content, Part, write_parts
 from orbit_runtime.types import Probe
 
@@ -116,10 +116,10 @@ def build_trainer_host(asked: SideManifest, note: Callable[[str], None], closing
     Raises:
         OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
     """
-    resolved, folder = asked.resolved, asked.folder
-    loss = load_loss(resolved, asked.inputs.search_path)
-    division = decide_division(resolved, folder)
-    side = build_side(resolved, division, folder, loss, asked.model, asked.teacher, TrainerStart(note, closing))
+    sides = Here(note)
+    sides.load_loss(asked.resolved, asked.inputs.search_path, None)
+    resolved = sides.settle(asked.resolved, asked.folder)
+    side = sides.open(TrainerOrder(resolved, asked.folder, asked.model, closing, asked.teacher))
     from pydantic import TypeAdapter
 
     facts = {

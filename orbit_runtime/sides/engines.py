@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.errors import CredentialsError, EngineDiedError
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.planner.support.served import LORA_LAYOUTS, Place, check_served, served_experts
-from orbit_runtime.sides.interface import EngineOrder
-from orbit_runtime.sides.trainers import TrainerLayout
+from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
+from orbit_runtime.sides.interface import EngineOrder, EngineSettings
+from orbit_runtime.sides.trainers import TrainerLayout, adapter_config
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Rollout, Server
@@ -43,7 +45,25 @@ PROBES = 4
 """Real prompts whose text both tokenizers must agree on."""
 
 
-def build_engine(order: EngineOrder, policy: Policy | None) -> Engine:
+def engine_settings(resolved: Resolved) -> EngineSettings:
+    """The settings of a manifest whose trainer and engine are decided."""
+    from orbit_runtime.planner.verdict import plan_as_run
+
+    spec = resolved.run.spec
+    return EngineSettings(
+        adapter_config(spec),
+        spec.rollout,
+        spec.model.max_sequence_length,
+        resolved.device,
+        resolved.compute_dtype,
+        partial(plan_as_run, resolved.asked),
+        spec.model.activation_precision,
+        spec.placement,
+        spec.data.seed,
+    )
+
+
+def build_engine(order: EngineOrder, facts: PolicyFacts, policy: Policy | None) -> Engine:
     """Builds the engine of a run.
 
     Args:
@@ -52,10 +72,10 @@ def build_engine(order: EngineOrder, policy: Policy | None) -> Engine:
     Raises:
         OrbitError: see `build_servers`.
     """
-    if order.resolved.engine != "Torch":
-        return build_servers(order)
+    if order.settings.engine != "Torch":
+        return build_servers(order, facts)
     assert policy is not None, "the planner refuses the torch engine beside ranks"
-    return build_torch_engine(policy, order.tokenizer, order.resolved.run.spec.rollout)
+    return build_torch_engine(policy, order.tokenizer, order.settings.rollout)
 
 
 def build_torch_engine(
@@ -72,30 +92,30 @@ def build_torch_engine(
     )
 
 
-def build_servers(order: EngineOrder) -> ServedEngine:
+def build_servers(order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
     """An engine of SGLang servers that are started here, or of endpoints that are attached.
 
     Raises:
         UnsupportedError: (78) servers cannot apply this adapter, or cannot be had here.
         EngineDiedError: (82) one does not come to answer.
     """
-    check_served(order.facts.served(place_of(order.resolved)))
-    return _attach(order) if order.resolved.engine == "OpenAI" else _start(order)
+    check_served(facts.served(place_of(order.settings)))
+    return _attach(order, facts) if order.settings.engine == "OpenAI" else _start(order, facts)
 
 
-def place_of(resolved: Resolved) -> Place:
-    """Location of the run's servers, for the table of support."""
-    return "attached" if resolved.engine == "OpenAI" else "GPU" if resolved.device == "cuda" else "CPU"
+def place_of(settings: EngineSettings) -> Place:
+    """Where the servers are, for the table of support."""
+    return "attached" if settings.engine == "OpenAI" else "GPU" if settings.device == "cuda" else "CPU"
 
 
-def _start(order: EngineOrder) -> ServedEngine:
+def _start(order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
     from orbit_runtime.rollout.served_engine import start_engine
     from orbit_runtime.rollout.sglang_server import sleeping_parts
     from orbit_runtime.rollout.transport import FolderDesk, shared_memory
 
-    resolved, rollout = order.resolved, order.resolved.run.spec.rollout
+    rollout = order.settings.rollout
     scratch = Path(order.closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
-    servers = plan_servers(resolved, order.facts, order.folder, scratch)
+    servers = plan_servers(order.settings, facts, order.folder, scratch)
     for server in servers:
         order.closing.callback(server.end)
     return start_engine(
@@ -103,20 +123,20 @@ def _start(order: EngineOrder) -> ServedEngine:
         order.tokenizer,
         desk=FolderDesk(scratch / "adapters", shared_memory if rollout.adapter_transport == "SharedMemory" else None),
         max_running_requests=rollout.max_running_requests,
-        at_once=starts_at_once(resolved),
+        at_once=starts_at_once(order.settings),
         sleeping=sleeping_parts(rollout.sleep),
     )
 
 
-def starts_at_once(resolved: Resolved) -> int:
+def starts_at_once(settings: EngineSettings) -> int:
     """Number of servers that start at the same time; on a CPU they would slow each other down."""
-    return 1 if resolved.device == "cpu" else resolved.run.spec.rollout.replicas
+    return 1 if settings.device == "cpu" else settings.rollout.replicas
 
 
 def plan_servers(
-    resolved: Resolved, facts: PolicyFacts, folder: Path, scratch: Path, host: str | None = None
+    settings: EngineSettings, facts: PolicyFacts, folder: Path, scratch: Path, host: str | None = None
 ) -> list[SGLangServer]:
-    """The run's SGLang servers as the plan of this machine has them, none of them started.
+    """SGLang servers as the plan of this machine has them, none of them started.
 
     Args:
         facts: of the policy, loaded or read from headers.
@@ -136,35 +156,35 @@ def plan_servers(
     from orbit_runtime.workers.child.run_token import run_token
 
     # On a CPU nothing of it decides: SGLang serves BF16 there.
-    model = None if resolved.device == "cpu" else folder_facts(folder)
-    kernels = _plan_kernels(resolved, facts, model) if model else None
-    attention = _check_device(resolved, facts, folder, kernels)
-    spec, adapter, layers = resolved.run.spec, facts.adapter, facts.layers
+    model = None if settings.device == "cpu" else folder_facts(folder)
+    kernels = _plan_kernels(settings, facts, model) if model else None
+    attention = _check_device(settings, facts, folder, kernels)
+    rollout, adapter, layers = settings.rollout, facts.adapter, facts.layers
     base = folder
-    if resolved.device == "cpu" and facts.precision != "BF16":
+    if settings.device == "cpu" and facts.precision != "BF16":
         base = scratch / "base"
         convert(folder, base, Target("BF16"), show=lambda *_: None)
-    serving = _plan_serving(resolved, model, folder)
+    serving = _plan_serving(settings, model, folder)
     memory = serving.memory
-    settings = ServerSettings(
+    first = ServerSettings(
         model=base,
-        device=resolved.device,
-        dtype=resolved.compute_dtype,
+        device=settings.device,
+        dtype=settings.compute_dtype,
         targets=lora_targets((*layers, *adapter.targets)),
-        max_running_requests=spec.rollout.max_running_requests,
-        max_sequence_length=spec.model.max_sequence_length,
-        seed=spec.data.seed,
+        max_running_requests=rollout.max_running_requests,
+        max_sequence_length=settings.max_sequence_length,
+        seed=settings.seed,
         lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
         oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
         experts=served_experts(adapter.expert_layout, layers),
         expert_formats=facts.expert_formats,
-        sleep=spec.rollout.sleep,
-        deterministic=spec.rollout.deterministic,
+        sleep=rollout.sleep,
+        deterministic=rollout.deterministic,
         kernels=kernels,
-        extra=tuple(argument_flags(spec.rollout.engine_arguments)),
-        engine_version=spec.rollout.engine_version,
+        extra=tuple(argument_flags(rollout.engine_arguments)),
+        engine_version=rollout.engine_version,
         attention=attention,
-        reports_experts=spec.rollout.router_replay != "None",
+        reports_experts=rollout.router_replay != "None",
         # SGLang would run the publisher's code for it.
         tokenizer=save_converted(folder, scratch / "tokenizer") if is_tiktoken(folder) else None,
         tensor_parallel=serving.server_gpus,
@@ -172,22 +192,23 @@ def plan_servers(
         memory_fraction=memory.fraction if memory else None,
         adapter_slots=memory.adapter_slots if memory else SERVER_SLOTS,
     )
-    count, size, first = spec.rollout.replicas, serving.server_gpus, serving.first_gpu
-    # Of one seed, two servers would draw the same tokens for the same prompt.
     token = run_token()
     return [
         SGLangServer(
-            replace(settings, seed=settings.seed + index, gpu=first + index * size),
-            log=_log(scratch, index),
+            # Of one seed, two servers would draw the same tokens for the same prompt.
+            replace(first, seed=first.seed + index, gpu=serving.first_gpu + index * serving.server_gpus),
+            log=scratch / f"replica-{index}" / "sglang.log",
             token=token,
             host=host or LOOPBACK,
-            routed=routed_layers(facts) if settings.reports_experts else None,
+            routed=routed_layers(facts) if first.reports_experts else None,
         )
-        for index in range(count)
+        for index in range(rollout.replicas)
     ]
 
 
-def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path, kernels: EngineKernels | None) -> str | None:
+def _check_device(
+    settings: EngineSettings, facts: PolicyFacts, folder: Path, kernels: EngineKernels | None
+) -> str | None:
     """The attention back end to set; None for SGLang's own choice.
 
     Raises UnsupportedError (78) for what SGLang cannot do on this machine's device.
@@ -195,7 +216,7 @@ def _check_device(resolved: Resolved, facts: PolicyFacts, folder: Path, kernels:
     from orbit_runtime.rollout.fused_scales import check_fused_scales
     from orbit_runtime.rollout.sglang_server import deterministic_attention
 
-    is_deterministic = resolved.run.spec.rollout.deterministic
+    is_deterministic = settings.rollout.deterministic
     if kernels is None:
         check_served(facts.served("CPU", deterministic=is_deterministic))
         return None
@@ -229,83 +250,73 @@ class ServerPlacement:
     """Memory of a server on a GPU; None on a CPU."""
 
 
-def _plan_kernels(resolved: Resolved, facts: PolicyFacts, model: ModelFacts) -> EngineKernels:
+def _plan_kernels(settings: EngineSettings, facts: PolicyFacts, model: ModelFacts) -> EngineKernels:
     from orbit_runtime.planner.support.kernels import choose_kernels
 
     adapts_experts = served_experts(facts.adapter.expert_layout, facts.layers) in LORA_LAYOUTS
-    spec = resolved.run.spec
     return choose_kernels(
         model,
-        spec.model.activation_precision,
+        settings.activation_precision,
         adapts_experts=adapts_experts,
-        engine_arguments=spec.rollout.engine_arguments,
-        reports_experts=spec.rollout.router_replay != "None",
+        engine_arguments=settings.rollout.engine_arguments,
+        reports_experts=settings.rollout.router_replay != "None",
     )
 
 
-def _plan_serving(resolved: Resolved, model: ModelFacts | None, folder: Path) -> ServerPlacement:
-    """The placement that the run's plan chose. Raises UnsupportedError (78) for a model that cannot be divided so.
+def _plan_serving(settings: EngineSettings, model: ModelFacts | None, folder: Path) -> ServerPlacement:
+    """The placement that the plan chose. Raises UnsupportedError (78) for a model that cannot be divided so.
 
     Args:
         model: None on a CPU, where one process needs no facts about it.
     """
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner import Machine
-    from orbit_runtime.planner.job import build_job, split_devices
-    from orbit_runtime.planner.serving import check_servers
-    from orbit_runtime.planner.verdict import plan_as_run
+    from orbit_runtime.planner.verdict import check_servers
     from orbit_runtime.sides.machine import gpu_machine
 
-    placement = resolved.run.spec.placement
     if model is None:
-        if resolved.run.spec.rollout.tensor_parallel is None:
+        if settings.rollout.tensor_parallel is None:
             return ServerPlacement(0, 1, None)
-        job = build_job(resolved.run, Machine(None))
-        return ServerPlacement(0, check_servers(folder_facts(folder), job, 0), None)
-    machine = gpu_machine(placement)
-    devices = split_devices(placement, machine.num_gpus, machine.nodes)
-    size = check_servers(model, build_job(resolved.run, machine), len(devices.engine))
+        made = settings.plan(folder_facts(folder), Machine(None))
+    else:
+        made = settings.plan(model, gpu_machine(settings.placement))
+    check_servers(made)
     # An agent's container has the engine's GPUs alone.
-    first = 0 if os.environ.get(AGENT_VARIABLE) else devices.engine.start
-    return ServerPlacement(first, size, plan_as_run(resolved.asked, model, machine).server_memory)
+    first = 0 if model is None or os.environ.get(AGENT_VARIABLE) else made.devices.engine.start
+    return ServerPlacement(first, made.server_gpus, made.server_memory)
 
 
-def _log(scratch: Path, index: int) -> Path:
-    return scratch / f"replica-{index}" / "sglang.log"
-
-
-def _attach(order: EngineOrder) -> ServedEngine:
+def _attach(order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
     from orbit_runtime.rollout.attached import Endpoint, ServerRequirements, attach_engine
     from orbit_runtime.rollout.sglang_server import lora_targets
 
-    spec, facts = order.resolved.run.spec, order.facts
-    adapter, layers = facts.adapter, facts.layers
-    shared = spec.rollout.adapter_folder
+    rollout, adapter = order.settings.rollout, facts.adapter
+    shared = rollout.adapter_folder
     parent = order.closing.enter_context(TemporaryDirectory(prefix="orbit-adapters-", dir=shared))
     # The server may run as another user.
     Path(parent).chmod(0o755)
-    headers = all_headers("spec.rollout.endpoints", spec.rollout.endpoints, os.environ)
+    headers = all_headers("spec.rollout.endpoints", rollout.endpoints, os.environ)
     endpoints = [
         Endpoint(each.url, "Folder" if shared and each.adapter_method == "Auto" else each.adapter_method, own)
-        for each, own in zip(spec.rollout.endpoints, headers, strict=True)
+        for each, own in zip(rollout.endpoints, headers, strict=True)
     ]
     wanted = ServerRequirements(
         adapter=adapter,
-        targets=lora_targets((*layers, *adapter.targets)),
-        max_tokens=spec.model.max_sequence_length,
-        sampling=sampling_of(spec),
+        targets=lora_targets((*facts.layers, *adapter.targets)),
+        max_tokens=order.settings.max_sequence_length,
+        sampling=sampling_of(rollout),
         architectures=tuple(json.loads((order.folder / "config.json").read_text()).get("architectures") or ()),
         probes=tuple(tuple(ids) for ids in order.sequences[:PROBES]),
         tolerance=change_limit(facts),
         is_resumed=order.is_resumed,
-        engine_version=spec.rollout.engine_version,
+        engine_version=rollout.engine_version,
     )
     return attach_engine(
         endpoints,
         wanted,
         order.tokenizer,
         folder=Path(parent) / "adapters",
-        max_running_requests=spec.rollout.max_running_requests,
+        max_running_requests=rollout.max_running_requests,
     )
 
 
@@ -361,9 +372,11 @@ class EngineAhead:
         Raises:
             UnsupportedError: (78) servers cannot apply this adapter.
         """
-        check_served(order.facts.served(place_of(order.resolved)))
+        settings = order.settings
+        facts = facts_of_checkpoint(order.folder, settings.adapter, settings.compute_dtype)
+        check_served(facts.served(place_of(settings)))
         self._closing = _Closing()
-        self._order = replace(order, closing=self._closing)
+        self._build = partial(build_servers, replace(order, closing=self._closing), facts)
         self._engine: Future[ServedEngine] = Future()
         # As a daemon it delays no exit of the process: an orderly one has called `close`.
         self._thread = Thread(target=self._start, name="engine-ahead", daemon=True)
@@ -371,7 +384,7 @@ class EngineAhead:
 
     def _start(self) -> None:
         try:
-            self._engine.set_result(build_servers(self._order))
+            self._engine.set_result(self._build())
         except BaseException as error:
             self._engine.set_exception(error)
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.engines import EngineAhead, build_engine, may_start_ahead
-from orbit_runtime.sides.interface import EngineOrder, TrainerOrder, TrainerSide, TrainerStart
+from orbit_runtime.sides.interface import EngineOrder, TrainerOrder, TrainerSide
 from orbit_runtime.sides.machine import find_machine
 from orbit_runtime.sides.trainers import (
     TrainerLayout,
-    adapter_config,
     build_side,
     check_rank_packages,
     decide_division,
@@ -21,10 +18,12 @@ from orbit_runtime.sides.trainers import (
 )
 from orbit_runtime.spec import MachineFacts, Resolved
 from orbit_runtime.spec.resolve import with_trainer
+from orbit_runtime.storage import Execution, Store
 from orbit_runtime.types import Engine
 from orbit_runtime.workers.child.signals import StopFlag
 
 if TYPE_CHECKING:
+    from orbit_runtime.policy.facts import PolicyFacts
     from orbit_runtime.policy.model import Policy
 
 
@@ -34,16 +33,16 @@ class Here:
     loads_beside = True
     in_place = False
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None] = lambda _: None) -> None:
         self._stop = StopFlag()
-        self._note: Callable[[str], None] = lambda _: None
+        self._note = note
         self._loss: Callable[..., Any] | None = None
         self._division: TrainerLayout | None = None
         self.starts_engine = False
         self._ahead: EngineAhead | None = None
         self._policy: Policy | None = None
 
-    def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
+    def watch(self, stop: StopFlag, note: Callable[[str], None], store: Store, execution: Execution) -> None:
         self._stop, self._note = stop, note
 
     def machine(self, stage: Callable[[str], None]) -> MachineFacts:
@@ -64,20 +63,18 @@ class Here:
         self.starts_engine = may_start_ahead(resolved, self._division)
         return resolved
 
+    def start_engine(self, order: EngineOrder) -> None:
+        if self.starts_engine:
+            self._ahead = EngineAhead(order)
+            order.closing.callback(self._ahead.close)
+
     def open(self, order: TrainerOrder) -> TrainerSide:
         assert self._division is not None
         assert self._loss is not None
-        resolved, folder = order.resolved, order.folder
-        start = TrainerStart(self._note, order.closing)
-        if self.starts_engine:
-            facts = facts_of_checkpoint(folder, adapter_config(resolved.run.spec), resolved.compute_dtype)
-            engine = EngineOrder(resolved, facts, order.tokenizer, folder, order.sequences, order.closing)
-            self._ahead = EngineAhead(engine)
-            order.closing.callback(self._ahead.close)
-            start = replace(start, check=self._ahead.check)
-        side = build_side(resolved, self._division, folder, self._loss, order.model, order.teacher, start)
+        check = (lambda: None) if self._ahead is None else self._ahead.check
+        side = build_side(order, self._division, self._loss, self._note, check)
         self._policy = side.policy
         return side
 
-    def build_engine(self, order: EngineOrder) -> Engine:
-        return build_engine(order, self._policy) if self._ahead is None else self._ahead.take()
+    def build_engine(self, order: EngineOrder, facts: PolicyFacts) -> Engine:
+        return build_engine(order, facts, self._policy) if self._ahead is None else self._ahead.take()

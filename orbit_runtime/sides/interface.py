@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Buffer, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from orbit_runtime.spec import MachineFacts, Resolved
+from orbit_runtime.spec.model import ActivationPrecision
+from orbit_runtime.spec.placement import Placement
+from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.types import Engine, Probe, Tokenizer, Trainer
 from orbit_runtime.workers.child.signals import StopFlag
 
 if TYPE_CHECKING:
+    from orbit_runtime.adapters.config import AdapterConfig
     from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
+    from orbit_runtime.model_info.weights import ModelFacts
+    from orbit_runtime.planner import Machine, Plan
     from orbit_runtime.policy.facts import PolicyFacts
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.policy.snapshot import Snapshot
@@ -34,14 +40,6 @@ class TrainerOrder:
     """The model's folder."""
     model: str
     """The model's name in published files."""
-    weights: str
-    """Digest of the model's tensors on disk."""
-    tokenizer: Tokenizer
-    sequences: Sequence[Sequence[int]]
-    """Real prompts as token ids."""
-    store: Store
-    """The run folder."""
-    execution: Execution
     closing: ExitStack
     """Receives everything that must outlive the sides."""
     teacher: AdapterFolder | None = None
@@ -49,11 +47,30 @@ class TrainerOrder:
 
 
 @dataclass(frozen=True)
+class EngineSettings:
+    """The settings of an engine, all decided: from a manifest, or from the command line of a server without one."""
+
+    adapter: AdapterConfig
+    rollout: Rollout
+    max_sequence_length: int
+    device: Literal["cpu", "cuda"]
+    compute_dtype: Literal["float32", "bfloat16"]
+    plan: Callable[[ModelFacts, Machine], Plan]
+    """The plan that decides the servers' memory."""
+    activation_precision: ActivationPrecision = "WeightOnly"
+    placement: Placement = field(default_factory=Placement)
+    seed: int = 0
+
+    @property
+    def engine(self) -> str:
+        return self.rollout.engine
+
+
+@dataclass(frozen=True)
 class EngineOrder:
     """The input for building an engine, wherever it computes."""
 
-    resolved: Resolved
-    facts: PolicyFacts
+    settings: EngineSettings
     tokenizer: Tokenizer
     folder: Path
     """The model's folder."""
@@ -63,17 +80,6 @@ class EngineOrder:
     """Receives everything that must outlive the engine; the caller closes the engine itself."""
     is_resumed: bool = False
     """Another execution of the run was there before, and may have left adapters on attached servers."""
-
-
-@dataclass(frozen=True)
-class TrainerStart:
-    """Callbacks and resources that a starting trainer needs."""
-
-    note: Callable[[str], None]
-    closing: ExitStack
-    """Ranks are ended there."""
-    check: Callable[[], None] = lambda: None
-    """Called while ranks start; they end with what it raises."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,8 @@ class Sides(Protocol):
         """Whether checkpoints are read by another process, from the store."""
         ...
 
-    def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
-        """Sets where to send progress notes, and the flag on which to stop waiting."""
+    def watch(self, stop: StopFlag, note: Callable[[str], None], store: Store, execution: Execution) -> None:
+        """Sets the flag on which to stop waiting, where to send progress notes, and the run folder with its writer."""
         ...
 
     def machine(self, stage: Callable[[str], None]) -> MachineFacts:
@@ -142,7 +148,11 @@ class Sides(Protocol):
 
     @property
     def starts_engine(self) -> bool:
-        """Whether `open` starts the engine as well; known once settled."""
+        """Whether the engine starts beside the trainer; known once settled."""
+        ...
+
+    def start_engine(self, order: EngineOrder) -> None:
+        """Starts the engine before `open`, if it starts beside the trainer. Errors: as of `build_engine`."""
         ...
 
     def open(self, order: TrainerOrder) -> TrainerSide:
@@ -153,6 +163,9 @@ class Sides(Protocol):
         """
         ...
 
-    def build_engine(self, order: EngineOrder) -> Engine:
-        """The engine, once the sides are open. Errors: see `engines.build_engine`."""
+    def build_engine(self, order: EngineOrder, facts: PolicyFacts) -> Engine:
+        """The engine, once the sides are open. Errors: as of `engines.build_engine`.
+
+        Args: facts: of the trainer's side.
+        """
         ...

@@ -111,7 +111,7 @@ def attach_teacher(
         adapter=None,
         # A server that scores a sequence may want room for one token behind it.
         max_tokens=spec.model.max_sequence_length + 1,
-        sampling=sampling_of(spec),
+        sampling=sampling_of(spec.rollout),
         probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
         where=ENDPOINTS,
         who="teacher",

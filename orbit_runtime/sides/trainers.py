@@ -23,7 +23,7 @@ from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correctio
 from orbit_runtime.errors import InternalError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_adapted, check_manifest
 from orbit_runtime.planner.support.sampling import sampling_of
-from orbit_runtime.sides.interface import TrainerSide, TrainerStart
+from orbit_runtime.sides.interface import TrainerOrder, TrainerSide
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.recompute import Recompute
     from orbit_runtime.training.megatron.outline import Outline
     from orbit_runtime.training.settings import CriticSettings, TeacherSettings, TrainerSettings
-    from orbit_runtime.training.torch_trainer import TorchTrainer
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -105,44 +104,40 @@ def decide_division(resolved: Resolved, folder: Path) -> TrainerLayout:
 
 
 def build_side(
-    resolved: Resolved,
+    order: TrainerOrder,
     division: TrainerLayout,
-    folder: Path,
     loss: Callable[..., Any],
-    base_model: str,
-    teacher: AdapterFolder | None,
-    start: TrainerStart,
+    note: Callable[[str], None],
+    check: Callable[[], None],
 ) -> TrainerSide:
     """Builds the trainer in the state that the first step expects.
 
     Args:
-        base_model: named in published files.
-        teacher: the adapter that teaches.
+        check: called while ranks start; they end with what it raises.
     """
-    note = start.note
     if division.recompute != "None":
         note(f"layers are computed again in the backward pass: training.recompute is {division.recompute}")
-    if resolved.run.spec.adapter.type == "Full":
-        return _build_whole(resolved, folder, loss, base_model, division, note)
+    if order.resolved.run.spec.adapter.type == "Full":
+        return _build_whole(order, division, loss, note)
     if division.trainer == "Megatron":
-        return _build_ranks(resolved, folder, loss, base_model, division, start)
-    return _build_alone(resolved, folder, loss, base_model, teacher, division, note)
+        return _build_ranks(order, division, loss, note, check)
+    return _build_alone(order, division, loss, note)
 
 
 def _build_ranks(
-    resolved: Resolved,
-    folder: Path,
-    loss: Callable[..., Any],
-    base_model: str,
+    order: TrainerOrder,
     division: TrainerLayout,
-    start: TrainerStart,
+    loss: Callable[..., Any],
+    note: Callable[[str], None],
+    check: Callable[[], None],
 ) -> TrainerSide:
     from orbit_runtime.training.megatron.groups import GroupSizes
     from orbit_runtime.training.megatron.rank import RankSettings
     from orbit_runtime.training.megatron.trainer import MegatronTrainer
     from orbit_runtime.workers.ranks.group import GroupSettings, start_ranks
 
-    spec, layout, note, closing = resolved.run.spec, division.layout, start.note, start.closing
+    resolved, layout = order.resolved, division.layout
+    spec = resolved.run.spec
     check_manifest(ManifestFacts(spec, trainer="Megatron"))
     sizes = GroupSizes(
         layout.num_gpus,
@@ -154,10 +149,10 @@ def _build_ranks(
     )
     sizes.check()
     settings = RankSettings(
-        folder,
+        order.folder,
         adapter_config(spec),
         sizes,
-        replace(_trainer_settings(resolved, base_model), micro_batch_tokens=division.micro_batch_tokens),
+        replace(_trainer_settings(resolved, order.model), micro_batch_tokens=division.micro_batch_tokens),
         policy=_policy_settings(resolved),
         recompute=division.recompute,
         loss=loss,
@@ -169,7 +164,7 @@ def _build_ranks(
     elif spec.placement.nodes > 1:
         note(f"placement.nodes is {spec.placement.nodes}, and RAY_ADDRESS names no Ray cluster: this machine alone")
     note(f"{sizes.world} ranks {where}: {layout.text()}, {threads} threads each")
-    logs = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
+    logs = Path(order.closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
     ranks = start_ranks(
         GroupSettings(
             target="orbit_runtime.training.megatron.rank:MegatronRank",
@@ -181,10 +176,10 @@ def _build_ranks(
             nodes=max(1, division.nodes - 1),
         ),
         logs,
-        start.check,
+        check,
     )
-    closing.callback(ranks.close)
-    trainer = MegatronTrainer(ranks, base_model)
+    order.closing.callback(ranks.close)
+    trainer = MegatronTrainer(ranks, order.model)
     note(trainer.facts.report.text())
     return TrainerSide(
         trainer,
@@ -201,20 +196,20 @@ def _build_ranks(
 
 
 def _build_alone(
-    resolved: Resolved,
-    folder: Path,
-    loss: Callable[..., Any],
-    base_model: str,
-    teacher: AdapterFolder | None,
-    division: TrainerLayout,
-    note: Callable[[str], None],
+    order: TrainerOrder, division: TrainerLayout, loss: Callable[..., Any], note: Callable[[str], None]
 ) -> TrainerSide:
+    """Raises ModelError: the teacher does not fit this base, or its adapter targets other layers."""
+    from orbit_runtime.adapters.foreign import load_foreign
     from orbit_runtime.policy.facts import describe
     from orbit_runtime.policy.snapshot import take_snapshot
     from orbit_runtime.training.megatron.outline import outline_of
+    from orbit_runtime.training.torch_trainer import TorchTrainer
 
-    policy = build_policy(resolved, folder, division.recompute, note)
-    trainer = build_trainer(resolved, policy, loss, teacher, base_model=base_model)
+    resolved, teacher = order.resolved, order.teacher
+    policy = build_policy(resolved, order.folder, division.recompute, note)
+    if teacher is not None:
+        load_foreign(policy.injected.layers, TEACHER_SLOT, teacher.config, teacher.files, teacher.place)
+    trainer = TorchTrainer(policy, _trainer_settings(resolved, order.model), loss)
     return TrainerSide(
         trainer,
         describe(policy),
@@ -233,26 +228,21 @@ def _begin(trainer: Trainer, outline: Outline, adapter: AdapterFolder, _digest: 
 
 
 def _build_whole(
-    resolved: Resolved,
-    folder: Path,
-    loss: Callable[..., Any],
-    base_model: str,
-    division: TrainerLayout,
-    note: Callable[[str], None],
+    order: TrainerOrder, division: TrainerLayout, loss: Callable[..., Any], note: Callable[[str], None]
 ) -> TrainerSide:
     from orbit_runtime.adapters.buffer import publishable
     from orbit_runtime.policy.facts import describe
     from orbit_runtime.policy.whole import load_whole
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
-    settings = _policy_settings(resolved)
+    settings = _policy_settings(order.resolved)
     policy = load_whole(
-        folder,
+        order.folder,
         **{name: settings[name] for name in ("precision", "device", "compute_dtype", "kernel", "longest")},
         announce=lambda report: note(report.text()),
     )
     policy.recompute(division.recompute)
-    trainer = TorchTrainer(policy, _trainer_settings(resolved, base_model), loss)
+    trainer = TorchTrainer(policy, _trainer_settings(order.resolved, order.model), loss)
     began_with = publishable(trainer, 0).digest
     return TrainerSide(
         trainer,
@@ -353,22 +343,6 @@ def _policy_settings(resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def build_trainer(
-    resolved: Resolved, policy: Policy, loss: Callable[..., Any], teacher: AdapterFolder | None, *, base_model: str
-) -> TorchTrainer:
-    """Builds the trainer in this process, in the state that the first step expects.
-
-    Raises:
-        ModelError: the teacher does not fit this base, or its adapter targets other layers.
-    """
-    from orbit_runtime.adapters.foreign import load_foreign
-    from orbit_runtime.training.torch_trainer import TorchTrainer
-
-    if teacher is not None:
-        load_foreign(policy.injected.layers, TEACHER_SLOT, teacher.config, teacher.files, teacher.place)
-    return TorchTrainer(policy, _trainer_settings(resolved, base_model), loss)
-
-
 def load_algorithm(
     resolved: Resolved, search_path: Callable[[], Sequence[str]], given: Callable[..., Any] | None = None
 ) -> Algorithm:
@@ -418,7 +392,7 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         reduction=algorithm.objective.reduction,
         constant_length=sampling.max_new_tokens,
         correction=correction_of(algorithm),
-        sampling=sampling_of(spec) if is_sampled else Sampling(),
+        sampling=sampling_of(spec.rollout) if is_sampled else Sampling(),
         base_model=base_model,
         seed=spec.data.seed,
         router_replay=spec.rollout.router_replay if is_sampled else "None",

@@ -151,6 +151,14 @@ def _absolute(measured: EvaluationEnvironment, base: Path) -> EvaluationEnvironm
     return _changed(measured, prompts=prompts, environment=environment)
 
 
+def in_one_process(run: OrbitRun, **blocks: Block) -> OrbitRun:
+    """The manifest with the Torch trainer, for who replays or serves a run and so holds its whole model.
+
+    Args: blocks: in place of the manifest's; a server's `rollout`.
+    """
+    return _with_spec(run, training=_changed(run.spec.training, trainer="Torch"), **blocks)
+
+
 def with_trainer(resolved: Resolved, trainer: str) -> Resolved:
     """The manifest with the plan's `training.trainer`, and what follows from it; unchanged if nothing was left to the
     plan.

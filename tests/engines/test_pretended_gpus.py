@@ -31,7 +31,7 @@ from orbit_runtime.model_info.quantization import quantisation_method
 from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
 from orbit_runtime.policy.facts import PolicyFacts, RoutedFacts
 from orbit_runtime.rollout.sglang_server import server_arguments, server_variables
-from orbit_runtime.sides.engines import plan_servers
+from orbit_runtime.sides.engines import engine_settings, plan_servers
 from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 from tests.engines.published_configs import published_config
@@ -127,7 +127,7 @@ def command_line(example: str, overrides: tuple[str, ...], gpu: str, folder: Pat
         patch.setattr(torch.cuda, "device_count", lambda: 8)
         patch.setattr(torch.cuda, "get_device_name", lambda *_: GPUS[gpu]["name"])
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: GPUS[gpu]["capability"])
-        server = plan_servers(resolved, facts_of(resolved, facts), model, folder)[-1]
+        server = plan_servers(engine_settings(resolved), facts_of(resolved, facts), model, folder)[-1]
     found = server._settings
     return {"arguments": server_arguments(found, 30000), "variables": server_variables(found, folder / "taps")}
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.planner.support import Problem, SupportRow, Words, check_rows
+from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling
 
@@ -98,8 +99,8 @@ def shaping_fields(sampling: Sampling) -> tuple[str, ...]:
     return tuple(field for field in shaping if IS_SET[field](sampling))
 
 
-def sampling_of(spec: RunSpec) -> Sampling:
-    sampling = spec.rollout.sampling
+def sampling_of(rollout: Rollout) -> Sampling:
+    sampling = rollout.sampling
     return Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -124,7 +125,7 @@ def engine_problems(spec: RunSpec, engine: str | None = None) -> Iterator[Proble
     """
     if (engine or spec.rollout.engine) == "SGLang":
         kind: Kind = "SGLang, deterministic" if spec.rollout.deterministic else "SGLang"
-        yield from sampling_problems(sampling_of(spec), kind, kind)
+        yield from sampling_problems(sampling_of(spec.rollout), kind, kind)
 
 
 def check_engine(spec: RunSpec, engine: str | None = None) -> None:
@@ -135,7 +136,7 @@ def check_engine(spec: RunSpec, engine: str | None = None) -> None:
 
 def _shaped_beside_teacher(spec: RunSpec) -> Words | None:
     teacher = spec.algorithm.teacher
-    shaping = shaping_fields(sampling_of(spec)) if teacher is not None and teacher.type == "Served" else ()
+    shaping = shaping_fields(sampling_of(spec.rollout)) if teacher is not None and teacher.type == "Served" else ()
     return {"first": shaping[0], "shaping": " and ".join(shaping)} if shaping else None
 
 

@@ -17,10 +17,9 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import EngineDiedError, UnsupportedError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.planner.layout import Layout
-from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.sides.engines import EngineAhead, _Closing, may_start_ahead
+from orbit_runtime.sides.engines import EngineAhead, _Closing, engine_settings, may_start_ahead
 from orbit_runtime.sides.interface import EngineOrder
-from orbit_runtime.sides.trainers import TrainerLayout, adapter_config
+from orbit_runtime.sides.trainers import TrainerLayout
 from orbit_runtime.spec import MachineFacts, Resolved, load_manifest, resolve
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
@@ -36,9 +35,7 @@ def asked(machine: MachineFacts = CPU, *overrides: str) -> Resolved:
 
 
 def order(model: Path, closing: ExitStack, *overrides: str) -> EngineOrder:
-    resolved = asked(CPU, *overrides)
-    facts = facts_of_checkpoint(model, adapter_config(resolved.run.spec), resolved.compute_dtype)
-    return EngineOrder(resolved, facts, ChatTokenizer(model), model, ((1, 2, 3),), closing)
+    return EngineOrder(engine_settings(asked(CPU, *overrides)), ChatTokenizer(model), model, ((1, 2, 3),), closing)
 
 
 def below() -> list[psutil.Process]:

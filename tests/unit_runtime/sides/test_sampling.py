@@ -25,7 +25,7 @@ def spec(**rollout: Any) -> RunSpec:
 
 
 def test_defaults_are_the_models_own_distribution() -> None:
-    assert sampling_of(spec()) == Sampling()
+    assert sampling_of(spec().rollout) == Sampling()
     assert Rollout().sampling == spec(sampling={}).rollout.sampling
 
 
@@ -34,7 +34,7 @@ def test_every_field_reaches_the_engine() -> None:
         "temperature": 0.5, "topP": 0.9, "topK": 40, "minP": 0.1, "repetitionPenalty": 1.2, "maxNewTokens": 7,
         "logitBias": {"9": 1, "3": -2.5}, "stop": ["a"], "stopTokenIds": [4], "ignoreEos": True,
     }  # fmt: skip
-    assert sampling_of(spec(sampling=asked)) == Sampling(
+    assert sampling_of(spec(sampling=asked).rollout) == Sampling(
         temperature=0.5, top_p=0.9, max_new_tokens=7, stop=("a",), top_k=40, min_p=0.1, repetition_penalty=1.2,
         logit_bias=((3, -2.5), (9, 1.0)), stop_token_ids=(4,), ignore_eos=True,
     )  # fmt: skip
