@@ -23,9 +23,8 @@ from orbit_runtime.planner.support.sampling import check_engine, check_teacher_s
 from orbit_runtime.planner.support.served import served_problems
 from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.spec.data import Data, Prompts
-from orbit_runtime.spec.model import Model
 from orbit_runtime.spec.rollout import Rollout
-from orbit_runtime.spec.run import Metadata, OrbitRun, RunSpec
+from orbit_runtime.spec.run import Metadata, Model, OrbitRun, RunSpec
 from orbit_runtime.spec.training import Training
 
 Reason = Literal["Fits", "DoesNotFit", "Unsupported", "NotInThisVersion", "ModelMismatch", "MemoryUnknown"]

@@ -41,10 +41,9 @@ from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import adapter_config, build_policy
 from orbit_runtime.spec import OrbitRun, load_manifest, resolve
 from orbit_runtime.spec.adapter import OFT, Adapter, LoRA
-from orbit_runtime.spec.model import Model
 from orbit_runtime.spec.resolve import in_one_process
 from orbit_runtime.spec.rollout import Rollout
-from orbit_runtime.spec.run import upgrade_manifest
+from orbit_runtime.spec.run import Model, upgrade_manifest
 from orbit_runtime.storage import open_store, read_run_file
 from orbit_runtime.storage.bundles import list_bundles
 from orbit_runtime.storage.cache import Cache, default_cache

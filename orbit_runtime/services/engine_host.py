@@ -24,7 +24,7 @@ from orbit_runtime.sides.engines import build_torch_engine
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.sides.trainers import build_policy
 from orbit_runtime.storage import Part
-from orbit_runtime.types import AdapterFiles, Completion, Scored
+from orbit_runtime.types import AdapterFiles, Completion
 
 Operation = tuple[str, Sequence[Any]]
 """`submit` with requests, or `abort` with their ids."""
@@ -62,9 +62,6 @@ class EngineCalls:
     def load_adapter(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> None:
         self._engine.load_adapter(name, AdapterFiles(version, self._depot.read(files), digest))
 
-    def unload_adapter(self, name: str) -> None:
-        self._engine.unload_adapter(name)
-
     def adopt(self, name: str, version: int) -> None:
         """Loads the teacher for as long as it is used."""
         assert self._teacher is not None, "another teacher than an adapter is not asked"
@@ -75,22 +72,18 @@ class EngineCalls:
         self._engine.release(name)
         remove_slot(self._layers, name)
 
-    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
-        return self._engine.score(token_ids_T, adapters)
-
-    def adapter_digest(self, name: str) -> str:
-        return self._engine.adapter_digest(name)
-
     def explain_slot(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> str:
         return self._engine.explain_slot(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def calls(self) -> dict[str, Callable[..., Any]]:
         """The calls by name."""
-        named = (
-            self._depot.share, self.advance, self.load_adapter, self.unload_adapter, self.adopt, self.release,
-            self.score, self.adapter_digest, self.explain_slot,
-        )  # fmt: skip
-        return {each.__name__: each for each in named}
+        own = (self._depot.share, self.advance, self.load_adapter, self.adopt, self.release, self.explain_slot)
+        return {each.__name__: each for each in own} | {
+            # Of the engine at the time of the call: `reset` replaces it.
+            "unload_adapter": lambda name: self._engine.unload_adapter(name),
+            "score": lambda token_ids_T, adapters: self._engine.score(token_ids_T, adapters),
+            "adapter_digest": lambda name: self._engine.adapter_digest(name),
+        }
 
 
 def build_inference_host(asked: SideManifest, address: str, note: Callable[[str], None], closing: ExitStack) -> Host:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orbit_runtime.errors import ModelError, UsageError
-from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.planner.support.manifests import check_apart
 from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.policy.facts import PolicyFacts
@@ -63,6 +64,7 @@ class RemoteSides:
 
     def watch(self, stop: StopFlag, note: Callable[[str], None], store: Store, execution: Execution) -> None:
         self._store, self._execution = store, execution
+        self._share = partial(try_to_share, store=store, execution=execution.number)
         for each in self._lines:
             each.note = note
             each.is_stopped = lambda: bool(stop)
@@ -90,7 +92,7 @@ class RemoteSides:
         for line in self._lines:
             check_manifest(line.facts(), identity_fields(resolved.run), order)
         if self._inference is not None:
-            weights = kept_weights_digest(order.folder, Cache(default_cache(os.environ)))
+            weights = cached_weights_digest(order.folder, Cache(default_cache(os.environ)))
             check_inference(self._inference.facts(), resolved.engine, weights)
         for line in self._lines:
             closing.callback(line.close)
@@ -115,14 +117,11 @@ class RemoteSides:
     def _lines(self) -> tuple[Connection, ...]:
         return (self._trainer,) if self._inference is None else (self._trainer, self._inference)
 
-    def _share(self, tell: Callable[..., Any]) -> bool:
-        return try_to_share(tell, self._store, self._execution.number)
-
     def build_engine(self, order: EngineOrder, facts: PolicyFacts) -> Engine:
-        if order.settings.engine == "OpenAI":
+        if order.settings.rollout.engine == "OpenAI":
             return build_servers(order, facts)
         assert self._inference is not None
-        if order.settings.engine == "SGLang":
+        if order.settings.rollout.engine == "SGLang":
             return _start_remote(self._inference, RemoteDesk(self._inference, self._share), order, facts)
         return RemoteEngine(self._inference, self._share)
 

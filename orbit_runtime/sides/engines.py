@@ -72,7 +72,7 @@ def build_engine(order: EngineOrder, facts: PolicyFacts, policy: Policy | None) 
     Raises:
         OrbitError: see `build_servers`.
     """
-    if order.settings.engine != "Torch":
+    if order.settings.rollout.engine != "Torch":
         return build_servers(order, facts)
     assert policy is not None, "the planner refuses the torch engine beside ranks"
     return build_torch_engine(policy, order.tokenizer, order.settings.rollout)
@@ -100,12 +100,12 @@ def build_servers(order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
         EngineDiedError: (82) one does not come to answer.
     """
     check_served(facts.served(place_of(order.settings)))
-    return _attach(order, facts) if order.settings.engine == "OpenAI" else _start(order, facts)
+    return _attach(order, facts) if order.settings.rollout.engine == "OpenAI" else _start(order, facts)
 
 
 def place_of(settings: EngineSettings) -> Place:
     """Where the servers are, for the table of support."""
-    return "attached" if settings.engine == "OpenAI" else "GPU" if settings.device == "cuda" else "CPU"
+    return "attached" if settings.rollout.engine == "OpenAI" else "GPU" if settings.device == "cuda" else "CPU"
 
 
 def _start(order: EngineOrder, facts: PolicyFacts) -> ServedEngine:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from orbit_runtime.spec import MachineFacts, Resolved
-from orbit_runtime.spec.model import ActivationPrecision
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.storage import Execution, Store
@@ -52,18 +51,15 @@ class EngineSettings:
 
     adapter: AdapterConfig
     rollout: Rollout
+    """Its `engine` and `adapter_transport` are decided."""
     max_sequence_length: int
     device: Literal["cpu", "cuda"]
     compute_dtype: Literal["float32", "bfloat16"]
     plan: Callable[[ModelFacts, Machine], Plan]
     """The plan that decides the servers' memory."""
-    activation_precision: ActivationPrecision = "WeightOnly"
+    activation_precision: str = "WeightOnly"
     placement: Placement = field(default_factory=Placement)
     seed: int = 0
-
-    @property
-    def engine(self) -> str:
-        return self.rollout.engine
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,27 @@ Belongs here: asking a rank's object in another process. Does not belong here: e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.rank import MegatronRank, RankSettings
+from orbit_runtime.workers.ranks.group import RankGroup
 from tests.megatron.ranks import World
 
 _HERE: dict[str, MegatronRank] = {}
 """In the process of a rank: its object."""
 
 
-class WorldRanks:
-    """A `Ranks`."""
+class WorldRanks(RankGroup):
+    """Ranks of a world in the place of a group's own processes."""
 
     def __init__(self, world: World, settings: RankSettings) -> None:
         self._world = world
         world.call(start, settings)
 
-    def call(self, method: str, *arguments: Any, patience: float | None = None) -> Sequence[Any]:
+    def call(self, method: str, *arguments: Any, patience: float | None = None) -> list[Any]:
         return self._world.call(ask, method, *arguments)
 
 

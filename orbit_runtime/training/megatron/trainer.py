@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
 from itertools import groupby, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,24 +73,13 @@ from orbit_runtime.types import (
     UpdateResult,
 )
 from orbit_runtime.workers.child.heartbeat import STALL_SECONDS
+from orbit_runtime.workers.ranks.group import RankGroup
 
 WINDOW = "window"
 SHARED_WINDOWS = 16
 """Windows of a large file that ranks write where it is read: enough to hash one while they write the next."""
 PARTS: Mapping[Holder, str] = {"policy": PART, "critic": CRITIC_PART}
 """Owner → name of its state in a checkpoint."""
-
-
-class Ranks(Protocol):
-    """Processes that hold a `MegatronRank` each."""
-
-    def call(self, method: str, *arguments: Any, patience: float | None = None) -> Sequence[Any]:
-        """Calls a method on every rank; results in rank order. Raises an `OrbitError` if a rank fails.
-
-        Args:
-            patience: longest time in seconds without a rank finishing or reporting progress; None for no limit.
-        """
-        ...
 
 
 def check_copies(
@@ -121,8 +110,12 @@ def check_copies(
 class MegatronTrainer:
     """A `Trainer` over ranks. What it saves or publishes does not depend on how the model is divided."""
 
-    def __init__(self, ranks: Ranks, base_model: str) -> None:
-        """Args: base_model: name recorded in the published `adapter_config.json`."""
+    def __init__(self, ranks: RankGroup, base_model: str) -> None:
+        """
+        Args:
+            ranks: each holds a `MegatronRank`.
+            base_model: name recorded in the published `adapter_config.json`.
+        """
         self._ranks = ranks
         self._base_model = base_model
         self._turn = threading.Lock()
