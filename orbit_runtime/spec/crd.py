@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 from orbit_runtime.spec.block import Block, inner_blocks
@@ -18,9 +17,6 @@ from orbit_runtime.spec.rule import Rule, Unique
 from orbit_runtime.spec.run import NAME_LENGTH, NAME_PATTERN, OrbitRun, RunSpec
 
 GROUP, VERSION, PLURAL = "orbitrl.dev", "v1alpha1", "orbitruns"
-
-STATUS_LISTS = {"status.attempts": "number", "status.conditions": "type"}
-"""Lists of the status that merge as maps, and the key of each."""
 
 MUTABLE = ("suspend", "queueName", "ttlSecondsAfterFinished")
 """Fields of `spec.lifecycle` that may change, `queueName` only while the run is suspended."""
@@ -114,10 +110,10 @@ def _structural(schema: Schema, path: str) -> Schema:
         if schema.get("required"):
             out["required"] = schema["required"]
         elif "default" in schema:
-            out["default"] = _own_defaults(schema) if path in checks() else {}
+            out["default"] = _own_defaults(schema) if path in CHECKS else {}
     elif "items" in schema:
         out["items"] = _structural(schema["items"], f"{path}[]")
-        out.update(list_types().get(path, {"x-kubernetes-list-type": "atomic"}))
+        out.update(LIST_TYPES.get(path, {"x-kubernetes-list-type": "atomic"}))
     elif schema.get("type") == "object":
         values = schema.get("additionalProperties")
         if isinstance(values, dict):
@@ -127,7 +123,7 @@ def _structural(schema: Schema, path: str) -> Schema:
             out["additionalProperties"] = {"nullable": True, "x-kubernetes-preserve-unknown-fields": True}
     if "default" in schema and not is_block(schema):
         out["default"] = schema["default"]
-    rules = [*checks().get(path, ()), *TRANSITIONS.get(path, ())]
+    rules = [*CHECKS.get(path, ()), *TRANSITIONS.get(path, ())]
     if rules:
         out["x-kubernetes-validations"] = rules
     return out
@@ -149,37 +145,6 @@ def _blocks(kind: type[Block], path: str = "") -> Iterator[tuple[str, type[Block
         yield from _blocks(inner.kind, f"{path}.{inner.alias}".lstrip(".") + "[]" * inner.is_list)
 
 
-@cache
-def checks() -> dict[str, list[Schema]]:
-    """Path → checks of a new object."""
-    found = {
-        path: [
-            _validation(rule.whole, rule.hint, rule.field)
-            for rule in kind.rules
-            if isinstance(rule, Rule) and rule.server
-        ]
-        for path, kind in _blocks(OrbitRun)
-    }
-    return {path: rules for path, rules in found.items() if rules}
-
-
-@cache
-def list_types() -> dict[str, Schema]:
-    """Type of merging under server-side apply, by path of the list; all other lists are atomic."""
-    keys = {
-        f"{path}.{rule.field}": rule.key
-        for path, kind in _blocks(OrbitRun)
-        for rule in kind.rules
-        if isinstance(rule, Unique)
-    }
-    return {
-        path: {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
-        if key
-        else {"x-kubernetes-list-type": "set"}
-        for path, key in {**keys, **STATUS_LISTS}.items()
-    }
-
-
 def _validation(cel: str, message: str, field: str = "") -> Schema:
     return {"rule": cel, "message": message, **({"fieldPath": f".{field}"} if field else {})}
 
@@ -197,6 +162,33 @@ def _same(name: str) -> str:
     return f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})"
 
 
+_BLOCKS = dict(_blocks(OrbitRun))
+_LIST_KEYS = {
+    f"{path}.{rule.field}": rule.key
+    for path, kind in _BLOCKS.items()
+    for rule in kind.rules
+    if isinstance(rule, Unique)
+}
+LIST_TYPES: dict[str, Schema] = {
+    path: {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+    if key
+    else {"x-kubernetes-list-type": "set"}
+    for path, key in {**_LIST_KEYS, "status.attempts": "number", "status.conditions": "type"}.items()
+}
+"""Type of merging under server-side apply, by path of the list; all other lists are atomic."""
+CHECKS = {
+    path: rules
+    for path, kind in _BLOCKS.items()
+    if (
+        rules := [
+            _validation(rule.whole, rule.hint, rule.field)
+            for rule in kind.rules
+            if isinstance(rule, Rule) and rule.server
+        ]
+    )
+}
+"""Path → checks of a new object. A rule is silent where a field that it rests on is itself out of bounds, which the
+server has said already."""
 NAME_RULES = [
     _validation(
         f"size(self.metadata.name) <= {NAME_LENGTH} && self.metadata.name.matches('{NAME_PATTERN}')",

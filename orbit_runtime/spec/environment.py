@@ -73,17 +73,17 @@ class Reward(Block):
 
     rules = (
         Rule(
+            "",
+            "has(self.type) || has(self.entrypoint)",
+            "a reward needs a `type` or an `entrypoint`",
+            "add `type: ExactMatch`, or `entrypoint: module:function`",
+        ),
+        Rule(
             "entrypoint",
             "!has(self.type) || !has(self.entrypoint)",
             "a reward has a `type` or an `entrypoint`, not both",
             "remove one of them",
             server="remove type or entrypoint",
-        ),
-        Rule(
-            "",
-            "has(self.type) || has(self.entrypoint)",
-            "a reward needs a `type` or an `entrypoint`",
-            "add `type: ExactMatch`, or `entrypoint: module:function`",
         ),
     )
 

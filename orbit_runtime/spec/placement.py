@@ -78,16 +78,16 @@ class Egress(Block):
 
     rules = (
         Rule(
-            "namespace",
-            "!has(self.cidr) || !has(self.namespace)",
-            "egress goes to a `cidr` or a `namespace`, not both",
-            "write one entry for each",
-        ),
-        Rule(
             "",
             "has(self.cidr) || has(self.namespace)",
             "egress needs a `cidr` or a `namespace`",
             "add `cidr: 10.0.0.0/8`, or `namespace: minio`",
+        ),
+        Rule(
+            "namespace",
+            "!has(self.cidr) || !has(self.namespace)",
+            "egress goes to a `cidr` or a `namespace`, not both",
+            "write one entry for each",
         ),
         Rule(
             "cidr",

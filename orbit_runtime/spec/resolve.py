@@ -15,10 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from orbit_runtime.spec.adapter import Adapter
-from orbit_runtime.spec.algorithm import Algorithm
-from orbit_runtime.spec.block import Block, FieldSet
-from orbit_runtime.spec.evaluation import EvaluationEnvironment
+from orbit_runtime.spec.block import Block, FieldSet, inner_blocks
 from orbit_runtime.spec.fields import field_sets, later_defaults
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import OrbitRun
@@ -100,26 +97,14 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         folder: the manifest's; its relative paths of model and prompts start there. Unset, the current folder.
     """
     spec, base = run.spec, Path.cwd() if folder is None else folder
-    prompts = tuple(_changed(each, uri=absolute_uri(each.uri, base)) for each in spec.data.prompts)
     decided = _decide_identity(run)
     training = decided.spec.training
     attention = training.decided_attention(spec.model.max_sequence_length)
-    environment = spec.environment
-    if environment.code is not None:
-        code = _changed(environment.code, uri=absolute_uri(environment.code.uri, base))
-        environment = _changed(environment, code=code)
-    evaluation = spec.evaluation
-    evaluation = _changed(evaluation, environments=tuple(_absolute(each, base) for each in evaluation.environments))
     trainer = _decide_trainer(training.trainer, machine, spec.placement.nodes)
     rollout = _decide_rollout(spec.rollout, spec.placement.layout, trainer)
     decided = _with_spec(
         decided,
-        adapter=_with_absolute_initial(decided.spec.adapter, base),
-        algorithm=_with_absolute_teacher(decided.spec.algorithm, base),
-        model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
-        data=_changed(spec.data, prompts=prompts),
-        environment=environment,
-        evaluation=evaluation,
+        **{name: _with_absolute(getattr(decided.spec, name), base) for name in _READ_FROM_PATHS},
         rollout=rollout,
         training=_changed(training, trainer=trainer, attention=attention),
         placement=_changed(spec.placement, base_copies=_decide_copies(rollout, spec.placement.base_copies)),
@@ -129,26 +114,21 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     return Resolved(run, decided, "cpu", "float32")
 
 
-def _with_absolute_initial(adapter: Adapter, base: Path) -> Adapter:
-    if adapter.init_from is None:
-        return adapter
-    return _changed(adapter, init_from=absolute_uri(adapter.init_from, base))
+_READ_FROM_PATHS = ("model", "adapter", "algorithm", "data", "environment", "evaluation")
+"""Blocks whose addresses may be paths that start at the manifest's folder."""
 
 
-def _with_absolute_teacher(algorithm: Algorithm, base: Path) -> Algorithm:
-    teacher = algorithm.teacher
-    if teacher is None or teacher.uri is None:
-        return algorithm
-    return _changed(algorithm, teacher=_changed(teacher, uri=absolute_uri(teacher.uri, base)))
-
-
-def _absolute(measured: EvaluationEnvironment, base: Path) -> EvaluationEnvironment:
-    prompts = tuple(_changed(each, uri=absolute_uri(each.uri, base)) for each in measured.prompts)
-    environment = measured.environment
-    if environment is not None and environment.code is not None:
-        code = _changed(environment.code, uri=absolute_uri(environment.code.uri, base))
-        environment = _changed(environment, code=code)
-    return _changed(measured, prompts=prompts, environment=environment)
+def _with_absolute[B: Block](block: B, base: Path) -> B:
+    """With every address in it, and in the blocks within it, absolute."""
+    addresses = {name: getattr(block, name, None) for name in ("uri", "init_from")}
+    changes: dict[str, Any] = {name: absolute_uri(uri, base) for name, uri in addresses.items() if uri is not None}
+    for inner in inner_blocks(type(block)):
+        value = getattr(block, inner.name)
+        if inner.is_list:
+            changes[inner.name] = tuple(_with_absolute(each, base) for each in value)
+        elif value is not None:
+            changes[inner.name] = _with_absolute(value, base)
+    return _changed(block, **changes)
 
 
 def in_one_process(run: OrbitRun, **blocks: Block) -> OrbitRun:

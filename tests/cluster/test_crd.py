@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orbit_runtime.spec import OrbitRun, parse_manifest
-from orbit_runtime.spec.crd import NAME_RULES, build_crd, checks
+from orbit_runtime.spec.crd import CHECKS, NAME_RULES, build_crd
 from orbit_runtime.spec.fields import all_fields, is_block, status_tree
 from orbit_runtime.spec.status import MAX_ATTEMPTS
 from tests.cluster.corpus import hand_written, manifest
@@ -249,7 +249,7 @@ def test_every_rule_is_broken_by_a_case_of_the_corpus(runs_api: RunsApi) -> None
             cause["message"]
             for cause in runs_api.create(case.text, dry_run=True).body.get("details", {}).get("causes", [])
         }
-    rules = [(path, rule["message"]) for path, rules in {"": NAME_RULES, **checks()}.items() for rule in rules]
+    rules = [(path, rule["message"]) for path, rules in {"": NAME_RULES, **CHECKS}.items() for rule in rules]
     assert [rule for rule in rules if not any(rule[1] in message for message in said)] == []
 
 

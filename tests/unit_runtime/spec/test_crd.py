@@ -12,7 +12,7 @@ import pytest
 
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.cel import compile_cel
-from orbit_runtime.spec.crd import TRANSITIONS, build_crd, build_schema, checks, list_types
+from orbit_runtime.spec.crd import CHECKS, LIST_TYPES, TRANSITIONS, build_crd, build_schema
 from orbit_runtime.spec.fields import all_fields
 from orbit_runtime.spec.hub_address import is_model_address, parse_address
 from orbit_runtime.spec.rule import MODEL_ON_HUB, PROMPTS_ON_HUB
@@ -94,7 +94,7 @@ def test_the_default_of_a_block_with_rules_is_written_out() -> None:
     assert algorithm["clip"] == {}, "the type decides"
     assert algorithm["importanceSampling"] == NODES["spec.algorithm.importanceSampling"]["default"] == {"type": "None"}
     assert NODES["spec.parity"]["default"] == {}
-    for path in checks():
+    for path in CHECKS:
         filled = {name for name, node in NODES[path].get("properties", {}).items() if "default" in node}
         if "default" in NODES[path]:
             assert set(NODES[path]["default"]) == filled
@@ -143,10 +143,10 @@ def test_every_field_of_the_manifest_is_in_the_schema() -> None:
 
 
 def test_rules_and_list_types_stand_where_they_are_meant_to() -> None:
-    for path in {**checks(), **TRANSITIONS}:
-        rules = [*checks().get(path, ()), *TRANSITIONS.get(path, ())]
+    for path in {**CHECKS, **TRANSITIONS}:
+        rules = [*CHECKS.get(path, ()), *TRANSITIONS.get(path, ())]
         assert NODES[path]["x-kubernetes-validations"] == rules
-    for path in list_types():
+    for path in LIST_TYPES:
         assert NODES[path]["type"] == "array"
     assert all("x-kubernetes-list-type" in node for node in NODES.values() if node["type"] == "array")
 
