@@ -1,7 +1,7 @@
 """The whole manifest.
 
-Belongs here: `OrbitRun`, its metadata, `model`, `checkpoint` and `parity`, and the rules between blocks.
-Does not belong here: the fields of larger blocks, or reading a file (`load`).
+Belongs here: `OrbitRun`, its metadata, the blocks `model`, `parity`, `evaluation` and `checkpoint`, and the rules between
+blocks. Does not belong here: the fields of larger blocks, or reading a file (`load`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from orbit_runtime.spec.block import (
     IDENTITY,
     LAYOUT,
     SHOWN,
+    AsTuple,
     Block,
     Contradiction,
     LabelValue,
@@ -27,14 +28,21 @@ from orbit_runtime.spec.block import (
     WithoutEmpty,
     inner_blocks,
 )
-from orbit_runtime.spec.data import Data
+from orbit_runtime.spec.data import Data, Prompts
 from orbit_runtime.spec.environment import Environment
-from orbit_runtime.spec.evaluation import Evaluation
 from orbit_runtime.spec.lifecycle import Lifecycle
 from orbit_runtime.spec.observability import Observability
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.rollout import Rollout
-from orbit_runtime.spec.rule import MODEL_ON_HUB, Rule, check_annotations, label_keys_rule, scored_rule, uri_rule
+from orbit_runtime.spec.rule import (
+    MODEL_ON_HUB,
+    Rule,
+    Unique,
+    check_annotations,
+    label_keys_rule,
+    scored_rule,
+    uri_rule,
+)
 from orbit_runtime.spec.storage import Storage
 from orbit_runtime.spec.training import Training
 
@@ -50,6 +58,9 @@ SERVER_SET = frozenset({
 })  # fmt: skip
 """Metadata of an object in a cluster that does not concern the run."""
 _ONE_NODE = "write nodes: 1; several are for ranks of a trainer, and a first one for the engine"
+LATER_DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display", "orbitLater": True})
+"""Unknown to earlier versions, whose runs behaved like its default. All of `evaluation` is in this set: nothing in it
+changes what is trained, what stands in its `environments` included."""
 
 
 class Model(Block):
@@ -110,6 +121,61 @@ class Parity(Block):
     """Number of publishes in a row that may stay unproven, on servers that cannot read their slots back and are noisier
     than the adapter's effect on the canary; one more stops the run (84). Servers that Orbit starts prove every publish.
     """
+
+
+class EvaluationEnvironment(Block):
+    """Prompts that are never trained on, and how completions for them are scored."""
+
+    name: Annotated[
+        str,
+        LATER_DISPLAY,
+        Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", examples=["held-out"]),
+    ]
+    """Unique name in results."""
+    prompts: Annotated[
+        tuple[Prompts, ...],
+        AsTuple,
+        Field(min_length=1, max_length=16, examples=[[{"uri": "held-out.jsonl"}]]),
+    ]
+    """Sources, read one after the other."""
+    environment: Environment | None = None
+    """What the policy acts in and what scores it; if unset, the run's own `spec.environment`."""
+
+    rules = (scored_rule("!has(self.environment)"),)
+
+
+class Evaluation(Block):
+    """What `orbit eval` measures of a policy, and what a run measures of its own."""
+
+    every_steps: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=1_000_000)] = None
+    """Interval, in steps, at which a run evaluates its policy; also before its first step and after its last. If unset,
+    never."""
+    samples: Annotated[int, LATER_DISPLAY, Field(ge=1, le=1024)] = 1
+    """Samples of each prompt."""
+    temperature: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=100)] = None
+    """0 takes the most likely token; if unset, as in `rollout.sampling`."""
+    max_new_tokens: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=1_048_576)] = None
+    """Maximum length of a completion; if unset, as in `rollout.sampling`."""
+    limit: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=2**53)] = None
+    """Number of prompts to use of each environment, counted from the first; if unset, all."""
+    seed: Annotated[int, LATER_DISPLAY, Field(ge=0, le=2**53)] = 0
+    """Seed of sampling. Every policy draws by the same seed, so that two policies differ only by what they are."""
+    pass_at: Annotated[float, LATER_DISPLAY, Field(ge=-1_000_000, le=1_000_000)] = 1.0
+    """Reward from which on a sample counts as passed, for pass@k."""
+    concurrency: Annotated[int, LATER_DISPLAY, Field(ge=1, le=65_536)] = 64
+    """Episodes that query the model at the same time; as many more may be scored meanwhile."""
+    prompt_price: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=1_000_000)] = None
+    """Price of a million tokens that a model reads. If set, the cost is reported."""
+    completion_price: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=1_000_000)] = None
+    """Price of a million tokens that a model writes."""
+    environments: Annotated[
+        tuple[EvaluationEnvironment, ...],
+        AsTuple,
+        Field(max_length=8, examples=[[{"name": "held-out", "prompts": [{"uri": "held-out.jsonl"}]}]]),
+    ] = ()
+    """What is measured; if empty, the run's own prompts and environment."""
+
+    rules = (Unique("environments", "name", "environment"),)
 
 
 class Metadata(Block):
