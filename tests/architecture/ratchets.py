@@ -45,10 +45,10 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        45_465, "a fault of a GPU is 80 in every process, which replaced the words that ranks alone knew"
+        45_457, "a fault of a GPU is 80 in every process, which replaced the words that ranks alone knew"
     ),
     "functions": Ceiling(5528),
-    "files": Ceiling(535),
+    "files": Ceiling(534),
     "files of adapters": Ceiling(19),
     "files of agents": Ceiling(12),
     "files of algorithms": Ceiling(10),
@@ -70,7 +70,7 @@ CEILINGS: dict[str, Ceiling] = {
     "files of services": Ceiling(14),
     "files of sglang_plugin": Ceiling(17),
     "files of sides": Ceiling(10, "what `loop` held of trainer and engine, and what each needs to be opened"),
-    "files of spec": Ceiling(31),
+    "files of spec": Ceiling(30),
     "files of storage": Ceiling(14),
     "files of the top": Ceiling(
         8,
