@@ -1,6 +1,6 @@
 """The whole manifest.
 
-Belongs here: `OrbitRun`, its metadata, the blocks `model`, `parity`, `evaluation` and `checkpoint`, and the rules between
+Belongs here: `OrbitRun`, its metadata, the blocks `model`, `parity`, `evaluation` and `checkpoint`, and rules between
 blocks. Does not belong here: the fields of larger blocks, or reading a file (`load`).
 """
 
