@@ -108,13 +108,12 @@ def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:
     Raises:
         UnsupportedError: (78) the model cannot be divided by these sizes, or not by this version.
     """
-    from orbit_runtime.planner.job import build_job
     from orbit_runtime.planner.layout import requested_layout
     from orbit_runtime.planner.verdict import check_division, plan_as_run
 
     machine = this_machine(run.spec.placement)
     if model is None:
-        return requested_layout(build_job(run, machine).asked) if run.spec.training.trainer == "Megatron" else None
+        return requested_layout(run.spec.training.parallel) if run.spec.training.trainer == "Megatron" else None
     made = plan_as_run(run, model, machine)
     check_division(made)
     return made.layout if made.trainer == "Megatron" else None

@@ -37,7 +37,9 @@ def saved_elements(model: Architecture, job: Job, recompute: Recompute, tensor: 
         tensor: into how many parts matrices are divided: those of one rank are counted.
         token_sets: number of ranks whose tokens meet before a layer's experts.
     """
-    total = model.hidden_size * (1 + job.max_new / job.max_sequence) / tensor
+    total = (
+        model.hidden_size * (1 + job.spec.rollout.sampling.max_new_tokens / job.spec.model.max_sequence_length) / tensor
+    )
     if recompute != "None":
         # Layers that are computed again share the masks of all of them, a byte for each of their elements.
         total += _mask_elements(job) / 2
@@ -69,7 +71,7 @@ def _layer_saved(layer: list[Weight], model: Architecture, job: Job, tensor: int
     """
     gathered, mask = key_copies(job), _mask_elements(job)
     total = 2 * model.hidden_size * model.streams / tensor + mask
-    if job.adapter == "Full":
+    if job.spec.adapter.type == "Full":
         # For both norms: the input, and the normalised value that the weights multiply.
         total += 4 * model.hidden_size
     return total + sum(_saved(weights, model, job, gathered, tensor, token_sets) for weights in _by_experts(layer))
@@ -79,16 +81,20 @@ def _mask_elements(job: Job) -> float:
     """Masks are as large as the products; for a prompt alone, only the explicit products need a mask."""
     if job.attention == "Chunked":
         return 0.0
-    prompt = job.max_sequence - job.max_new
-    masked = job.max_new * job.max_sequence + (prompt * prompt if job.attention == "Eager" else 0)
-    return masked / job.max_sequence
+    prompt = job.spec.model.max_sequence_length - job.spec.rollout.sampling.max_new_tokens
+    masked = job.spec.rollout.sampling.max_new_tokens * job.spec.model.max_sequence_length + (
+        prompt * prompt if job.attention == "Eager" else 0
+    )
+    return masked / job.spec.model.max_sequence_length
 
 
 def key_copies(job: Job) -> float:
     """Number of copies of a token's keys and values: those of a prompt are kept for itself and for its completion."""
     if job.attention == "Chunked":
         return 1.0
-    return (2 * job.max_sequence - job.max_new) / job.max_sequence
+    return (
+        2 * job.spec.model.max_sequence_length - job.spec.rollout.sampling.max_new_tokens
+    ) / job.spec.model.max_sequence_length
 
 
 def live_elements(model: Architecture) -> float:
@@ -117,7 +123,7 @@ def _saved(
         if _is_of_experts_down(weight):
             # The router's gradient needs each expert's output, which its weight multiplies in the sum.
             total += out
-        if job.adapter == "LoRA" and weight.target in job.targets:
+        if job.spec.adapter.type == "LoRA" and weight.target in (job.spec.adapter.targets or ()):
             total += job.rank / (tensor if weight.role == "routed_expert" else 1)
     return total * (_times(weights[0], model) if weights else 1)
 

@@ -49,7 +49,7 @@ def adapted_weights(model: Architecture, job: Job) -> list[Weight]:
     """The weights that get an adapter. Raises `ManifestError` for a target that names nothing."""
     linears = [w for w in model.weights if w.is_linear and w.role not in LEFT_OUT]
     names = {w.target for w in linears}
-    targets = job.targets or model.default_targets
+    targets = job.spec.adapter.targets or model.default_targets
     for index, target in enumerate(targets):
         if not any(_names(target, w) for w in linears):
             near = get_close_matches(target, names, n=1)
@@ -71,14 +71,14 @@ def adapter_size(model: Architecture, job: Job, *, tensor: int = 1, expert: int 
         tensor, expert: into how many parts matrices and the experts of a layer are divided: those of one rank are
             counted.
     """
-    if job.adapter == "Full":
+    if job.spec.adapter.type == "Full":
         count = model.num_parameters()
         return AdapterSize(count, 0, 0, count, sum(w.is_linear and w.role not in LEFT_OUT for w in model.weights))
     weights = adapted_weights(model, job)
     _check_sizes(weights, job)
     dense = [w for w in weights if w.role != "routed_expert"]
     experts = [w for w in weights if w.role == "routed_expert"]
-    if job.adapter == "LoRA":
+    if job.spec.adapter.type == "LoRA":
         count = sum(job.rank * sum(cut_shape(w, tensor)) for w in dense)
         with_experts = sum(_lora_experts(w, model, job, w.count // expert) for w in experts)
         return AdapterSize(count, with_experts, 0, count + with_experts, len(weights))
@@ -115,13 +115,13 @@ def _names(target: str, weight: Weight) -> bool:
 def _check_sizes(weights: list[Weight], job: Job) -> None:
     for weight in weights:
         out, into = weight.shape
-        if job.adapter == "LoRA" and job.rank > min(out, into):
+        if job.spec.adapter.type == "LoRA" and job.rank > min(out, into):
             raise ManifestError(
                 f"rank {job.rank} is more than {weight.module} has, which is [{out}, {into}]",
                 where="spec.adapter.lora.rank",
                 fix=f"write at most {min(out, into)}, or leave the module out of spec.adapter.targets",
             )
-        if job.adapter == "OFT" and into % job.rank:
+        if job.spec.adapter.type == "OFT" and into % job.rank:
             raise ManifestError(
                 f"blocks of {job.rank} do not divide the {into} input features of {weight.module}",
                 where="spec.adapter.oft.blockSize",

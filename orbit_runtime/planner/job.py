@@ -1,4 +1,4 @@
-"""The machine, its division between trainer and engine, and the facts of a manifest on which memory depends.
+"""The machine, its division between trainer and engine, and the decisions on which memory depends.
 
 Belongs here: reading these fields, with `Auto` for trainer and engine resolved for the machine; dividing the GPUs of
 `placement`, one answer for the plan, the run and the operator's pod.
@@ -7,7 +7,6 @@ Does not belong here: arithmetic (`parts`), or whether anything is supported (`s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,10 +14,9 @@ from typing import Any, Literal
 from orbit_runtime.errors import UsageError
 from orbit_runtime.model_info.gpus import CARDS, GPUCard, find_gpu
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.spec.adapter import LoRA
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.quantities import read_quantity
-from orbit_runtime.spec.teacher import TeacherType
+from orbit_runtime.spec.run import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,74 +100,30 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedSizes:
-    """Parallel sizes from the manifest; None for a size to be chosen."""
-
-    tensor: int | None = None
-    expert: int | None = None
-    pipeline: int | None = None
-    context: int | None = None
-    data: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
-    """The part of the manifest that affects memory."""
+    """A run's specification with what the planner decides for a machine."""
 
+    spec: RunSpec
     trainer: str
     engine: str
-    precision: str
-    activations: str
-    """`model.activationPrecision`."""
-    adapter: Literal["LoRA", "OFT", "Full"]
-    """`Full`: every weight of the model trains."""
     rank: int
     """LoRA's rank or OFT's block size."""
-    scaling: float
-    """LoRA: by what its update is multiplied."""
-    rslora: bool
-    targets: tuple[str, ...]
-    """The adapted modules; None for the family's defaults."""
     experts: ExpertLayout
-    max_sequence: int
-    max_new: int
+    attention: Literal["Eager", "SDPA", "Chunked"]
     running: int
     """Most completions sampled at the same time."""
-    micro_batch_tokens: int
     is_micro_batch_fixed: bool
     """Whether the manifest sets the micro-batch; otherwise the planner may lower it."""
-    recompute: Literal["Auto", "None", "Selective", "PerLayer"]
-    attention: Literal["Eager", "SDPA", "Chunked"]
-    step_tokens: int
-    """Tokens of a whole step at full length: the upper bound of a micro-batch."""
-    asked: RequestedSizes
-    copies: Literal["Auto", "Shared", "Two"]
     replicas: int
     """Engine servers in one device's memory; on the CPU, main memory holds all of them."""
-    servers: int
-    """`rollout.replicas`."""
-    asked_server_gpus: int | None
-    """`rollout.tensorParallel`; None if it is to be chosen."""
-    critic_rank: int | None
-    """LoRA's rank or OFT's block size of the critic's adapter; None without a critic."""
-    teacher: TeacherType | None
-    """Type of the teacher; None without one."""
-    compares_logits: bool
-    """Whether the teacher's distribution over the vocabulary is compared with the policy's, not only its log-probs."""
-    told_tokens: int
-    """Likeliest tokens of a served teacher that rollouts hold in the place of each of theirs; 0 for none."""
-    teacher_on_ranks: bool
-    """Whether ranks can ask the teacher, or there is none."""
     devices: Devices
     sleep: Literal["None", "Cache", "All"]
     """What servers on the trainer's GPUs release while the trainer works."""
-    kept_checkpoints: int
-    samples: bool
-    """Whether an engine samples in this run."""
-    deterministic: bool
-    """`rollout.deterministic`."""
-    engine_arguments: Mapping[str, Any]
-    """`rollout.engineArguments`, each of the type that SGLang accepts."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether an engine samples in this run."""
+        return self.spec.algorithm.type != "SFT"
 
     @property
     def is_split(self) -> bool:
@@ -177,8 +131,13 @@ class Job:
         return self.devices.are_apart
 
     @property
+    def engine_arguments(self) -> Mapping[str, Any]:
+        """`rollout.engineArguments`, each of the type that SGLang accepts."""
+        return self.spec.rollout.engine_arguments
+
+    @property
     def adapts_experts_by_lora(self) -> bool:
-        return self.adapter == "LoRA" and self.experts != "None"
+        return self.spec.adapter.type == "LoRA" and self.experts != "None"
 
     @property
     def speculates_with_mtp(self) -> bool:
@@ -204,62 +163,24 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         may_choose: whether a micro-batch that the manifest leaves at its default may be lowered.
     """
     spec = run.spec
-    training, adapter, placement, teacher = spec.training, spec.adapter, spec.placement, spec.algorithm.teacher
+    training, adapter, rollout = spec.training, spec.adapter, spec.rollout
     several = machine.num_gpus > 1
-    devices = devices or split_devices(placement, machine.num_gpus, machine.nodes)
-    parallel = training.parallel
-    samples = training.prompts_per_step * spec.algorithm.group_size
+    devices = devices or split_devices(spec.placement, machine.num_gpus, machine.nodes)
+    prompts = training.prompts_per_step + rollout.over_sampling
     may_divide = len(devices.trainer) > 1 and adapter.type != "Full"
-    trainer = _decide(training.trainer, "Megatron" if may_divide else "Torch")
     return Job(
-        trainer=trainer,
-        engine=_decide(spec.rollout.engine, "SGLang" if several or training.trainer == "Megatron" else "Torch"),
-        precision=spec.model.precision,
-        activations=spec.model.activation_precision,
-        adapter=adapter.type,
+        spec,
+        trainer=_decide(training.trainer, "Megatron" if may_divide else "Torch"),
+        engine=_decide(rollout.engine, "SGLang" if several or training.trainer == "Megatron" else "Torch"),
         rank=adapter.lora.rank if adapter.lora else adapter.oft.block_size if adapter.oft else 0,
-        scaling=_scaling(adapter.lora) if adapter.lora else 1.0,
-        rslora=adapter.lora is not None and adapter.lora.rslora,
-        targets=tuple(adapter.targets or ()),
         experts=adapter.expert_layout,
-        max_sequence=spec.model.max_sequence_length,
-        max_new=spec.rollout.sampling.max_new_tokens,
-        running=min(
-            spec.rollout.max_running_requests, samples + spec.rollout.over_sampling * spec.algorithm.group_size
-        ),
-        micro_batch_tokens=training.micro_batch_tokens,
-        is_micro_batch_fixed=not may_choose or "micro_batch_tokens" in training.model_fields_set,
-        recompute=training.recompute,
         attention=training.decided_attention(spec.model.max_sequence_length),
-        step_tokens=samples * spec.model.max_sequence_length,
-        asked=RequestedSizes(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context, parallel.data),
-        copies=placement.base_copies,
-        replicas=spec.rollout.replicas if machine.gpu is None else 1,
-        servers=spec.rollout.replicas,
-        asked_server_gpus=spec.rollout.tensor_parallel,
-        critic_rank=_critic_rank(run),
-        teacher=teacher.type if teacher else None,
-        compares_logits=teacher is not None and not teacher.is_column,
-        told_tokens=teacher.decided.top_k or 0 if teacher is not None and teacher.type == "Served" else 0,
-        teacher_on_ranks=teacher is None or teacher.is_on_ranks,
+        running=min(rollout.max_running_requests, prompts * spec.algorithm.group_size),
+        is_micro_batch_fixed=not may_choose or "micro_batch_tokens" in training.model_fields_set,
+        replicas=rollout.replicas if machine.gpu is None else 1,
         devices=devices,
-        sleep=spec.rollout.sleep,
-        kept_checkpoints=spec.checkpoint.keep,
-        samples=spec.algorithm.type != "SFT",
-        deterministic=spec.rollout.deterministic,
-        engine_arguments=spec.rollout.engine_arguments,
+        sleep=rollout.sleep,
     )
-
-
-def _scaling(lora: LoRA) -> float:
-    return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
-
-
-def _critic_rank(run: OrbitRun) -> int | None:
-    critic, adapter = run.spec.algorithm.decided_critic, run.spec.adapter
-    if critic is None:
-        return None
-    return critic.rank or (adapter.lora.rank if adapter.lora else adapter.oft.block_size if adapter.oft else 0)
 
 
 def _decide(asked: str, chosen: str) -> str:

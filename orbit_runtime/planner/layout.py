@@ -8,7 +8,8 @@ from math import gcd
 
 from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
 from orbit_runtime.planner.adapter_size import CUT_BY_COLUMNS, DIVIDED
-from orbit_runtime.planner.job import Job, RequestedSizes
+from orbit_runtime.planner.job import Job
+from orbit_runtime.spec.training import Parallel
 
 KEYS = ("k_proj", "v_proj")
 
@@ -36,7 +37,7 @@ class Layout:
         return max(1, self.expert // self.tensor)
 
 
-def requested_layout(asked: RequestedSizes) -> Layout:
+def requested_layout(asked: Parallel) -> Layout:
     """The layout on the CPU, with as many ranks as the sizes need. Sizes not set are 1."""
     tensor, pipeline, context = asked.tensor or 1, asked.pipeline or 1, asked.context or 1
     # If matrices are cut into parts, experts must be divided into at least as many.
@@ -52,7 +53,7 @@ def possible_layouts(model: ModelFacts, num_gpus: int, job: Job) -> Iterator[Lay
     Experts are always divided as far as possible, because routed tokens travel anyway. Layers and sequences are divided
     only if the manifest says so.
     """
-    asked, num_experts = job.asked, model.architecture.num_experts
+    asked, num_experts = job.spec.training.parallel, model.architecture.num_experts
     pipeline, context = asked.pipeline or 1, asked.context or 1
     for tensor in [asked.tensor] if asked.tensor else _divisors(num_gpus):
         group = tensor * pipeline * context
@@ -98,7 +99,7 @@ def _cuts(stored: StoredWeight, tensor: int, job: Job) -> Iterator[str]:
     block = stored.block[1 if by_columns else 0] if stored.block else 1
     if width // tensor % block:
         yield f"each of {tensor} ranks would have {width // tensor} {side} of {weight.module}, a scale covers {block}"
-    if by_columns and job.adapter == "OFT" and width // tensor % job.rank:
+    if by_columns and job.spec.adapter.type == "OFT" and width // tensor % job.rank:
         yield (
             f"each of {tensor} ranks would have {width // tensor} inputs of {weight.module}, but OFT's blocks have "
             f"{job.rank}"

@@ -55,7 +55,7 @@ class Setting:
         nothing. On the CPU, all parts are in one memory."""
         if self.machine.gpu is None or self.job.engine != "SGLang":
             return Layout()
-        return Layout(tensor=self.server_gpus, expert=self.server_gpus, data=self.job.servers)
+        return Layout(tensor=self.server_gpus, expert=self.server_gpus, data=self.job.spec.rollout.replicas)
 
     @property
     def attention_groups(self) -> int:
@@ -261,7 +261,7 @@ def base_weights(
 
 def _resident_bytes(stored: StoredWeight, setting: Setting) -> int:
     """Bytes in memory. Our loader keeps norms, other small parameters and all that trains in the compute dtype."""
-    if setting.job.adapter == "Full":
+    if setting.job.spec.adapter.type == "Full":
         return stored.weight.num_parameters * setting.compute_bytes
     small = not stored.weight.is_linear and stored.weight.role != "embedding"
     is_bias = stored.weight.name.endswith(".bias")
@@ -301,26 +301,27 @@ def _optimizer(setting: Setting) -> Parts:
 def _named(what: str, setting: Setting) -> str:
     """Name of a part of what trains."""
     whole = {"": "masters", "export": "model export"}
-    return whole[what] if setting.job.adapter == "Full" else f"adapter {what}".rstrip()
+    return whole[what] if setting.job.spec.adapter.type == "Full" else f"adapter {what}".rstrip()
 
 
 def _teacher(setting: Setting) -> int:
     """An adapter trained before is in the compute dtype; one that follows the policy has its own masters.
     The size of the former is unknown; the size of the run's own adapter is assumed."""
-    kind, parameters = setting.job.teacher, setting.adapter.total
-    if kind in (None, "Base", "Served"):
+    teacher, parameters = setting.job.spec.algorithm.teacher, setting.adapter.total
+    if teacher is None or teacher.type in ("Base", "Served"):
         return 0
-    return parameters * (setting.compute_bytes if kind == "Adapter" else known.MASTER_BYTES)
+    return parameters * (setting.compute_bytes if teacher.type == "Adapter" else known.MASTER_BYTES)
 
 
 def _of_critic(adapter: int, setting: Setting) -> int:
     """The critic's parameters where the policy's adapter has `adapter` of its own: an adapter that is divided alike and
     scales with its rank; a head of `hidden_size` weights and a bias, which only the last stage has."""
     job = setting.job
-    if job.critic_rank is None:
+    critic = job.spec.algorithm.decided_critic
+    if critic is None:
         return 0
     head = setting.model.architecture.hidden_size + 1
-    return math.ceil(adapter * job.critic_rank / max(1, job.rank)) + head
+    return math.ceil(adapter * (critic.rank or job.rank) / max(1, job.rank)) + head
 
 
 def _local_adapter(setting: Setting) -> int:
@@ -345,13 +346,13 @@ def _slots(setting: Setting) -> int:
     size = setting.adapter
     if setting.job.in_process:
         one = size.total * setting.compute_bytes
-        if setting.job.adapter == "OFT":
+        if setting.job.spec.adapter.type == "OFT":
             # R, and the fp32 parameters of every layer, kept for reading back.
             one = size.rotation_elements * setting.compute_bytes + size.written_parameters * known.MASTER_BYTES
         return one * known.ADAPTER_VERSIONS
     ways = 1 if setting.job.experts in ("Shared", "None") else setting.engine_layout.expert
     experts = math.ceil(size.experts / ways)
-    elements = size.rotation_elements if setting.job.adapter == "OFT" else size.dense + experts
+    elements = size.rotation_elements if setting.job.spec.adapter.type == "OFT" else size.dense + experts
     return elements * setting.compute_bytes * known.SERVER_SLOTS
 
 
@@ -362,7 +363,7 @@ def _kv(setting: Setting) -> tuple[int, int]:
     """(bytes of one full-length sequence on this device, sequences that its replica should hold)."""
     kv, layout = setting.model.architecture.kv, setting.engine_layout
     scale = setting.compute_bytes / 2
-    one = (setting.job.max_sequence * kv.bytes_per_token + kv.bytes_per_sequence) * scale
+    one = (setting.job.spec.model.max_sequence_length * kv.bytes_per_token + kv.bytes_per_sequence) * scale
     # With several attention groups on a server's GPUs, each group holds the keys and values of its own sequences.
     groups = setting.attention_groups
     shares = min(layout.tensor // groups, kv.heads) * layout.pipeline
@@ -373,7 +374,7 @@ def _kv(setting: Setting) -> tuple[int, int]:
 def _engine_work(setting: Setting) -> Parts:
     """A prefill pass: nothing is kept for a backward pass, so one layer's tensors are alive at a time."""
     engine = "Torch" if setting.job.in_process else "SGLang"
-    prompt = setting.job.max_sequence * setting.job.running
+    prompt = setting.job.spec.model.max_sequence_length * setting.job.running
     most = setting.job.engine_arguments.get("chunked-prefill-size", known.PREFILL_TOKENS[engine])
     tokens = min(most, prompt)
     layer = live_elements(setting.model.architecture) * tokens * setting.compute_bytes
@@ -389,7 +390,9 @@ def _engine_work(setting: Setting) -> Parts:
 
 def _training(setting: Setting) -> Parts:
     model, layout, job = setting.model.architecture, setting.layout, setting.job
-    tokens, width = min(setting.micro_batch_tokens, job.step_tokens), setting.compute_bytes
+    spec = job.spec
+    step_tokens = spec.training.prompts_per_step * spec.algorithm.group_size * spec.model.max_sequence_length
+    tokens, width = min(setting.micro_batch_tokens, step_tokens), setting.compute_bytes
     # Before it finishes one pass, the first stage has begun as many passes as there are stages.
     share = layout.context / (_stages(setting) * _stage_share(setting))
     # Policy and critic train in turn: the gradients of one are freed before those of the other exist.
@@ -403,7 +406,7 @@ def _training(setting: Setting) -> Parts:
         ),
         "gradients": local * known.GRADIENT_BYTES,
         # With `Full`, the rounded weights are the model itself.
-        "adapter, rounded": 0 if job.adapter == "Full" else local * width,
+        "adapter, rounded": 0 if job.spec.adapter.type == "Full" else local * width,
     }
     if layout.token_sets > 1 and model.num_experts:
         # Tokens of all ranks that divide the same experts, gathered before each layer of experts and not kept.
@@ -413,15 +416,16 @@ def _training(setting: Setting) -> Parts:
         parts["layer's input gathered"] = math.ceil(tokens * model.hidden_size * width / layout.context)
     if layout.context > 1:
         parts["keys and values gathered"] = _gathered_keys(setting, tokens)
-    if job.adapter == "OFT":
+    if job.spec.adapter.type == "OFT":
         whole = setting.local.rotation_elements * local // max(1, setting.local.total)
         parts["adapter, rounded"] = whole * (width + known.ROTATION_GRAPH_BYTES)
-    if job.told_tokens:
-        parts["teacher's tokens"] = tokens * job.told_tokens * known.TOLD_BYTES
-    elif job.compares_logits:
-        parts["teacher's states"] = tokens * model.hidden_size * width
-    if job.teacher in ("Average", "Lagged"):
-        parts["adapter, rounded"] += _local_adapter(setting) * width
+    if teacher := spec.algorithm.teacher:
+        if teacher.type == "Served" and teacher.decided.top_k:
+            parts["teacher's tokens"] = tokens * teacher.decided.top_k * known.TOLD_BYTES
+        elif not teacher.is_column:
+            parts["teacher's states"] = tokens * model.hidden_size * width
+        if teacher.type in ("Average", "Lagged"):
+            parts["adapter, rounded"] += _local_adapter(setting) * width
     parts["dequantisation"] = _dequantisation(setting)
     rows = min(tokens, max(1, known.LOGIT_ELEMENTS // model.vocab_size))
     parts["logits"] = math.ceil(rows * model.vocab_size * 4 * known.LOGIT_COPIES)
@@ -443,7 +447,7 @@ def _gathered_keys(setting: Setting, tokens: int) -> int:
 
 def _dequantisation(setting: Setting) -> int:
     """Dense weights alive at once; 0 if every linear multiplies by its packed weights directly."""
-    if setting.job.adapter == "Full":
+    if setting.job.spec.adapter.type == "Full":
         return 0
     width = setting.compute_bytes
     limit = known.DENSE_BYTES["cuda" if setting.machine.gpu else "cpu"]

@@ -150,7 +150,7 @@ def plan(
     cautions = (*_of_kernels(model, job, machine), *_idle(model, job, size, gpus))
     notes = (*_notes(choice, model, job, machine, support), *cautions)
     sizes, binding = choice.sizes, choice.binding
-    per_token = sizes.kv_bytes_per_sequence / job.max_sequence
+    per_token = sizes.kv_bytes_per_sequence / job.spec.model.max_sequence_length
     kv = sizes.phases["rollout"].get("KV cache", 0)
     return Plan(
         run=run.name, model=model.name, source=model.source, precision=model.precision, machine=machine.name,
@@ -159,7 +159,7 @@ def plan(
         base_copies=choice.setting.copies, adapter=adapter,
         phases=sizes.phases, kv_tokens=int(kv / per_token) if per_token else 0,
         kv_sequences=kv // sizes.kv_bytes_per_sequence if sizes.kv_bytes_per_sequence else 0, binding=binding,
-        servers=job.servers if job.engine == "SGLang" else 0, server_gpus=size, devices=job.devices,
+        servers=job.spec.rollout.replicas if job.engine == "SGLang" else 0, server_gpus=size, devices=job.devices,
         server_memory=server_memory(choice),
         host_bytes=host, disk_bytes=disk, download_bytes=model.checkpoint_bytes, support=support, notes=notes,
         cautions=cautions, problems=problems,
@@ -175,21 +175,23 @@ def check_fits(made: Plan) -> None:
 
 
 def _check_precision(job: Job, model: ModelFacts) -> None:
-    if job.precision not in ("Auto", model.precision):
+    if job.spec.model.precision not in ("Auto", model.precision):
         raise ManifestError(
-            f"the manifest says {job.precision}, the checkpoint is {model.precision} ({model.name})",
+            f"the manifest says {job.spec.model.precision}, the checkpoint is {model.precision} ({model.name})",
             where="spec.model.precision",
             fix=f"write {model.precision} or Auto, or name another checkpoint in spec.model.uri",
         )
 
 
 def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:
-    targets = job.targets or model.architecture.default_targets
+    targets = job.spec.adapter.targets or model.architecture.default_targets
     experts = job.experts if model.architecture.num_experts else "None"
+    teacher = job.spec.algorithm.teacher
     return Combination(
-        model.precision, model.architecture.family, job.adapter, experts, job.engine, job.trainer, machine.num_gpus,
-        job.deterministic, any(target.rpartition(".")[2] == "down_proj" for target in targets),
-        machine.gpu.capability if machine.gpu else None, not job.teacher_on_ranks,
+        model.precision, model.architecture.family, job.spec.adapter.type, experts, job.engine, job.trainer,
+        machine.num_gpus,
+        job.spec.rollout.deterministic, any(target.rpartition(".")[2] == "down_proj" for target in targets),
+        machine.gpu.capability if machine.gpu else None, teacher is not None and not teacher.is_on_ranks,
     )  # fmt: skip
 
 
@@ -200,7 +202,7 @@ def _unsupported(support: Support) -> list[Problem]:
 
 
 def _copies_problem(job: Job) -> list[Problem]:
-    if job.copies != "Shared" or job.in_process or job.is_elsewhere:
+    if job.spec.placement.base_copies != "Shared" or job.in_process or job.is_elsewhere:
         return []
     message = "the trainer and SGLang's servers are processes of their own, and each holds the base"
     return [Problem(message, "spec.placement.baseCopies", "write Auto or Two, or rollout.engine: Torch")]
@@ -225,11 +227,11 @@ def division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Mach
 
 def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:
     """Notes on GPUs that servers leave unused because the model cannot be cut over all of them."""
-    if job.engine != "SGLang" or job.asked_server_gpus is not None or job.servers * size >= gpus:
+    servers = job.spec.rollout.replicas
+    if job.engine != "SGLang" or job.spec.rollout.tensor_parallel is not None or servers * size >= gpus:
         return []
-    why = find_objection(model, job, gpus // job.servers, gpus)
-    why = f"{gpus - job.servers * size} of {gpus} GPUs are unused: {why or f'{job.servers} servers share them evenly'}"
-    return [why]
+    why = find_objection(model, job, gpus // servers, gpus) or f"{servers} servers share them evenly"
+    return [f"{gpus - servers * size} of {gpus} GPUs are unused: {why}"]
 
 
 def _too_big(choice: Candidate, model: ModelFacts, machine: Machine) -> list[Problem]:
@@ -260,9 +262,11 @@ def _notes(choice: Candidate, model: ModelFacts, job: Job, machine: Machine, sup
     setting = choice.setting
     if support.state in ("planned", "missing"):
         notes += support.reasons
-    if setting.micro_batch_tokens < job.micro_batch_tokens:
-        notes.append(f"{job.micro_batch_tokens} tokens a micro-batch do not fit: {setting.micro_batch_tokens} do")
-    if job.recompute == "Auto" and setting.recompute != "None" and choice.fits:
+    if setting.micro_batch_tokens < job.spec.training.micro_batch_tokens:
+        notes.append(
+            f"{job.spec.training.micro_batch_tokens} tokens a micro-batch do not fit: {setting.micro_batch_tokens} do"
+        )
+    if job.spec.training.recompute == "Auto" and setting.recompute != "None" and choice.fits:
         notes.append(f"the memory of a backward pass does not fit: training.recompute is {setting.recompute}")
     held = choice.sizes.phases["rollout"].get("KV cache", 0) // max(1, choice.sizes.kv_bytes_per_sequence)
     if job.samples and held < choice.sizes.running:
@@ -282,7 +286,7 @@ def _of_kernels(model: ModelFacts, job: Job, machine: Machine) -> Iterator[str]:
         return
     kernels = choose_kernels(
         model,
-        job.activations,
+        job.spec.model.activation_precision,
         adapts_experts=job.adapts_experts_by_lora,
         engine_arguments=job.engine_arguments,
     )
@@ -304,7 +308,7 @@ def _host_bytes(choice: Candidate, machine: Machine) -> int:
     if machine.gpu is None:
         return max(choice.sizes.total(phase) for phase in PHASES)
     job = setting.job
-    served = job.servers * setting.server_gpus if job.engine == "SGLang" else 0
+    served = job.spec.rollout.replicas * setting.server_gpus if job.engine == "SGLang" else 0
     gathered = setting.adapter.total * (known.CHECKPOINT_BYTES + 2)
     # A server that releases its weights keeps a copy of them in main memory.
     backup = served * base_bytes(setting, "engine") if job.sleep == "All" else 0
@@ -316,5 +320,5 @@ def _host_bytes(choice: Candidate, machine: Machine) -> int:
 
 def _disk_bytes(model: ModelFacts, job: Job, adapter: AdapterSize) -> int:
     """The model's files, the kept checkpoints and as many published adapters."""
-    kept = job.kept_checkpoints + 1
+    kept = job.spec.checkpoint.keep + 1
     return model.checkpoint_bytes + kept * adapter.total * (known.CHECKPOINT_BYTES + 2)

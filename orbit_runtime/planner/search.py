@@ -100,7 +100,7 @@ def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
     # Exchanges within every layer stay on one node.
     found = [layout for layout in found if machine.nodes == 1 or machine.node_gpus % layout.tensor == 0]
     # On a CPU, as many ranks as the sizes need. If nothing is possible, the plan says why for the requested sizes.
-    return found or [requested_layout(job.asked)]
+    return found or [requested_layout(job.spec.training.parallel)]
 
 
 def _copies(job: Job) -> Copies:
@@ -110,14 +110,14 @@ def _copies(job: Job) -> Copies:
 
 def _recomputes(job: Job) -> tuple[Recompute, ...]:
     """Possible modes of recomputation, from the least to the most work."""
-    return get_args(Recompute) if job.recompute == "Auto" else (job.recompute,)
+    return get_args(Recompute) if job.spec.training.recompute == "Auto" else (job.spec.training.recompute,)
 
 
 def _micro_batches(job: Job) -> Iterator[int]:
     """The manifest's size, then successive halves down to what one full sequence needs."""
-    size = job.micro_batch_tokens
+    size = job.spec.training.micro_batch_tokens
     yield size
-    while not job.is_micro_batch_fixed and size // 2 >= max(SMALLEST_MICRO_BATCH, job.max_sequence):
+    while not job.is_micro_batch_fixed and size // 2 >= max(SMALLEST_MICRO_BATCH, job.spec.model.max_sequence_length):
         size //= 2
         yield size
 
@@ -151,7 +151,7 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     """Yields changes, from the smallest sacrifice to the largest."""
     job = setting.job
     micro = setting.micro_batch_tokens
-    while micro // 2 >= max(256, job.max_sequence):
+    while micro // 2 >= max(256, job.spec.model.max_sequence_length):
         micro //= 2
         yield f"write training.microBatchTokens: {micro}", replace(setting, micro_batch_tokens=micro)
     if setting.recompute != "PerLayer":
@@ -169,7 +169,7 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
         for sleep in ("Cache", "All"):
             yield f"write rollout.sleep: {sleep}", replace(setting, job=replace(job, sleep=sleep))
     if setting.adapter.experts and job.experts not in ("Shared", "None"):
-        fewer = "Shared" if job.adapter == "OFT" else "None"
+        fewer = "Shared" if job.spec.adapter.type == "OFT" else "None"
         yield f"write adapter.experts: {fewer}", _with_experts(setting, fewer)
 
 

@@ -42,9 +42,9 @@ def server_gpus(model: ModelFacts, job: Job, num_gpus: int) -> int:
     """
     if job.engine != "SGLang":
         return 1
-    if job.asked_server_gpus is not None:
-        return job.asked_server_gpus
-    most = max(1, num_gpus // job.servers)
+    if job.spec.rollout.tensor_parallel is not None:
+        return job.spec.rollout.tensor_parallel
+    most = max(1, num_gpus // job.spec.rollout.replicas)
     return next((size for size in range(most, 1, -1) if find_objection(model, job, size, num_gpus) is None), 1)
 
 
@@ -52,8 +52,8 @@ def find_objection(model: ModelFacts, job: Job, size: int, num_gpus: int) -> str
     """Why there cannot be servers of this size; None if there can."""
     if job.engine != "SGLang":
         return None
-    if num_gpus and job.servers * size > num_gpus:
-        return f"{job.servers} x {size} GPUs are more than the {num_gpus} available to servers"
+    if num_gpus and job.spec.rollout.replicas * size > num_gpus:
+        return f"{job.spec.rollout.replicas} x {size} GPUs are more than the {num_gpus} available to servers"
     if size == 1:
         return None
     return next(_objections(model, job, size, on_cpu=num_gpus == 0), None)
@@ -64,9 +64,9 @@ def find_refusal(model: ModelFacts, job: Job, num_gpus: int) -> UnsupportedError
     why = find_objection(model, job, server_gpus(model, job, num_gpus), num_gpus)
     if why is None:
         return None
-    if num_gpus and job.servers > num_gpus:
+    if num_gpus and job.spec.rollout.replicas > num_gpus:
         return UnsupportedError(why, where=REPLICAS, fix=f"write replicas: {num_gpus} or less")
-    sizes = range(1, (job.asked_server_gpus or 1) + 1)
+    sizes = range(1, (job.spec.rollout.tensor_parallel or 1) + 1)
     fitting = [str(size) for size in sizes if find_objection(model, job, size, num_gpus) is None]
     return UnsupportedError(why, where=TENSOR_PARALLEL, fix=f"write tensorParallel: {' or '.join(fitting)}")
 
@@ -89,7 +89,7 @@ def _objections(model: ModelFacts, job: Job, size: int, *, on_cpu: bool) -> Iter
     for stored in model.weights:
         if stored.weight.is_linear and stored.weight.is_split and stored.weight.role not in ("mtp", "vision", "head"):
             yield from _cuts(stored, size, heads, on_cpu=on_cpu, family=shape.family)
-    if job.adapter == "OFT":
+    if job.spec.adapter.type == "OFT":
         for weight in adapted_weights(shape, job):
             width = weight.shape[-1]
             if weight.is_split and weight.target in ROW_PARALLEL and width // size % job.rank:
@@ -160,7 +160,11 @@ def server_memory(choice: Candidate) -> ServerMemory | None:
     own = base_bytes(setting, "engine") + rollout.get("adapter slots", 0) + cache
     beside = 0 if setting.job.is_split else _trainer_bytes(rollout)
     free = choice.capacity - beside - rollout.get("runtime (engine)", 0)
-    tokens = cache * setting.job.max_sequence // sizes.kv_bytes_per_sequence if sizes.kv_bytes_per_sequence else 0
+    tokens = (
+        cache * setting.job.spec.model.max_sequence_length // sizes.kv_bytes_per_sequence
+        if sizes.kv_bytes_per_sequence
+        else 0
+    )
     fraction = math.ceil(1000 * min(LARGEST_FRACTION, own / max(1, free) + SLACK)) / 1000
     return ServerMemory(tokens, known.SERVER_SLOTS, fraction)
 

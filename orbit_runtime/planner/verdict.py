@@ -209,7 +209,7 @@ def check_sizes(run: OrbitRun, model: ModelFacts) -> bool:
         _raise_first([each for each in made.problems if each.where == TENSOR_PARALLEL])
         return True
     job = build_job(run, _CPU)
-    _raise_first(division_problems(model, job, requested_layout(job.asked), _CPU))
+    _raise_first(division_problems(model, job, requested_layout(job.spec.training.parallel), _CPU))
     refusals = [find_refusal(model, job, num_gpus) for num_gpus in (_MANY, 0)]
     # Some sizes are only refused on a CPU, and some only on GPUs.
     if refusals[0] is not None and refusals[1] is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from accelerate import init_empty_weights
@@ -46,6 +46,18 @@ from orbit_runtime.storage.cache import Cache, default_cache
 DEFAULT_LONGEST = 4096
 """Maximum length of sequences of a model whose configuration names none."""
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+
+
+class PolicySettings(TypedDict, total=False):
+    """The arguments of `load_policy` that a manifest decides."""
+
+    precision: str
+    activation_precision: ActivationPrecision
+    seed: int
+    device: str
+    compute_dtype: torch.dtype
+    kernel: Kernel
+    longest: int
 
 
 def load_policy(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
     from orbit_runtime.planner.layout import Layout
     from orbit_runtime.policy.facts import PolicyFacts
+    from orbit_runtime.policy.load import PolicySettings
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.policy.recompute import Recompute
     from orbit_runtime.training.megatron.outline import Outline
@@ -238,7 +239,11 @@ def _build_whole(
     settings = _policy_settings(order.resolved)
     policy = load_whole(
         order.folder,
-        **{name: settings[name] for name in ("precision", "device", "compute_dtype", "kernel", "longest")},
+        precision=settings["precision"],
+        device=settings["device"],
+        compute_dtype=settings["compute_dtype"],
+        kernel=settings["kernel"],
+        longest=settings["longest"],
         announce=lambda report: note(report.text()),
     )
     policy.recompute(division.recompute)
@@ -327,8 +332,7 @@ def adapter_config(spec: RunSpec) -> AdapterConfig:
     return AdapterConfig(type=adapter.type, targets=tuple(adapter.targets or ()), experts=adapter.experts, **settings)
 
 
-def _policy_settings(resolved: Resolved) -> dict[str, Any]:
-    """Arguments of `load_policy`; plain values."""
+def _policy_settings(resolved: Resolved) -> PolicySettings:
     import torch
 
     spec = resolved.run.spec

@@ -10,8 +10,11 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.architecture import ratchets
 
 ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "orbit_runtime"
@@ -250,3 +253,27 @@ def test_every_package_that_is_shipped_says_that_it_is_typed() -> None:
     assert "Typing :: Typed" in project["project"]["classifiers"]
     for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert (ROOT / package / "py.typed").is_file(), package
+
+
+USER_CODE = "orbit_runtime.workers.user_code."
+FOREIGN_PROCESSES = {
+    "SGLang's": [name for name in ratchets.product() if name.startswith("orbit_runtime.sglang_plugin")],
+    "user code's": [f"{USER_CODE}{name}" for name in ("environment_template", "reward_worker", "sandbox_child")],
+}
+"""Modules that run in processes which are not Orbit's own."""
+
+
+@pytest.mark.parametrize("whose", FOREIGN_PROCESSES)
+def test_a_process_that_is_not_orbits_own_imports_no_manifest(whose: str) -> None:
+    at_import = {
+        name: ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        for name, tree in ratchets.product().items()
+    }
+    edges, found, todo = ratchets.imports(at_import), set[str](), [*FOREIGN_PROCESSES[whose]]
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            parents = [name.rsplit(".", depth)[0] + ".__init__" for depth in range(1, name.count(".") + 1)]
+            todo += [*edges[name], *(parent for parent in parents if parent in edges)]
+    assert not [name for name in found if name.startswith("orbit_runtime.spec.")]

@@ -56,7 +56,9 @@ def test_the_planner_counts_the_parameters_that_are_made(family: str, tmp_path: 
         if (case.family, case.layout) != (family, "BF16"):
             continue
         policy = load_policy(packed, adapter_of(case))
-        job = replace(JOB, adapter=case.adapter, rank=4 if case.adapter == "LoRA" else 16, experts=case.experts)
+        adapter = JOB.spec.adapter.model_copy(update={"type": case.adapter})
+        spec = JOB.spec.model_copy(update={"adapter": adapter})
+        job = replace(JOB, spec=spec, rank=4 if case.adapter == "LoRA" else 16, experts=case.experts)
         assert adapter_size(described, job).total == policy.injected.report.trainable_parameters, str(case)
 
 

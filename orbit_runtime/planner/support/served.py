@@ -186,13 +186,14 @@ def check_served(asked: ServedAdapter) -> None:
 
 def served_problems(model: ModelFacts, job: Job, machine: Machine) -> Iterator[Problem]:
     """Parts of a manifest's adapter that the servers cannot apply, by the headers of its checkpoint."""
-    if job.in_process or job.adapter == "Full" or not job.samples:
+    if job.in_process or job.spec.adapter.type == "Full" or not job.samples:
         return iter(())
-    adapted = adapted_weights(model.architecture, job)
+    adapted, lora = adapted_weights(model.architecture, job), job.spec.adapter.lora
+    scaling = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank) if lora else 1.0
     linears = [each for each in model.architecture.weights if each.is_linear and each.role not in LEFT_OUT]
     has_experts = any(weight.role == "routed_expert" for weight in adapted)
     return find_problems(LAYERS, ServedAdapter(
-        job.adapter, job.experts, job.rank, job.scaling, job.rslora,
+        job.spec.adapter.type, job.experts, job.rank, scaling, lora is not None and lora.rslora,
         tuple(dict.fromkeys(module_name(weight) for weight in adapted)), {module_name(weight) for weight in linears},
         expert_layouts(model) if has_experts else (),
         "attached" if job.is_elsewhere else "GPU" if machine.gpu else "CPU",
@@ -225,7 +226,7 @@ def _contradicting(model: ModelFacts, job: Job, machine: Machine, size: int) -> 
         for name in ON_CPU_OURS:
             if name in given:
                 yield name, f"on a CPU Orbit sets `{name}`", "leave it out"
-    elif job.deterministic and (named := [name for name in ON_CPU_OURS[:3] if name in given]):
+    elif job.spec.rollout.deterministic and (named := [name for name in ON_CPU_OURS[:3] if name in given]):
         yield named[0], "with `rollout.deterministic` SGLang chooses the attention", f"remove `{named[0]}`"
 
 
@@ -266,13 +267,13 @@ def _speculation(model: ModelFacts, job: Job) -> Iterator[Contradicting]:
     if algorithm != "NGRAM" and not any(stored.weight.role == "mtp" for stored in model.weights):
         message = f"{model.name} has no layer that guesses the next tokens (MTP), and no second model is fetched"
         yield name, message, "write NGRAM, or remove it"
-    if job.deterministic:
+    if job.spec.rollout.deterministic:
         yield (
             name,
             "an accepted guess does not use the request's own seed",
             "remove it, or rollout.deterministic",
         )
-    if job.adapter == "OFT":
+    if job.spec.adapter.type == "OFT":
         yield name, "Orbit's plug-in does not rotate the pass that checks guesses", "use adapter.type: LoRA"
 
 

@@ -31,6 +31,7 @@ from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.digests import Pieces, cut, hash_pieces
 from orbit_runtime.errors import ModelError
 from orbit_runtime.policy.facts import PolicyFacts, describe
+from orbit_runtime.policy.load import PolicySettings
 from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.policy.snapshot import base_tensors, constants, record
@@ -69,8 +70,7 @@ class RankSettings:
     adapter: AdapterConfig
     sizes: GroupSizes
     trainer: TrainerSettings
-    policy: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `load_policy`."""
+    policy: PolicySettings = field(default_factory=PolicySettings)
     recompute: Recompute = "None"
     loss: Callable[..., Any] = policy_loss
     collective_seconds: float = 600.0

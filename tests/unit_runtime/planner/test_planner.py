@@ -15,7 +15,7 @@ from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.planner import Machine, Plan, check_fits, plan
 from orbit_runtime.planner.activations import Recompute
-from orbit_runtime.planner.job import RequestedSizes, build_job
+from orbit_runtime.planner.job import build_job
 from orbit_runtime.planner.layout import Layout, possible_layouts
 from orbit_runtime.planner.support.combinations import (
     FAMILY_NAMES,
@@ -72,34 +72,34 @@ def test_a_larger_model_is_divided_as_little_as_it_must() -> None:
     assert 1 < made.layout.tensor <= 8
 
 
-def layouts(repository: str, asked: RequestedSizes, **blocks: dict) -> list[Layout]:
-    job = build_job(build(repository, **blocks), Machine(H100, 8))
-    return list(possible_layouts(card_facts(repository), 8, replace(job, asked=asked)))
+def layouts(repository: str, sizes: dict[str, int], **blocks: dict) -> list[Layout]:
+    job = build_job(build(repository, training={"parallel": sizes}, **blocks), Machine(H100, 8))
+    return list(possible_layouts(card_facts(repository), 8, job))
 
 
 def test_layouts_divide_heads_experts_and_gpus() -> None:
     kimi = "moonshotai/Kimi-K2.6"
     model = card_facts(kimi).architecture
-    found = layouts(kimi, RequestedSizes())
+    found = layouts(kimi, {})
     assert [layout.tensor for layout in found] == [1, 2, 4, 8]
     for layout in found:
         assert layout.num_gpus == 8
         assert model.num_heads % layout.tensor == 0
         assert model.num_experts % layout.expert == layout.expert % layout.tensor == 0
-    assert {layout.tensor for layout in layouts(kimi, RequestedSizes(tensor=4))} == {4}
-    assert layouts(kimi, RequestedSizes(tensor=3)) == []
-    assert layouts(kimi, RequestedSizes(tensor=4, data=4)) == [], "sixteen ranks"
-    assert layouts(kimi, RequestedSizes(tensor=4, expert=2)) == [], "experts in fewer parts than matrices"
+    assert {layout.tensor for layout in layouts(kimi, {"tensor": 4})} == {4}
+    assert layouts(kimi, {"tensor": 3}) == []
+    assert layouts(kimi, {"tensor": 4, "data": 4}) == [], "sixteen ranks"
+    assert layouts(kimi, {"tensor": 4, "expert": 2}) == [], "experts in fewer parts than matrices"
 
 
 def test_heads_of_keys_and_scales_are_dealt_out_whole() -> None:
     # Four heads of keys and values: eight ranks would share them.
-    assert [layout.tensor for layout in layouts("Qwen/Qwen3-30B-A3B", RequestedSizes())] == [1, 2, 4]
+    assert [layout.tensor for layout in layouts("Qwen/Qwen3-30B-A3B", {})] == [1, 2, 4]
     # Eight heads; of 9,728 rows of a feed-forward part, an eighth is 1,216, and blocks of FP8 have 128.
-    assert [layout.tensor for layout in layouts("Qwen/Qwen3-4B", RequestedSizes())] == [1, 2, 4, 8]
-    assert [layout.tensor for layout in layouts("Qwen/Qwen3-4B-FP8", RequestedSizes())] == [1, 2, 4]
+    assert [layout.tensor for layout in layouts("Qwen/Qwen3-4B", {})] == [1, 2, 4, 8]
+    assert [layout.tensor for layout in layouts("Qwen/Qwen3-4B-FP8", {})] == [1, 2, 4]
     oft = {"adapter": {"type": "OFT", "oft": {"blockSize": 128}}}
-    assert [layout.tensor for layout in layouts("Qwen/Qwen3-4B", RequestedSizes(), **oft)] == [1, 2, 4]
+    assert [layout.tensor for layout in layouts("Qwen/Qwen3-4B", {}, **oft)] == [1, 2, 4]
 
 
 def test_ranks_on_a_cpu_are_as_many_as_the_sizes_need_and_all_in_one_memory() -> None:
