@@ -136,10 +136,6 @@ class Job:
         return self.spec.rollout.engine_arguments
 
     @property
-    def adapts_experts_by_lora(self) -> bool:
-        return self.spec.adapter.type == "LoRA" and self.experts != "None"
-
-    @property
     def speculates_with_mtp(self) -> bool:
         """Whether the engine loads the checkpoint's MTP layer, which drafts the next tokens."""
         return self.engine_arguments.get("speculative-algorithm") in ("NEXTN", "EAGLE")

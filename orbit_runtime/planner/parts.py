@@ -390,9 +390,9 @@ def _engine_work(setting: Setting) -> Parts:
 
 def _training(setting: Setting) -> Parts:
     model, layout, job = setting.model.architecture, setting.layout, setting.job
-    spec = job.spec
+    spec, width = job.spec, setting.compute_bytes
     step_tokens = spec.training.prompts_per_step * spec.algorithm.group_size * spec.model.max_sequence_length
-    tokens, width = min(setting.micro_batch_tokens, step_tokens), setting.compute_bytes
+    tokens = min(setting.micro_batch_tokens, step_tokens)
     # Before it finishes one pass, the first stage has begun as many passes as there are stages.
     share = layout.context / (_stages(setting) * _stage_share(setting))
     # Policy and critic train in turn: the gradients of one are freed before those of the other exist.

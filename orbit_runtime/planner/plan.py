@@ -287,7 +287,7 @@ def _of_kernels(model: ModelFacts, job: Job, machine: Machine) -> Iterator[str]:
     kernels = choose_kernels(
         model,
         job.spec.model.activation_precision,
-        adapts_experts=job.adapts_experts_by_lora,
+        adapts_experts=job.spec.adapter.type == "LoRA" and job.experts != "None",
         engine_arguments=job.engine_arguments,
     )
     if kernels.rounded:

@@ -33,9 +33,8 @@ from orbit_runtime.rollout.transport import Handover
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 from orbit_runtime.workers.child.heartbeat import sign
 from orbit_runtime.workers.servers.process import PINNED_SGLANG
+from orbit_runtime.workers.servers.protocol import FACTS_VERSION
 
-FACTS_VERSION = 4
-"""Version of the plug-in's requests and facts."""
 TRIES = 3
 CHECKS = 3
 """Consecutive checks without progress after which a server counts as hung."""

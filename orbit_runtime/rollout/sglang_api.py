@@ -39,6 +39,7 @@ from orbit_runtime.rollout.server_types import (
 from orbit_runtime.rollout.streaming import LEAST_LOGPROB, NONE, Alternatives
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import FLOATS, TOKENS, AdapterFiles, Cached, RoutedExperts, Scored
+from orbit_runtime.workers.servers.protocol import APPLIED_KEY, STATE_KEY
 
 HEALTH_SECONDS = 10.0
 PROGRESS_SECONDS = 60.0
@@ -46,8 +47,6 @@ PROGRESS_SECONDS = 60.0
 
 IDLE_SECONDS = 30
 INTERVAL, FEW = 64, 8
-APPLIED = "orbit_adapter"
-"""Field in which the plug-in reports, for each token, the adapter in the slot it was sampled from."""
 TAGS: Mapping[Sleeping, str] = {"cache": "kv_cache", "weights": "weights", "graphs": "cuda_graph"}
 
 
@@ -81,7 +80,7 @@ class SGLangApi:
 
     async def about(self) -> ServerFacts:
         info, model = await self._wire.get("/server_info"), await self._wire.get("/model_info")
-        states = [state.get("orbit") or {} for state in info.get("internal_states") or ()]
+        states = [state.get(STATE_KEY) or {} for state in info.get("internal_states") or ()]
         versions = {state.get("version") for state in states}
         targets = info.get("lora_target_modules")
         self._ranks = int(info.get("tp_size") or 1)
@@ -178,7 +177,7 @@ class SGLangApi:
                     [entry[0] for entry in entries],
                     reason,
                     total=meta.get("completion_tokens"),
-                    adapter=(meta.get(APPLIED) or [None])[-1],
+                    adapter=(meta.get(APPLIED_KEY) or [None])[-1],
                     alternatives=_read_alternatives(top, len(entries), found.request.alternatives if found else 0),
                     routed_experts=self._experts(meta, found, had[index])
                     if self._routed and reason and found
@@ -260,9 +259,9 @@ class SGLangApi:
 
     async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
         states = (await self._wire.get("/server_info", num_bytes=num_bytes)).get("internal_states") or ()
-        if not states or any("orbit" not in state for state in states):
+        if not states or any(STATE_KEY not in state for state in states):
             return None
-        return merge_facts([state["orbit"] for state in states])
+        return merge_facts([state[STATE_KEY] for state in states])
 
     async def sleep(self, parts: Sequence[Sleeping]) -> None:
         # SGLang's scheduler dies if something still runs; flushing the cache waits until nothing does.

@@ -23,6 +23,7 @@ from orbit_runtime.rollout.server_types import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.wire import is_serving, requires_token
 from orbit_runtime.workers.child.run_token import new_token
+from orbit_runtime.workers.servers import protocol
 from orbit_runtime.workers.servers.process import (
     AGENT_VARIABLE,
     VERSION_VARIABLE,
@@ -325,10 +326,10 @@ def sleeping_parts(sleep: str) -> tuple[Sleeping, ...]:
 def server_variables(settings: ServerSettings, taps: Path) -> dict[str, str]:
     """Variables for the plug-in and SGLang, in addition to the environment it is started in."""
     own = {
-        "ORBIT_SGLANG": "1",
-        "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size),
-        "ORBIT_SGLANG_EXPERTS": settings.experts,
-        "ORBIT_SGLANG_TAPS": str(taps),
+        protocol.VARIABLE: "1",
+        protocol.OFT_VARIABLE: str(settings.oft_block_size),
+        protocol.EXPERTS_VARIABLE: settings.experts,
+        protocol.TAPS_VARIABLE: str(taps),
         VERSION_VARIABLE: settings.engine_version,
         "SGLANG_PLUGINS": "orbit",
     }

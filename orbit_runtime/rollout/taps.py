@@ -22,21 +22,28 @@ from orbit_runtime.adapters.files import seconds_for
 from orbit_runtime.errors import GateError
 from orbit_runtime.model_info.headers import parse_header
 from orbit_runtime.policy.snapshot import Snapshot, SnapshotPart
+from orbit_runtime.workers.servers.protocol import (
+    ANSWER,
+    FACTS,
+    FACTS_REQUEST,
+    LOOK_SECONDS,
+    REQUEST,
+    SEEN,
+    announce,
+    write_whole,
+)
 
-REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
 SEEN_SECONDS = 20.0
 """The server's response comes from its first process; the others may be a little behind."""
 ANSWER_SECONDS = 900.0
 """Limit for a process to hash its shard of a base: 100 GB at 0.2 GB/s would take 500 s."""
-FACTS_REQUEST, FACTS = "facts-request.json", "facts-{name}.json"
 FACTS_SECONDS = 60.0
 """Limit for hashing what slots hold, in addition to the time that their size takes."""
-LOOK_SECONDS = 0.001
 
 
-def write_request(folder: Path, token_ids_T: Sequence[int], adapter: str | None, values: Sequence[str]) -> None:
-    """Requests the results of the next pass over exactly these tokens. `values`: tensors to hand over whole."""
-    _write(folder / REQUEST, {"token_ids": list(token_ids_T), "adapter": adapter, "values": list(values)})
+def _ask(folder: Path, name: str, request: Mapping[str, Any]) -> None:
+    write_whole(folder / name, json.dumps(request).encode())
+    announce(folder)
 
 
 @contextmanager
@@ -58,7 +65,7 @@ def asked_facts(
         "seconds": seconds / 2,
     }  # fmt: skip
     answer = folder / FACTS.format(name=name)
-    _write(folder / FACTS_REQUEST, asked)
+    _ask(folder, FACTS_REQUEST, asked)
 
     async def told() -> Mapping[str, Any] | None:
         until = time.monotonic() + seconds
@@ -75,8 +82,8 @@ def asked_facts(
     try:
         yield told
     finally:
-        for file in (folder / FACTS_REQUEST, answer):
-            file.unlink(missing_ok=True)
+        _remove(folder / FACTS_REQUEST, answer)
+        announce(folder)
 
 
 @contextmanager
@@ -92,7 +99,7 @@ def asked_pass(
     """
     seen, answers = ([folder / name.format(rank=rank) for rank in range(ranks)] for name in (SEEN, ANSWER))
     _remove(*seen, *answers)
-    write_request(folder, token_ids_T, adapter, values)
+    _ask(folder, REQUEST, {"token_ids": list(token_ids_T), "adapter": adapter, "values": list(values)})
 
     def told() -> list[bytes]:
         # Rank 0's file exists before the server responds, or never.
@@ -105,6 +112,7 @@ def asked_pass(
         yield told
     finally:
         _remove(folder / REQUEST, *seen, *answers)
+        announce(folder)
 
 
 def _wait_for(files: Sequence[Path], seconds: float) -> None:
@@ -170,9 +178,3 @@ def _parts(answer: bytes) -> Mapping[str, Mapping[str, Tensor]]:
         kind, _, name = key.partition(":")
         parts[kind][name] = tensor
     return parts
-
-
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(content))
-    part.rename(file)

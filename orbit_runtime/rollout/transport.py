@@ -22,6 +22,7 @@ from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import GateError
 from orbit_runtime.storage import StoredFiles
 from orbit_runtime.types import AdapterFiles
+from orbit_runtime.workers.servers.protocol import EXPLAIN_FILE
 
 
 class Handover:
@@ -55,10 +56,6 @@ def shared_memory(adapter: AdapterFiles, folder: Path, copies: Iterable[str]) ->
     memory = shared(adapter)
     write_ticket(folder, adapter, opening_of(memory), {name: memory.places[name] for name in adapter.files})
     yield Handover(folder, copies)
-
-
-EXPLAIN_FILE = "explain"
-"""File beside an adapter's files that asks the plug-in for the difference between them and the slot."""
 
 
 class Desk(Protocol):

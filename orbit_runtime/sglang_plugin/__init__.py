@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-from orbit_runtime.sglang_plugin.variables import EXPERTS_VARIABLE, OFT_VARIABLE, VARIABLE
+from orbit_runtime.workers.servers.protocol import VARIABLE, read_settings
 
 
 def activate() -> None:
@@ -19,4 +19,4 @@ def activate() -> None:
     if os.environ.get(VARIABLE):
         from orbit_runtime.sglang_plugin.hooks import register
 
-        register(int(os.environ.get(OFT_VARIABLE) or 0), os.environ.get(EXPERTS_VARIABLE, ""))
+        register(read_settings(os.environ))

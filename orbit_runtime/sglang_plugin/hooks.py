@@ -25,7 +25,6 @@ checkpoints that describe no activations. Experts have no such class.
 
 from __future__ import annotations
 
-import os
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,13 +44,9 @@ from orbit_runtime.sglang_plugin import (
     readback,
     taps,
 )
-from orbit_runtime.sglang_plugin.variables import WEIGHT_ONLY_VARIABLE
+from orbit_runtime.workers.servers.protocol import APPLIED_KEY, FACTS_VERSION, STATE_KEY, PluginSettings
 
-KEY = "orbit"
-"""Key of our part of an internal state."""
 LORA = "sglang.srt.lora"
-APPLIED_KEY = "orbit_adapter"
-"""Key in `meta_info`: a list whose last entry is the adapter's name; empty for the bare base."""
 STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 BASE = ""
 _targets: list[str] = []
@@ -59,12 +54,7 @@ _applied: dict[str, str] = {}
 """Adapter name by SGLang's id, from its newest batch. Has one entry for every adapter ever published."""
 
 
-def register(oft_block_size: int, expert_layout: str) -> None:
-    """
-    Args:
-        oft_block_size: 0 if this server does not serve OFT.
-        expert_layout: layout of routed experts' adapters; empty to leave them to SGLang.
-    """
+def register(settings: PluginSettings) -> None:
     if _targets:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -82,11 +72,11 @@ def register(oft_block_size: int, expert_layout: str) -> None:
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter_from_tensors", ranks.agree_on_load, "AFTER"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
         (f"{STREAMER}.build_additional_customized_info", _add_applied, "AROUND"),
-        *_numerics(),
+        *_numerics(weight_only=settings.weight_only),
         *deepseek_v4.hooks(),
-        *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
-        *(experts.hooks(expert_layout) if expert_layout else ()),
-        *mxfp4_experts.hooks(expert_layout),
+        *(oft_hooks.hooks(settings.oft_block_size, settings.experts) if settings.oft_block_size else ()),
+        *(experts.hooks(settings.experts) if settings.experts else ()),
+        *mxfp4_experts.hooks(settings.experts),
         *cpu.hooks(),
     ]
     for target, hook, kind in hooks:
@@ -95,7 +85,7 @@ def register(oft_block_size: int, expert_layout: str) -> None:
 
 
 def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
-    result.internal_state[KEY] = _facts(controller.scheduler.tp_worker.model_runner)
+    result.internal_state[STATE_KEY] = _facts(controller.scheduler.tp_worker.model_runner)
     return result
 
 
@@ -174,7 +164,7 @@ def _own(adapters: list[readback.HeldAdapter], failure: str | None, *, is_alone:
 
 
 def _describe(adapters: list[readback.HeldAdapter], every: list[Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = {"version": readback.VERSION, "adapters": {}}
+    facts: dict[str, Any] = {"version": FACTS_VERSION, "adapters": {}}
     facts["unhooked"] = sorted({name for each in every for name in each["unhooked"]})
     errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(every) if each["error"]]
     try:
@@ -232,12 +222,12 @@ PROPOSALS = {
 """Class → the attribute that proposes a dtype for keys and values."""
 
 
-def _numerics() -> Iterator[tuple[str, Any, str]]:
+def _numerics(*, weight_only: bool) -> Iterator[tuple[str, Any, str]]:
     """(target, hook, kind) of the hooks that keep SGLang from sampling or computing otherwise than the trainer."""
     yield "sglang.srt.layers.sampler.Sampler._sample_from_probs", _draw_from_what_is_left, "AROUND"
     for name in PROPOSALS:
         yield f"{name}.__init__", _forget, "AFTER"
-    if os.environ.get(WEIGHT_ONLY_VARIABLE):
+    if weight_only:
         yield f"{COMPRESSED}._get_scheme_from_parts", _without_activations, "AROUND"
 
 

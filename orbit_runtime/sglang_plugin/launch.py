@@ -18,7 +18,6 @@ from typing import NoReturn
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.sglang_plugin import activate, cpu
-from orbit_runtime.sglang_plugin.variables import VARIABLE
 from orbit_runtime.workers.child.run_token import token_from_pipe
 from orbit_runtime.workers.servers.process import (
     INSTALL,
@@ -26,6 +25,7 @@ from orbit_runtime.workers.servers.process import (
     VERSION_VARIABLE,
     check_version,
 )
+from orbit_runtime.workers.servers.protocol import VARIABLE
 
 
 def _check_version() -> None:

@@ -5,7 +5,6 @@ Names, ids, slots, batches, draining and the radix cache's keys therefore remain
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.sglang_plugin.experts import fused_layers
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, RotationTable
-from orbit_runtime.sglang_plugin.variables import EXPERTS_VARIABLE
 from orbit_runtime.sglang_plugin.weights import language_model, name_in_files
 
 LORA = "sglang.srt.lora"
@@ -23,9 +21,9 @@ MARK = "orbit_type"
 """Field in the settings of an adapter that is presented to SGLang as a LoRA."""
 
 
-def hooks(block_size: int) -> Iterator[tuple[str, Callable[..., Any], str]]:
+def hooks(block_size: int, experts: str) -> Iterator[tuple[str, Callable[..., Any], str]]:
     """(target, hook, kind) of each hook."""
-    yield f"{LORA}.lora_manager.LoRAManager.init_memory_pool", _adder(block_size), "AFTER"
+    yield f"{LORA}.lora_manager.LoRAManager.init_memory_pool", _adder(block_size, experts), "AFTER"
     yield f"{LORA}.lora_config.LoRAConfig.get_lora_config", _pose_as_lora, "AFTER"
     yield f"{LORA}.lora.LoRAAdapter.initialize_weights", _load, "AROUND"
     yield f"{LORA}.mem_pool.LoRAMemoryPool.load_lora_weight_to_buffer", _fill, "AROUND"
@@ -47,7 +45,7 @@ def note_batch(manager: Any, forward_batch: Any) -> None:
     rotations.prepare(slots, lengths)
 
 
-def _adder(block_size: int) -> Callable[..., None]:
+def _adder(block_size: int, experts: str) -> Callable[..., None]:
     def add_rotations(_: Any, manager: Any) -> None:
         """Allocates buffers for every target, once, before SGLang sizes its cache and captures graphs."""
         from sglang.srt.distributed.utils import get_group_rank_size
@@ -63,7 +61,7 @@ def _adder(block_size: int) -> Callable[..., None]:
                 module.rotation = rotations.add_layer(
                     name_in_files(name), base.input_size, local_features=local, rank=place
                 )
-        if os.environ.get(EXPERTS_VARIABLE) == "Shared":
+        if experts == "Shared":
             _add_experts(rotations, manager)
         # The other hooks find them here: each is called with one of these objects.
         manager.rotations = manager.memory_pool.rotations = rotations

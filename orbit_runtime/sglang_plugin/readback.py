@@ -38,11 +38,7 @@ from orbit_runtime.sglang_plugin.ranks import are_on_one_machine, count, own_ran
 from orbit_runtime.sglang_plugin.rotation import Published, RotationTable, parts
 from orbit_runtime.sglang_plugin.shards import Joined, ShardPiece, borrow, join, lend, pack, with_pieces
 from orbit_runtime.sglang_plugin.weights import HeldTensor, name_in_files
-
-VERSION = 4
-"""Version of the facts below; a client that expects another one refuses them."""
-EXPLAIN_FILE = "explain"
-"""Put beside an adapter's files by a client that requests a description of how they differ from the slot."""
+from orbit_runtime.workers.servers.protocol import EXPLAIN_FILE
 
 
 @dataclass(frozen=True, eq=False)

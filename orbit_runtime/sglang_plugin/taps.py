@@ -12,16 +12,17 @@ sample. Digests are computed concurrently with the following passes.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,12 +30,20 @@ from torch import Tensor
 from orbit_runtime.adapters.tensorfile import dump, tensor_digest
 from orbit_runtime.sglang_plugin import ranks, readback
 from orbit_runtime.sglang_plugin.rotation import FUSED
-from orbit_runtime.sglang_plugin.variables import TAPS_VARIABLE
 from orbit_runtime.sglang_plugin.weights import HeldTensor, base_weights, heights_of, language_model, places_of
+from orbit_runtime.workers.servers.protocol import (
+    ANSWER,
+    FACTS,
+    FACTS_REQUEST,
+    LOOK_SECONDS,
+    REQUEST,
+    SEEN,
+    TAPS_VARIABLE,
+    TOLD,
+    open_counter,
+    write_whole,
+)
 
-REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
-FACTS_REQUEST, FACTS, TOLD = "facts-request.json", "facts-{name}.json", "told-{name}-{rank}"
-LOOK_SECONDS = 0.001
 TAPPED = (
     "embed_tokens", "input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "fused_qkv_a_proj_with_mqa",
     "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "post_attention_layernorm", "gate", "router",
@@ -69,14 +78,11 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     The client removes the request: another rank may look for it later. That the pass was seen is reported before its
     own results are sent; the contents follow from a thread, because digests of a whole base take minutes.
     """
-    if _asks_facts(runner, forward_batch):
+    if _asked_facts(runner, forward_batch):
         with without_graphs(runner):
             return original(runner, forward_batch, *args, **named)
-    file = _find_request(REQUEST)
-    if file is None:
-        return original(runner, forward_batch, *args, **named)
-    request = json.loads(file.read_text())
-    if forward_batch.input_ids.tolist() != request["token_ids"]:
+    request = _find_request(REQUEST)
+    if request is None or forward_batch.input_ids.tolist() != request["token_ids"]:
         return original(runner, forward_batch, *args, **named)
     points: dict[str, Point] = {}
     with ExitStack() as looking:
@@ -84,9 +90,9 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
         for handle in _tap(language_model(runner.model), points):
             looking.callback(handle.remove)
         result = original(runner, forward_batch, *args, **named)
-    rank = ranks.own_rank()
-    _write(file.parent / SEEN.format(rank=rank), b"")
-    answer = file.parent / ANSWER.format(rank=rank)
+    rank, folder = ranks.own_rank(), request["folder"]
+    write_whole(folder / SEEN.format(rank=rank), b"")
+    answer = folder / ANSWER.format(rank=rank)
     try:
         held = _held(runner, request.get("adapter"))
     except Exception as error:
@@ -96,18 +102,15 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     return result
 
 
-def _asks_facts(runner: Any, forward_batch: Any) -> bool:
-    """Whether `tell` reports on this pass afterwards."""
-    file = _find_request(FACTS_REQUEST)
-    if file is None or not forward_batch.forward_mode.is_extend():
-        return False
-    request = json.loads(file.read_text())
-    return request["name"] not in _answered and set(request["adapters"]) <= _read_whole(
-        runner, forward_batch, request["token_ids"]
-    )
+def _asked_facts(runner: Any, forward_batch: Any) -> dict[str, Any] | None:
+    """The request for facts that this pass answers."""
+    request = _find_request(FACTS_REQUEST)
+    if request is None or request["name"] in _answered or not forward_batch.forward_mode.is_extend():
+        return None
+    return request if set(request["adapters"]) <= _read_whole(runner, forward_batch, request["token_ids"]) else None
 
 
-def tell(runner: Any, forward_batch: Any, take: Callable[[Any, Collection[str], Collection[str]], TellsFacts]) -> None:
+def tell(runner: Any, forward_batch: Any, take: Callable[[Any, Collection[str], Collection[str]], Any]) -> None:
     """Runs after a pass, on every rank: answers the request for facts, once, with the first pass that reads its whole
     sequence under all adapters of the request. All ranks find the same pass, because the batch determines it.
 
@@ -115,37 +118,18 @@ def tell(runner: Any, forward_batch: Any, take: Callable[[Any, Collection[str], 
     knows that it must wait; the contents are computed in a thread, concurrently with the following passes.
 
     Args:
-        take: copies, immediately, the data for facts about the adapters of the pass and others.
+        take: copies, immediately, the data for facts about the adapters of the pass and others; see `hooks.Copied`.
     """
-    file = _find_request(FACTS_REQUEST)
-    if file is None or not forward_batch.forward_mode.is_extend():
+    request = _asked_facts(runner, forward_batch)
+    if request is None:
         return
-    request = json.loads(file.read_text())
-    name = request["name"]
-    if name in _answered or not set(request["adapters"]) <= _read_whole(runner, forward_batch, request["token_ids"]):
-        return
+    name, folder = request["name"], request["folder"]
     _answered.clear()
     _answered.add(name)
     if not ranks.own_rank():
-        _write(file.parent / FACTS.format(name=name), b"{}")
+        write_whole(folder / FACTS.format(name=name), b"{}")
     taken = take(runner, request["adapters"], request["standing"])
-    _worker.submit(_end, file.parent, name, taken, request["seconds"])
-
-
-class TellsFacts(Protocol):
-    """The data copied on one rank."""
-
-    def own(self) -> dict[str, Any]:
-        """This rank's report; values that another rank needs are in shared memory."""
-        ...
-
-    def received(self, own: dict[str, Any]) -> dict[str, Any]:
-        """On rank 0: another rank's report, with the values in its shared memory."""
-        ...
-
-    def facts(self, every: list[Any]) -> dict[str, Any]:
-        """On rank 0: the facts, from the reports of every rank, in order."""
-        ...
+    _worker.submit(_end, folder, name, taken, request["seconds"])
 
 
 def _read_whole(runner: Any, forward_batch: Any, token_ids_T: Sequence[int]) -> set[str]:
@@ -160,14 +144,14 @@ def _read_whole(runner: Any, forward_batch: Any, token_ids_T: Sequence[int]) -> 
     return names
 
 
-def _end(folder: Path, name: str, taken: TellsFacts, seconds: float) -> None:
+def _end(folder: Path, name: str, taken: Any, seconds: float) -> None:
     own, rank = taken.own(), ranks.own_rank()
     if rank:
-        _write(folder / TOLD.format(name=name, rank=rank), pickle.dumps(own))
+        write_whole(folder / TOLD.format(name=name, rank=rank), pickle.dumps(own))
         return
     files = [folder / TOLD.format(name=name, rank=rank) for rank in range(1, ranks.count())]
     others = [taken.received(_receive(file, seconds)) for file in files]
-    _write(folder / FACTS.format(name=name), json.dumps({"facts": taken.facts([own, *others])}).encode())
+    write_whole(folder / FACTS.format(name=name), json.dumps({"facts": taken.facts([own, *others])}).encode())
 
 
 def _receive(file: Path, seconds: float) -> Any:
@@ -190,10 +174,22 @@ _answered: set[str] = set()
 _worker = ThreadPoolExecutor(1, "orbit-facts", initializer=torch.set_num_threads, initargs=(1,))
 
 
-def _find_request(name: str) -> Path | None:
+def _find_request(name: str) -> dict[str, Any] | None:
     folder = os.environ.get(TAPS_VARIABLE)
-    file = Path(folder) / name if folder else None
-    return file if file is not None and file.exists() else None
+    return _read_requests(folder, _counter(folder)[:]).get(name) if folder else None
+
+
+_counter = functools.cache(open_counter)
+
+
+@functools.lru_cache(1)
+def _read_requests(folder: str, _announced: bytes) -> dict[str, Any]:
+    """Files are read once after each announcement: an idle pass reads memory alone."""
+    found = {}
+    for name in (REQUEST, FACTS_REQUEST):
+        with suppress(FileNotFoundError):
+            found[name] = json.loads(Path(folder, name).read_bytes()) | {"folder": Path(folder)}
+    return found
 
 
 def _tap(model: Any, points: dict[str, Point]) -> Iterator[Any]:
@@ -302,14 +298,14 @@ def _answer(
     """Writes this rank's answer."""
     try:
         tensors, facts = _tell_pass(model, request, points, held, is_first=is_first)
-        _write(file, dump(tensors, torch.float32, facts))
+        write_whole(file, dump(tensors, torch.float32, facts))
     except Exception as error:
         _write_failure(file, error)
 
 
 def _write_failure(file: Path, error: Exception) -> None:
     """Reported, not raised: an exception would take the server down, or be lost in the other thread."""
-    _write(file, dump({}, torch.float32, {"error": f"{type(error).__name__}: {error}"}))
+    write_whole(file, dump({}, torch.float32, {"error": f"{type(error).__name__}: {error}"}))
 
 
 def _tell_pass(
@@ -339,14 +335,6 @@ def _absent(model: Any) -> list[str]:
     """Modules that SGLang computes inside other layers: shared experts as an additional routed one."""
     fused = [name for name, module in model.named_modules() if getattr(module, "num_fused_shared_experts", 0)]
     return [f"{name}.shared_experts" for name in fused if name.endswith(".mlp")]
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Complete under its name, or absent: a partly written file is never read."""
-    # Every rank of a server writes here.
-    written = file.with_suffix(f".{os.getpid()}.part")
-    written.write_bytes(content)
-    written.rename(file)
 
 
 def _constants(model: Any, rows: int) -> Iterator[tuple[str, Tensor]]:

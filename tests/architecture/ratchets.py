@@ -45,9 +45,9 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        45_457, "a fault of a GPU is 80 in every process, which replaced the words that ranks alone knew"
+        45_454, "a fault of a GPU is 80 in every process, which replaced the words that ranks alone knew"
     ),
-    "functions": Ceiling(5528),
+    "functions": Ceiling(5527),
     "files": Ceiling(534),
     "files of adapters": Ceiling(19),
     "files of agents": Ceiling(12),
@@ -68,7 +68,7 @@ CEILINGS: dict[str, Ceiling] = {
     "files of rollout": Ceiling(21),
     "files of serve": Ceiling(16),
     "files of services": Ceiling(14),
-    "files of sglang_plugin": Ceiling(17),
+    "files of sglang_plugin": Ceiling(16),
     "files of sides": Ceiling(10, "what `loop` held of trainer and engine, and what each needs to be opened"),
     "files of spec": Ceiling(30),
     "files of storage": Ceiling(14),
@@ -77,7 +77,7 @@ CEILINGS: dict[str, Ceiling] = {
         "the version has a module of its own: who read it imported the package, and with it the API and the loop",
     ),
     "files of training": Ceiling(23),
-    "files of workers": Ceiling(32),
+    "files of workers": Ceiling(33, "what a run and the plug-in agree on, instead of the plug-in's own variables"),
     "files of the operator": Ceiling(51),
     "fragments": Ceiling(3),
     "modules in an import cycle": Ceiling(0),

@@ -21,7 +21,7 @@ from typing import Any
 
 def main(asked: dict[str, Any]) -> None:
     from orbit_runtime.sglang_plugin import activate, cpu
-    from orbit_runtime.sglang_plugin.variables import EXPERTS_VARIABLE, OFT_VARIABLE, VARIABLE
+    from orbit_runtime.workers.servers.protocol import EXPERTS_VARIABLE, OFT_VARIABLE, VARIABLE
 
     os.environ.update({VARIABLE: "1", OFT_VARIABLE: str(asked["oft_block_size"]), EXPERTS_VARIABLE: asked["experts"]})
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1", SGLANG_PLUGINS="orbit")

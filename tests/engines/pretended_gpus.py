@@ -23,7 +23,7 @@ from typing import Any
 def main(asked: dict[str, Any]) -> None:
     """Each case in a process of its own: SGLang keeps what it resolved, and sets variables."""
     from orbit_runtime.sglang_plugin import activate, cpu
-    from orbit_runtime.sglang_plugin.variables import VARIABLE
+    from orbit_runtime.workers.servers.protocol import VARIABLE
 
     cpu.install()
     os.environ[VARIABLE] = "1"

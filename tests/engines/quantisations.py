@@ -19,7 +19,7 @@ from typing import Any
 
 def main(asked: dict[str, Any]) -> None:
     from orbit_runtime.sglang_plugin import activate, cpu
-    from orbit_runtime.sglang_plugin.variables import EXPERTS_VARIABLE, OFT_VARIABLE, VARIABLE
+    from orbit_runtime.workers.servers.protocol import EXPERTS_VARIABLE, OFT_VARIABLE, VARIABLE
 
     os.environ.update({OFT_VARIABLE: "0", EXPERTS_VARIABLE: "", "SGLANG_USE_CPU_ENGINE": "1"})
     cpu.install()

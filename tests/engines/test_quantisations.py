@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from orbit_runtime.sglang_plugin.variables import WEIGHT_ONLY_VARIABLE
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
+from orbit_runtime.workers.servers.protocol import WEIGHT_ONLY_VARIABLE
 
 PROGRAM = Path(__file__).parent / "quantisations.py"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}

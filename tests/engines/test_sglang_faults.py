@@ -231,6 +231,43 @@ def test_a_publish_is_proven_and_its_predecessor_found_standing_by_one_request(
         sglang.unload_adapter(name)
 
 
+TRACED = """
+import sys
+from orbit_runtime.sglang_plugin import taps
+find, taps.finds, taps.calls = taps._find_request, [], []
+def note(_, event, called):
+    if event == "c_call" and (called.__module__ in ("posix", "_io") or "_io." in repr(called)):
+        taps.calls.append(called.__name__)
+def traced(name):
+    taps.finds.append(name)
+    sys.setprofile(note)
+    try:
+        return find(name)
+    finally:
+        sys.setprofile(None)
+taps._find_request = traced
+"""
+
+
+def test_passes_of_an_idle_server_look_at_no_file(
+    sglang: ServedEngine, adder: Adder, new_name: NewName, run_inside: RunInside
+) -> None:
+    policy, tokenizer = adder
+    name, adapter = new_name(), random_adapter(policy, 3)
+    sglang.load_adapter(name, adapter)
+    sglang.copies()[0].score(canary(tokenizer), [name])
+    few = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 4}, "lora_path": name}
+    post(sglang, "/generate", few)
+    run_inside(sglang, TRACED)
+    post(sglang, "/generate", few)
+    told = "from orbit_runtime.sglang_plugin import taps\nassert {}, (taps.finds, taps.calls)"
+    run_inside(sglang, told.format("len(taps.finds) > 4 and not taps.calls"))
+    (scored,) = sglang.copies()[0].score(canary(tokenizer), [name])
+    assert scored.applied_digest == expected_applied_digest(adapter.files)
+    run_inside(sglang, told.format("'open' in taps.calls"))
+    sglang.unload_adapter(name)
+
+
 def test_a_server_killed_in_mid_generation_loses_and_doubles_nothing(
     sglang: ServedEngine, adder: Adder, new_name: NewName
 ) -> None:

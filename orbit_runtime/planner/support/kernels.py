@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.model_info.weights import ModelFacts, Role, StoredWeight
+from orbit_runtime.workers.servers.protocol import WEIGHT_ONLY_VARIABLE
 
 DENSE: tuple[Role, ...] = ("attention", "dense_mlp", "shared_expert")
 EXPERTS: tuple[Role, ...] = ("routed_expert",)
 LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v4")
 """Families whose attention reads the weights of `kv_b_proj` or `o_a_proj` itself, so that they must not be repacked."""
 FP8_VARIABLE, DEEPGEMM_VARIABLE = "SGLANG_FORCE_FP8_MARLIN", "SGLANG_ENABLE_JIT_DEEPGEMM"
-PLUGIN_VARIABLE = "ORBIT_SGLANG_WEIGHT_ONLY"
-"""Variable of Orbit's plug-in (`sglang_plugin.hooks`): weight-only FP8 for files that compressed-tensors wrote."""
 EXCHANGE = "moe-a2a-backend"
 """The engine argument that sends tokens to experts by programs which multiply with DeepGEMM alone."""
 NVFP4_FLAG, MXFP4_FLAG, EXPERTS_FLAG = "--fp4-gemm-backend", "--flashinfer-mxfp4-moe-precision", "--moe-runner-backend"
@@ -108,7 +107,7 @@ def choose_kernels(
             arguments += [EXPERTS_FLAG, "marlin"]
     if activations != "FP8":
         if "FP8" in dense and _has_weight_only_fp8(model):
-            variables |= {FP8_VARIABLE: "1", PLUGIN_VARIABLE: "1"}
+            variables |= {FP8_VARIABLE: "1", WEIGHT_ONLY_VARIABLE: "1"}
         elif "FP8" in dense:
             rounded.append("linear layers in FP8")
         if "FP8" in experts:

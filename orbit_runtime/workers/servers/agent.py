@@ -28,16 +28,16 @@ from orbit_runtime.errors import OutputError, UnsupportedError, UsageError
 from orbit_runtime.spec.engine_arguments import ALLOWED
 from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE, shared_token
-from orbit_runtime.workers.servers.process import ServerProcess, launch_command, launch_environment
+from orbit_runtime.workers.servers import protocol
+from orbit_runtime.workers.servers.process import VERSION_VARIABLE, ServerProcess, launch_command, launch_environment
 from orbit_runtime.workers.system import ask_driver
 
 HOST = "127.0.0.1"
 VARIABLES = frozenset(
     {
-        "ORBIT_SGLANG", "ORBIT_SGLANG_EXPERTS", "ORBIT_SGLANG_OFT_BLOCK_SIZE", "ORBIT_SGLANG_TAPS",
-        "ORBIT_SGLANG_VERSION", "ORBIT_SGLANG_WEIGHT_ONLY", "OMP_WAIT_POLICY",
-        "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_JIT_DEEPGEMM",
-        "SGLANG_FORCE_FP8_MARLIN", "SGLANG_PLUGINS",
+        protocol.VARIABLE, protocol.OFT_VARIABLE, protocol.EXPERTS_VARIABLE, protocol.WEIGHT_ONLY_VARIABLE,
+        protocol.TAPS_VARIABLE, VERSION_VARIABLE, "OMP_WAIT_POLICY", "SGLANG_CPU_OMP_THREADS_BIND",
+        "SGLANG_ENABLE_JIT_DEEPGEMM", "SGLANG_FORCE_FP8_MARLIN", "SGLANG_PLUGINS",
     }
 )  # fmt: skip
 """Environment variables that a run may set for a server."""
@@ -115,13 +115,14 @@ class Agent:
         """Starts a server. If the name is taken, the old server is ended first.
 
         Raises:
-            ValueError: a variable or an argument that no run needs.
+            ValueError: a variable or an argument that no run needs, or a value that no run sets.
             UnsupportedError: the interpreter does not exist.
             OSError: the log cannot be written.
         """
         refused = sorted(order.environment.keys() - VARIABLES)
         if refused:
             raise ValueError(f"a run may not set {', '.join(refused)} for a server")
+        protocol.read_settings(order.environment)
         flags = {each.partition("=")[0] for each in order.arguments if each.startswith("-")}
         if refused := sorted(flags - FLAGS):
             raise ValueError(f"a run may not start a server with {', '.join(refused)}")

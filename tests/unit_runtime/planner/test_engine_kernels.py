@@ -14,15 +14,14 @@ from orbit_runtime.planner.support.kernels import (
     EXCHANGE,
     EXPERTS_FLAG,
     FP8_VARIABLE,
-    PLUGIN_VARIABLE,
     EngineKernels,
     choose_kernels,
 )
-from orbit_runtime.sglang_plugin.variables import WEIGHT_ONLY_VARIABLE
+from orbit_runtime.workers.servers.protocol import WEIGHT_ONLY_VARIABLE
 from tests.unit_runtime.planner.test_planner import build
 
 NVFP4, NVFP4_EXPERTS = ("--fp4-gemm-backend", "marlin"), ("--moe-runner-backend", "marlin")
-WEIGHT_ONLY = {FP8_VARIABLE: "1", PLUGIN_VARIABLE: "1"}
+WEIGHT_ONLY = {FP8_VARIABLE: "1", WEIGHT_ONLY_VARIABLE: "1"}
 MARLIN = {**WEIGHT_ONLY, DEEPGEMM_VARIABLE: "0"}
 NONE: dict[str, str] = {}
 
@@ -162,7 +161,3 @@ def test_lora_on_experts_that_no_kernel_of_sglang_takes_is_refused_by_the_plan(
     assert all(each.where == "spec.adapter.experts" for each in told[0])
     on_cpu = build(repository, adapter={"type": "LoRA"}, rollout={"engine": "SGLang"})
     assert not any("no LoRA on routed" in each.message for each in plan(on_cpu, model, Machine(None)).problems)
-
-
-def test_the_plug_in_knows_the_variable() -> None:
-    assert PLUGIN_VARIABLE == WEIGHT_ONLY_VARIABLE

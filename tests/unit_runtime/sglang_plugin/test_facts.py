@@ -17,7 +17,7 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, files_digest
 from orbit_runtime.rollout.taps import asked_facts
 from orbit_runtime.sglang_plugin import readback, taps
-from orbit_runtime.sglang_plugin.variables import TAPS_VARIABLE
+from orbit_runtime.workers.servers.protocol import TAPS_VARIABLE
 
 RANK, WIDTH = 2, 4
 NAME = "model.layers.0.mlp.down_proj"

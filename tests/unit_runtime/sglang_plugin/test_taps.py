@@ -19,7 +19,7 @@ from orbit_runtime.adapters.tensorfile import parse
 from orbit_runtime.model_info.headers import parse_header
 from orbit_runtime.sglang_plugin import taps, weights
 from orbit_runtime.sglang_plugin.taps import without_graphs
-from orbit_runtime.sglang_plugin.variables import TAPS_VARIABLE
+from orbit_runtime.workers.servers.protocol import TAPS_VARIABLE, announce
 
 TOKENS = [3, 1, 2]
 
@@ -102,6 +102,11 @@ def batch_of(tokens: list[int], names: tuple[str, ...] = ()) -> Any:
     )  # fmt: skip
 
 
+def ask(folder: Path, name: str, request: dict[str, Any]) -> None:
+    (folder / name).write_text(json.dumps(request))
+    announce(folder)
+
+
 def answer(folder: Path) -> tuple[set[str], dict[str, Any]]:
     file, until = folder / taps.ANSWER.format(rank=0), time.monotonic() + 20
     while not file.exists():
@@ -132,7 +137,7 @@ def test_the_pass_that_is_asked_about_is_computed_by_modules_and_tells_every_poi
     runner: Runner, folder: Path
 ) -> None:
     request = {"token_ids": TOKENS, "adapter": None, "values": []}
-    (folder / taps.REQUEST).write_text(json.dumps(request))
+    ask(folder, taps.REQUEST, request)
     for tokens in ([5, 5], TOKENS):
         taps.around_forward(Runner.forward, runner, batch_of(tokens))
     assert runner.ways == ["graph", "modules"]
@@ -142,6 +147,7 @@ def test_the_pass_that_is_asked_about_is_computed_by_modules_and_tells_every_poi
     assert facts["order"] == ["model.embed_tokens", "model.norm"]
     assert set(facts["parts"]) == {"model.embed_tokens.weight", "model.norm.weight", "model.norm.bias"}
     (folder / taps.REQUEST).unlink()
+    announce(folder)
     taps.around_forward(Runner.forward, runner, batch_of(TOKENS))
     assert runner.ways[-1] == "graph"
 
@@ -149,7 +155,7 @@ def test_the_pass_that_is_asked_about_is_computed_by_modules_and_tells_every_poi
 def test_the_canarys_pass_is_computed_by_modules_once(runner: Runner, folder: Path) -> None:
     runner.lora_manager = SimpleNamespace(lora_refs={"key": SimpleNamespace(lora_name="policy-v1")})
     asked = {"name": "first", "token_ids": TOKENS, "adapters": ["policy-v1"], "standing": [], "seconds": 1}
-    (folder / taps.FACTS_REQUEST).write_text(json.dumps(asked))
+    ask(folder, taps.FACTS_REQUEST, asked)
     for batch in (batch_of(TOKENS, ("other",)), batch_of(TOKENS, ("key",)), batch_of(TOKENS, ("key",))):
         taps.around_forward(Runner.forward, runner, batch)
         taps.tell(runner, batch, lambda *_: SimpleNamespace(own=dict, facts=lambda every: {}))
@@ -158,12 +164,37 @@ def test_the_canarys_pass_is_computed_by_modules_once(runner: Runner, folder: Pa
 
 def test_what_cannot_be_told_is_said_in_the_answer_and_the_pass_goes_on(runner: Runner, folder: Path) -> None:
     """The request names an adapter of a server that has no LoRA manager."""
-    (folder / taps.REQUEST).write_text(json.dumps({"token_ids": TOKENS, "adapter": "policy-v1", "values": []}))
+    ask(folder, taps.REQUEST, {"token_ids": TOKENS, "adapter": "policy-v1", "values": []})
     result = taps.around_forward(Runner.forward, runner, batch_of(TOKENS))
     assert torch.equal(result, runner.model(torch.tensor(TOKENS)))
     told, facts = answer(folder)
     assert (told, list(facts)) == (set(), ["error"])
     assert "AttributeError" in facts["error"]
+
+
+def test_a_pass_looks_at_files_once_after_each_announcement_and_an_idle_one_at_none(
+    runner: Runner, folder: Path
+) -> None:
+    def calls_of_a_pass() -> list[str]:
+        calls: list[Any] = []
+        sys.setprofile(lambda _, event, called: calls.append(called) if event == "c_call" else None)
+        try:
+            taps.around_forward(Runner.forward, runner, batch_of(TOKENS))
+            taps.tell(runner, batch_of(TOKENS), lambda *_: SimpleNamespace())
+        finally:
+            sys.setprofile(None)
+        return [each.__name__ for each in calls if each.__module__ in ("posix", "_io") or "_io." in repr(each)]
+
+    assert "open" in calls_of_a_pass(), "the first maps the counter"
+    assert calls_of_a_pass() == []
+    ask(folder, taps.REQUEST, {"token_ids": [5, 5], "adapter": None, "values": []})
+    assert "open" in calls_of_a_pass()
+    assert calls_of_a_pass() == []
+    (folder / taps.REQUEST).unlink()
+    announce(folder)
+    assert "open" in calls_of_a_pass()
+    assert calls_of_a_pass() == []
+    assert runner.ways == ["graph"] * 6
 
 
 @pytest.mark.parametrize("columns", [1, 300, 512])

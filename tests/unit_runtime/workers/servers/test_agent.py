@@ -22,12 +22,12 @@ from orbit_runtime.planner.support.kernels import (
     FP8_VARIABLE,
     MXFP4_FLAG,
     NVFP4_FLAG,
-    PLUGIN_VARIABLE,
     EngineKernels,
 )
 from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments, server_variables
 from orbit_runtime.spec.engine_arguments import ALLOWED
 from orbit_runtime.workers.servers.agent import FLAGS, OWN_FLAGS, VARIABLES, gpu_memory, run_agent
+from orbit_runtime.workers.servers.protocol import WEIGHT_ONLY_VARIABLE, PluginSettings, read_settings
 from orbit_runtime.workers.servers.remote import GONE, RemoteProcess
 
 TOKEN = "the-token-of-this-run"
@@ -177,6 +177,8 @@ def test_an_agent_of_another_version_is_refused(tmp_path: Path) -> None:
     [
         ({"arguments": [], "environment": {"LD_PRELOAD": "/x"}}, "may not set LD_PRELOAD"),
         ({"arguments": [], "environment": {"SGLANG_HOST_IP": "::"}}, "may not set SGLANG_HOST_IP"),
+        ({"arguments": [], "environment": {"ORBIT_SGLANG_OFT_BLOCK_SIZE": "many"}}, "'many', not a number"),
+        ({"arguments": [], "environment": {"ORBIT_SGLANG_EXPERTS": "Each"}}, "'Each', not a layout"),
         ({"arguments": ["--log-level", "debug", "--trust-remote-code"], "environment": {}}, "--log-level, --trust-rem"),
         ({"arguments": ["--config=/x/y.yaml"], "environment": {}}, "with --config"),
         ({"arguments": [], "environment": {}, "log": "/x/y"}, "log"),
@@ -231,9 +233,16 @@ def test_an_agent_is_told_where_the_token_stands(tmp_path: Path, monkeypatch: py
         run_agent(free_port())
 
 
+def test_the_plug_in_reads_the_settings_that_a_run_writes() -> None:
+    settings = ServerSettings(Path("/m"), "cuda", "bfloat16", (), 1, 1, 0, oft_block_size=32, experts="SharedOuter")
+    written = server_variables(settings, Path("/taps")) | {WEIGHT_ONLY_VARIABLE: "1"}
+    assert read_settings(written) == PluginSettings(32, "SharedOuter", True, "/taps")
+    assert read_settings({}) == PluginSettings()
+
+
 def test_all_that_a_run_says_to_a_server_is_what_an_agent_takes() -> None:
     said: set[str] = set()
-    variables = {FP8_VARIABLE: "1", DEEPGEMM_VARIABLE: "0", PLUGIN_VARIABLE: "1"}
+    variables = {FP8_VARIABLE: "1", DEEPGEMM_VARIABLE: "0", WEIGHT_ONLY_VARIABLE: "1"}
     asked = (NVFP4_FLAG, "marlin", MXFP4_FLAG, "bf16")
     kernels = EngineKernels(asked, variables, (), requantised=False, keeps_fp8=True, family="")
     for device, sleep, deterministic in itertools.product(("cpu", "cuda"), ("None", "Cache", "All"), (False, True)):
