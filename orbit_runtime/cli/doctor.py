@@ -21,6 +21,7 @@ import typer
 from orbit_runtime.cli.arguments import AsJson
 from orbit_runtime.cli.output import format_bytes, format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, OrbitError, UnsupportedError
+from orbit_runtime.workers.system import container_memory, usable_cores
 
 State = Literal["ok", "note", "warn", "fail"]
 
@@ -96,7 +97,7 @@ def check_torch() -> list[Finding]:
         fix = "reinstall torch for this machine: pip install --force-reinstall torch"
         return [Finding("torch", "fail", f"does not load: {error}", fix)]
     findings = [Finding("torch", "ok", f"{torch.__version__}, built for CUDA {torch.version.cuda or 'none'}")]
-    cores = _cores()
+    cores = usable_cores()
     threads = torch.get_num_threads()
     if threads > cores:
         fix = f"set OMP_NUM_THREADS={cores}"
@@ -182,7 +183,7 @@ def check_memory() -> list[Finding]:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return [Finding("memory", "note", "cannot be read on this system")]
-    limit = _cgroup_memory()
+    limit = container_memory()
     usable = min(total, limit) if limit else total
     words = format_bytes(usable) + (" (limit of the container)" if limit and limit < total else "")
     if usable < MIN_MEMORY:
@@ -267,20 +268,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return NO_VERSION
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _cgroup_memory() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None

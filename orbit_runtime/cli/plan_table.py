@@ -52,19 +52,16 @@ def print_plan(made: Plan, console: Console | None = None) -> None:
         console.print(line, markup=False)
 
 
-def _trained(made: Plan) -> str:
-    return "trained as a whole" if "masters" in made.phases["train"] else "adapter"
-
-
 def _head(made: Plan) -> list[str]:
     size = made.adapter
+    trained = "trained as a whole" if "masters" in made.phases["train"] else "adapter"
     experts = f", {size.experts / 1e6:,.1f} M of them with routed experts" if size.experts else ""
     copies = "one copy of the base" if made.base_copies == "Shared" else "two copies of the base"
     lines = [
         f"{made.run}: {made.model} ({made.precision}) on {made.machine}; facts: {made.source}",
         f"trainer {made.trainer}, engine {made.engine}, {copies}, micro-batch of {made.micro_batch_tokens:,} tokens, "
         f"recompute {made.recompute}",
-        f"{_trained(made)}: {size.total / 1e6:,.1f} M parameters in {size.num_layers} layers{experts}",
+        f"{trained}: {size.total / 1e6:,.1f} M parameters in {size.num_layers} layers{experts}",
     ]
     if made.layout.num_gpus > 1:
         lines.insert(2, f"layout: {made.layout.text()} (tensor, expert, pipeline, context, data)")

@@ -137,7 +137,7 @@ class ResponseForm:
             new = sent.take(sent.decode(self.tokenizer, part.token_ids_T[fresh]))
         logprobs = self._logprobs(part, fresh) if self.with_logprobs else None
         pieces = []
-        if new or (logprobs and self._has_tokens(logprobs)):
+        if new or (logprobs and (logprobs.get("tokens") or logprobs.get("content"))):
             pieces.append(self._piece(part.index, {"content": new} if self.is_chat else new, logprobs, None))
         if calls:
             deltas = [{"index": at, **call} for at, call in enumerate(calls)]
@@ -228,10 +228,6 @@ class ResponseForm:
             ]
             for at in rows
         ]
-
-    @staticmethod
-    def _has_tokens(logprobs: Mapping[str, Any]) -> bool:
-        return bool(logprobs.get("tokens") or logprobs.get("content"))
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:

@@ -22,13 +22,23 @@ def usable_memory() -> int | None:
         total: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         total = None
+    limit = container_memory()
+    return limit if total is None else min(total, limit or total)
+
+
+def container_memory() -> int | None:
+    """Bytes of main memory that the control group allows; None without a limit."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            limit = int(Path(path).read_text(encoding="ascii"))
+            return int(Path(path).read_text(encoding="ascii"))
         except (OSError, ValueError):
             continue
-        return limit if total is None else min(total, limit)
-    return total
+    return None
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:

@@ -211,8 +211,7 @@ class Driver:
                 failed_at = failed_at or time.monotonic()
                 gave_up = time.monotonic() > failed_at + SETTLE_SECONDS
             elif self._facts and not ready:
-                glances = self._glance()
-                gave_up = watch.look(glances, {rank_of[call] for call in pending})
+                gave_up = watch.look(self._ask("glance"), {rank_of[call] for call in pending})
                 stopped = watch.stopped
         if failed_at is None and not gave_up:
             return [results[rank] for rank in range(len(calls))]
@@ -223,7 +222,7 @@ class Driver:
     def _ends(
         self, results: Mapping[int, Any], said: Mapping[int, str], rank_of: Any, pending: Any
     ) -> tuple[RankEnd, ...]:
-        seen = self._look_back()
+        seen = self._ask("look_back") if self._facts else {}
         waiting = {rank_of[call] for call in pending}
         ends = []
         for rank in sorted(rank_of.values()):
@@ -241,12 +240,6 @@ class Driver:
 
     def _pids(self, ranks: Any = None) -> dict[int, int]:
         return {rank: facts.pid for rank, facts in self._facts.items() if ranks is None or rank in ranks}
-
-    def _glance(self) -> dict[int, Any]:
-        return self._ask("glance")
-
-    def _look_back(self) -> dict[int, Any]:
-        return self._ask("look_back") if self._facts else {}
 
     def _ask(self, question: str) -> dict[int, Any]:
         """Asks every node; omits the ranks of a node that does not answer."""

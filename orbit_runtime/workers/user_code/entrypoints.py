@@ -58,7 +58,8 @@ def load_object(target: str) -> Any:
     function: Any = module
     for part in attribute.split("."):
         if not hasattr(function, part):
-            raise TargetError(f"module {module_name!r} ({_origin(module)}) has no {attribute!r}")
+            origin = getattr(module, "__file__", None) or "built in"
+            raise TargetError(f"module {module_name!r} ({origin}) has no {attribute!r}")
         function = getattr(function, part)
     return function
 
@@ -161,10 +162,6 @@ def _main(asked: str) -> None:
     except TargetError as error:
         problem, missing = str(error), error.name if isinstance(error, MissingModuleError) else None
     print(f"{_MARK}{json.dumps([problem, missing])}", flush=True)
-
-
-def _origin(module: Any) -> str:
-    return str(getattr(module, "__file__", None) or "built in")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from orbit_runtime.workers.child.process import (
     start_module,
     thread_stack,
 )
+from orbit_runtime.workers.system import usable_cores
 from orbit_runtime.workers.user_code.entrypoints import TargetError
 from orbit_runtime.workers.user_code.reward_protocol import (
     MAX_FAILURES_KEPT,
@@ -149,14 +150,6 @@ class RewardProcess:
         return self.end()
 
 
-def head_message(rewards: Sequence[tuple[str, str, Mapping[str, Any]]], search_path: Sequence[str]) -> dict[str, Any]:
-    """The first message: where to import from (including the parent's own path) and what to load."""
-    return {
-        "path": import_path(search_path),
-        "rewards": [[name, target, dict(arguments)] for name, target, arguments in rewards],
-    }
-
-
 @dataclass(eq=False)
 class _Submission:
     """Calls that were submitted together."""
@@ -199,7 +192,11 @@ class RewardPool:
             (target.name, target.target, target.arguments) for target in targets if isinstance(target.target, str)
         ]
         assert len(rewards) == len(targets), "callables run in-process, see reward_threads"
-        self._head = head_message(rewards, search_path)
+        self._head = {
+            "path": import_path(search_path),
+            "rewards": [[name, target, dict(arguments)] for name, target, arguments in rewards],
+        }
+        """The first message to a worker: where to import from (including the parent's own path) and what to load."""
         self._targets = {target.name: target for target in targets}
         self._num_workers = num_workers or default_workers()
         self._start_seconds = start_seconds
@@ -456,7 +453,7 @@ def _call(place: _Place) -> RewardCall:
 
 def default_workers() -> int:
     """One worker for each core that this process may use, at most eight."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(8, usable_cores())
 
 
 class RewardThreads:
