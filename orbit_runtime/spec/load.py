@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec.block import Contradiction
 from orbit_runtime.spec.document import parse_document
-from orbit_runtime.spec.fields import find_schema, is_block, is_free
+from orbit_runtime.spec.fields import find_schema, format_path, is_block, is_free
 from orbit_runtime.spec.overrides import apply_overrides
 from orbit_runtime.spec.problems import build_problem, explain
 from orbit_runtime.spec.run import COLLECTING, OrbitRun, find_contradictions
@@ -105,8 +105,6 @@ def _inside(path: FieldPath, given: Mapping[FieldPath, str]) -> bool:
 
 
 def _replaced(problem: ManifestError, given: Mapping[FieldPath, str]) -> bool:
-    from orbit_runtime.spec.fields import format_path
-
     return any((problem.where or "").endswith(f": {format_path(path)}") for path in given)
 
 
