@@ -72,9 +72,12 @@ class InjectReport:
     rows: tuple[ReportRow, ...]
     trainable_parameters: int
     expert_layout: str = "None"
+    passes: str = ""
+    """How the model's passes run, where that is not the usual way."""
 
     def text(self) -> str:
-        lines = [f"{'target':<16} {'layers':>6} {'parameters':>12}  shapes"]
+        lines = [self.passes] if self.passes else []
+        lines += [f"{'target':<16} {'layers':>6} {'parameters':>12}  shapes"]
         for row in self.rows:
             shapes = ", ".join(f"{out}x{into}" + (f" ({n})" if n > 1 else "") for (out, into), n in row.shapes)
             experts = f", {row.experts} of them of experts: {self.expert_layout}" if row.experts else ""

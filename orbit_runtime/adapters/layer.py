@@ -89,6 +89,9 @@ class Selection:
 
     dropout: Dropout | None = None
     """Dropout of the current training pass; None for no dropout."""
+    rows: int | None = None
+    """If set, segments count this many rows, and a layer that sees a multiple of them sees as many of each: keys that a
+    layer computes again from a cache."""
     turn: FairLock = field(default_factory=FairLock)
     """Held by the thread that selects: an engine may sample in another thread than the trainer's."""
 
@@ -280,6 +283,9 @@ class AdaptedLinear(nn.Module):
 
     def _forward_segments(self, x: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
+        if self.selection.rows:
+            each = len(flat) // self.selection.rows
+            segments = tuple((name, start * each, stop * each) for name, start, stop in segments)
         if segments and segments[-1][2] > flat.shape[0]:
             raise InternalError(f"adapter segments reach row {segments[-1][2]} of {flat.shape[0]} in layer {self.name}")
         runs = [(self.slot(name), start, stop) for name, start, stop in segments if name is not None and stop > start]

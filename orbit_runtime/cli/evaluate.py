@@ -285,7 +285,7 @@ def _local_subjects(
         kept = saved_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)
     base = models.base or not kept
     progress.stage("loading the model")
-    return open_models(run, tasks, kept, base=base)
+    return open_models(run, tasks, kept, progress.note, base=base)
 
 
 def _finish(journal: Journal, run: OrbitRun, uri: str, against: str | None) -> Summary:

@@ -56,7 +56,7 @@ class LocalSubject:
 
 
 def open_models(
-    run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[NamedAdapter], *, base: bool
+    run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[NamedAdapter], note: Callable[[str], None], *, base: bool
 ) -> list[LocalSubject]:
     """Opens the base, if requested, and every adapter, all on one engine.
 
@@ -85,6 +85,8 @@ def open_models(
             fix="write the model and precision that it was trained on",
         )
     policy = build_policy(resolved, folder, "None")
+    if policy.mode.text:
+        note(policy.mode.text)
     engine = build_torch_engine(policy, tokenizer, spec.rollout, is_trained=False)
     subjects = [LocalSubject("base", tokenizer, engine, weights)] if base else []
     for version, (each, adapter) in enumerate(adapters):

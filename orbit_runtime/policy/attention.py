@@ -6,6 +6,7 @@ Legend: `B` rows, `H` query heads, `K` key/value heads, `Q` query positions, `S`
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -20,6 +21,48 @@ Kernel = Literal["Eager", "SDPA", "Chunked"]
 """Kernel of packed passes; cached decoding has no chunks and uses `SDPA` instead."""
 Visible = torch.Tensor | Literal["causal"] | None
 """bool `[B, 1, Q, S]`, True if a query sees a key; `causal`: keys up to the query's own position; None: all keys."""
+
+
+Rows = Literal["packed", "padded", "single"]
+"""How sequences are laid out: many in one row, a padded row each, or a pass each."""
+Decode = Literal["pages", "cache", "whole"]
+"""What a decode step reads: Orbit's pages of keys and values, the model's own cache, or the whole sequence again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How the passes of a model run, and what its logits are."""
+
+    rows: Rows = "packed"
+    decode: Decode = "pages"
+    attention: str = IMPLEMENTATION
+    """transformers' name of the attention; Orbit's own unless sequences have rows of their own."""
+    scale: float = 1.0
+    """Factor of the output layer's results."""
+    cap: float | None = None
+    """Logits are `cap * tanh(logits / cap)`; None: not capped."""
+    uncalled: tuple[str, ...] = ()
+    """Last names of linears whose weight is read by code that does not call them."""
+    why: str = ""
+    """What a probe found that makes packing wrong for the model; empty if it is packed."""
+
+    @property
+    def text(self) -> str:
+        """A line for people; empty for models that are packed, and for families whose row says it."""
+        if not self.why:
+            return ""
+        rows = {"padded": "a padded row each", "single": "a pass each"}[self.rows]
+        decode = {"cache": "the model's own cache", "whole": "passes over the whole sequence"}[self.decode]
+        return f"sequences have {rows}, and tokens are sampled from {decode}: {self.why}"
+
+    def shaped(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """The model's logits, from its output layer's results; fp32 where they are not the same."""
+        if self.scale != 1.0:
+            logits_RV = logits_RV.float() * self.scale
+        return logits_RV if self.cap is None else self.cap * torch.tanh(logits_RV.float() / self.cap)
+
+
+PACKED = Mode()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +134,34 @@ def orbit_attention(
 
 def decoder_of(model: torch.nn.Module) -> Any:
     """The model without its output layer."""
-    return getattr(model, str(model.base_model_prefix))
+    found = getattr(model, str(model.base_model_prefix), None)
+    return found if found is not None else model.model
+
+
+def layers_of(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The decoder's layers, whatever they are called."""
+    decoder = decoder_of(model)
+    found: Any = getattr(decoder, "layers", None)
+    if found is None:
+        count = getattr(model.config, "num_hidden_layers", 0)
+        lists = (each for each in decoder.modules() if isinstance(each, torch.nn.ModuleList))
+        found = next((each for each in lists if len(each) == count), None)
+    if found is None:
+        raise ValueError(f"{type(decoder).__name__} has no list of decoder layers")
+    return found  # type: ignore[no-any-return]
+
+
+def run_decoder(
+    model: torch.nn.Module, token_BS: torch.Tensor, position_BS: torch.Tensor, *, use_cache: bool = False, **given: Any
+) -> torch.Tensor:
+    """Last hidden states `[B, S, N]` of a pass with transformers' own attention, after the final norm."""
+    decoder = decoder_of(model)
+    named = inspect.signature(decoder.forward).parameters
+    if "position_ids" in named:
+        given["position_ids"] = position_BS
+    if "cache_params" in named and "past_key_values" in given:
+        given["cache_params"] = given.pop("past_key_values")
+    return decoder(input_ids=token_BS, use_cache=use_cache, **given).last_hidden_state  # type: ignore[no-any-return]
 
 
 def hidden_of(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear, build_dispatch, build_held_dispatch
 
 Activation = Callable[[Tensor, Tensor | None], Tensor]
-"""(output of gate, of up) → `[S, I]`; if one projection computes both, (its output, None)."""
+"""(output of gate, of up) → `[S, I]`; if one projection is all there is, (its output, None)."""
 
 
 class FrozenExperts(nn.Module):
@@ -25,7 +25,8 @@ class FrozenExperts(nn.Module):
     def __init__(
         self, linears: Mapping[str, FrozenExpertLinear], activation: Activation, held: range | None = None
     ) -> None:
-        """`linears`: `gate_proj` and `up_proj`, or `gate_up_proj`, and `down_proj`, for experts `held` (None: all)."""
+        """`linears`: `gate_proj` and `up_proj`, or `gate_up_proj`, or `up_proj`, and `down_proj`, for experts `held`
+        (None: all)."""
         super().__init__()
         part = getattr(linears["down_proj"], "part", None)
         self.num_experts = part.num_experts if part else linears["down_proj"].num_experts
@@ -41,8 +42,9 @@ class FrozenExperts(nn.Module):
         else:
             dispatch = build_held_dispatch(expert_TC, self.held)
         modules = self._modules
-        if "gate_up_proj" in modules:
-            inner_SI = self.activation(modules["gate_up_proj"](hidden_TN, dispatch), None)  # type: ignore[misc]
+        if "gate_proj" not in modules:
+            (single,) = modules.keys() - {"down_proj"}
+            inner_SI = self.activation(modules[single](hidden_TN, dispatch), None)  # type: ignore[misc]
         else:
             gate_SI = modules["gate_proj"](hidden_TN, dispatch)  # type: ignore[misc]
             inner_SI = self.activation(gate_SI, modules["up_proj"](hidden_TN, dispatch))  # type: ignore[misc]

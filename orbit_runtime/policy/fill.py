@@ -11,16 +11,19 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from orbit_runtime.adapters.part import WeightPart
 from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
 from orbit_runtime.model_info.quantization import QuantFormat
 from orbit_runtime.policy.experts import FrozenExperts
-from orbit_runtime.policy.families.family import Family
+from orbit_runtime.policy.families.family import ExpertForm, Family
+from orbit_runtime.policy.families.published import form_of
 from orbit_runtime.policy.modules import FrozenEmbedding, run_in_fp32
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.shares import UNDIVIDED, Share, cut_bias, cut_experts, cut_weight
 from orbit_runtime.quant.activations import ActivationPrecision, build_rounding, scale_name
+from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import FORMATS, Codec, Weight
@@ -71,18 +74,17 @@ def _extra_layers(model: nn.Module, family: Family) -> Iterator[str]:
 
 
 def _fill_experts(model: nn.Module, reader: CheckpointReader, quant: QuantFormat, family: Family, share: Share) -> None:
-    """transformers' experts, one parameter per layer, become `FrozenExperts` over packed tensors."""
+    """transformers' experts, one parameter per layer, become `FrozenExperts` over packed tensors. Those of another form
+    stay as they are."""
     for name, module in list(model.named_modules()):
         if not type(module).__name__.endswith("Experts") or not share.holds(name):
             continue
-        held = share.experts_of(name, int(module.num_experts))  # type: ignore[arg-type]
-        form = family.experts
+        form = family.experts or form_of(module, family.checkpoint_name)
         if form is None:
-            raise UnsupportedError(
-                f"the routed experts of {type(module).__name__} are not known to Orbit", where=str(reader.folder)
-            )
+            continue
+        held = share.experts_of(name, int(module.num_experts))  # type: ignore[arg-type]
         linears = {
-            projection.name: _read_projection(reader, quant, family, name, held, projection.name)
+            projection.name: _read_projection(reader, quant, family, form, name, held, projection.name)
             for projection in form.projections
         }
         for projection in form.projections:
@@ -104,18 +106,20 @@ def _fill_experts(model: nn.Module, reader: CheckpointReader, quant: QuantFormat
 
 
 def _read_projection(
-    reader: CheckpointReader, quant: QuantFormat, family: Family, name: str, held: range, leaf: str
+    reader: CheckpointReader, quant: QuantFormat, family: Family, form: ExpertForm, name: str, held: range, leaf: str
 ) -> FrozenExpertLinear:
-    assert family.experts is not None
     reads_tokens = leaf != "down_proj"
-    if family.experts.read_stacked is not None:
-        stack, bias = family.experts.read_stacked(reader, quant, f"{name}.{leaf}")
+    sources = family.expert_sources(name, leaf)
+    read_stacked = form.read_stacked if sources is None else None
+    if read_stacked is not None:
+        stack, bias = read_stacked(reader, quant, f"{name}.{leaf}")
         if len(held) < stack.num_experts:
             stack = cut_experts(stack, held)
             bias = None if bias is None else bias[held.start : held.stop].clone()
         return FrozenExpertLinear(stack, bias, reads_tokens=reads_tokens)
-    sources = [family.checkpoint_name(f"{name}.{index}.{leaf}") for index in held]
-    return FrozenExpertLinear(_read_stack(reader, quant, sources), reads_tokens=reads_tokens)
+    if sources is None:
+        sources = [family.checkpoint_name(f"{name}.{index}.{leaf}") for index in range(held.stop)]
+    return FrozenExpertLinear(_read_stack(reader, quant, sources[held.start : held.stop]), reads_tokens=reads_tokens)
 
 
 def _read_stack(reader: CheckpointReader, quant: QuantFormat, sources: list[str]) -> ExpertStack:
@@ -163,16 +167,19 @@ def _fill_linears(
 ) -> int:
     """Turns every `nn.Linear` into a `FrozenLinear` over the checkpoint's tensors; returns how many round x."""
     tied, num_rounded = _tied_head(model, reader, family), 0
+    head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         special = family.special_linears.get(type(module).__name__)
-        if (type(module) is not nn.Linear and special is None) or not share.holds(name):
+        if not (type(module) in (nn.Linear, Conv1D) or special) or not share.holds(name):
+            continue
+        if name.endswith(family.kept_linears):
             continue
         where = str(reader.folder)
         own = family.checkpoint_name(name)
-        source = tied if name == "lm_head" and tied else own
+        source = tied if module is head and tied else own
         layout = layout_of(quant, source, reader) if source == own else "BF16"
         codec = FORMATS[layout]
-        if name == "lm_head" and not any(reader.has(each) for each in codec.tensor_names(source)):
+        if module is head and not any(reader.has(each) for each in codec.tensor_names(source)):
             raise _no_head(module, reader, codec.tensor_names(source)[0])
         if layout != "BF16" and not reader.has(codec.tensor_names(source)[0]):
             raise ModelError(
@@ -180,9 +187,12 @@ def _fill_linears(
                 where=where,
             )
         weight = read_weight(reader, codec, source)
-        if tuple(weight.shape) != (module.out_features, module.in_features):
+        shape = (module.out_features, module.in_features) if type(module) is not Conv1D else (module.nf, module.nx)
+        if type(module) is Conv1D and isinstance(weight, BF16Weight):
+            weight = BF16Weight(weight.qdata.t().contiguous())
+        if tuple(weight.shape) != shape:
             raise ModelError(
-                f"{source} is {list(weight.shape)}, config.json says [{module.out_features}, {module.in_features}]",
+                f"{source} is {list(weight.shape)}, config.json says {list(shape)}",
                 where=where,
                 fix=MISMATCH,
             )
@@ -228,18 +238,21 @@ def _fill_embedding(model: nn.Module, reader: CheckpointReader, family: Family, 
     if _tied_head(model, reader, family) and isinstance(head, FrozenLinear):
         model.set_input_embeddings(FrozenEmbedding(head.packed.qdata, compute_dtype))
         return
-    name = family.checkpoint_name(next(key for key, module in model.named_modules() if module is embedding))
+    name = family.checkpoint_name(_name_of(model, embedding))
     weight = FORMATS["BF16"].from_checkpoint({f"{name}.weight": reader.read(f"{name}.weight")}, name)
     model.set_input_embeddings(FrozenEmbedding(weight.qdata, compute_dtype))
 
 
 def _tied_head(model: nn.Module, reader: CheckpointReader, family: Family) -> str | None:
     """Name of the embedding that doubles as the output head, or `None` if the head has a tensor of its own."""
-    own = reader.has(family.checkpoint_name("lm_head") + ".weight")
+    own = reader.has(family.checkpoint_name(_name_of(model, model.get_output_embeddings())) + ".weight")
     if own or not getattr(model.config, "tie_word_embeddings", False):
         return None
-    embedding = model.get_input_embeddings()
-    return family.checkpoint_name(next(name for name, module in model.named_modules() if module is embedding))
+    return family.checkpoint_name(_name_of(model, model.get_input_embeddings()))
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
 
 
 def _no_head(head: nn.Linear, reader: CheckpointReader, wanted: str) -> ModelError:

@@ -11,7 +11,7 @@ quantised weight keeps its packed bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,26 +26,31 @@ from orbit_runtime.adapters.config import AdapterConfig, InjectReport
 from orbit_runtime.adapters.inject import inject
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.families import FAMILIES, default_targets
+from orbit_runtime.model_info.families.blocks import GQA_TARGETS, MLP_TARGETS
 from orbit_runtime.model_info.headers import check_finished
 from orbit_runtime.model_info.layouts import check_head, read_linears
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, parse_quantization
 from orbit_runtime.model_info.settings import check_folder, load_settings
-from orbit_runtime.policy.attention import IMPLEMENTATION, Kernel
+from orbit_runtime.policy.attention import Kernel, Mode, layers_of
 from orbit_runtime.policy.direct import build_direct
-from orbit_runtime.policy.families import Family, find_family
+from orbit_runtime.policy.families import DENSE, Family, find_family
+from orbit_runtime.policy.families.published import published_family
 from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms
-from orbit_runtime.policy.probe import Behaviour, cached_behaviour, check_rope
+from orbit_runtime.policy.probe import cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
 from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_modules
 from orbit_runtime.quant.activations import ActivationPrecision
 from orbit_runtime.storage.cache import Cache, default_cache
 
+INDEXER = "indexer."
+"""Part of the names of what chooses the keys that a query sees: nothing there gets a gradient."""
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Last names of linears that choose experts, or weigh them."""
 DEFAULT_LONGEST = 4096
 """Maximum length of sequences of a model whose configuration names none."""
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 
 
 class PolicySettings(TypedDict, total=False):
@@ -89,7 +94,7 @@ def load_policy(
         ModelError: something is missing, broken, or unknown in the folder.
         ManifestError: `precision` differs from the checkpoint's, nothing in it has the activations' format, or a target
             matches nothing.
-        UnsupportedError: the architecture requires something that Orbit does not support (`check_behaviour`).
+        UnsupportedError: the architecture requires something that Orbit does not support (`build_model`).
     """
     device = torch.device(device)
     raw = read_config(folder)
@@ -104,10 +109,12 @@ def load_policy(
             where="spec.model.precision",
             fix=f"set it to {quant.name} or Auto",
         )
-    adapter = _with_targets(adapter, raw)
+    if raw.get("model_type") in FAMILIES:
+        adapter = _with_targets(adapter, raw)
     _check_targets(adapter, family)
-    model = build_structure(folder, raw, family)
-    behaviour = check_behaviour(model, folder, raw, longest)
+    model, mode = build_model(folder, raw, family, longest)
+    if family is DENSE:
+        family = published_family(model, reader.tensors, mode.uncalled)
     share = share.of_layers(int(model.config.num_hidden_layers))  # type: ignore[union-attr,arg-type]
     fill(model, reader, quant, family, compute_dtype, activation_precision, share)
     vocabulary = model.get_output_embeddings().out_features
@@ -116,6 +123,8 @@ def load_policy(
         fuse_norms(model)
     model.requires_grad_(False).eval()
     model.to(device)
+    if not adapter.targets:
+        adapter = replace(adapter, targets=_linears_of(model, adapter, family.no_targets))
     injected = inject(
         model,
         adapter.targets,
@@ -124,7 +133,7 @@ def load_policy(
         compute_dtype=compute_dtype,
         left_out=family.no_targets,
         is_part=share.layers is not None,
-        announce=announce,
+        announce=announce and (lambda report: announce(replace(report, passes=mode.text))),
     )
     direct = build_direct(model, compute_dtype) if share == UNDIVIDED else None
     return Policy(
@@ -136,9 +145,8 @@ def load_policy(
         quant.name,
         kernel,
         direct,
-        packs=family.packs,
-        routing=build_routing(model, family.gate_weights) if family.packs else None,
-        behaviour=behaviour,
+        mode=mode,
+        routing=build_routing(model, family.gate_weights) if mode.rows == "packed" else None,
     )
 
 
@@ -152,9 +160,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(
             "the model folder holds no config.json", where=str(folder), fix="correct spec.model.uri"
         ) from None
-    for key in LOGIT_TRANSFORMS:
-        if config.get(key) not in (None, 1, 1.0):
-            raise UnsupportedError(f"{key} = {config[key]} is not supported", where=str(path))
     legacy = folder / "hf_quant_config.json"
     if not config.get("quantization_config") and legacy.is_file():
         return config | {"quantization_config": from_legacy_modelopt(load_settings(legacy))}
@@ -168,6 +173,23 @@ def _with_targets(adapter: AdapterConfig, raw: dict[str, Any]) -> AdapterConfig:
     text = raw.get("text_config")
     language = {"model_type": "kimi_k2", **text} if raw.get("model_type") == "kimi_k25" and text else raw
     return replace(adapter, targets=default_targets(language))
+
+
+def _linears_of(model: nn.Module, adapter: AdapterConfig, left_out: Sequence[str]) -> tuple[str, ...]:
+    """Last names of every linear of the decoder's layers that is no router and is large enough for the adapter."""
+    found: dict[str, None] = {}
+    for name, module in layers_of(model).named_modules():
+        last = name.rpartition(".")[2]
+        if not hasattr(module, "in_features") or last in ROUTERS or any(part in name for part in (*left_out, INDEXER)):
+            continue
+        if adapter.type == "OFT":
+            fits = int(module.in_features) % adapter.block_size == 0
+        else:
+            fits = min(int(module.in_features), int(module.out_features)) >= adapter.rank
+        if fits:
+            found[last] = None
+    usual = (*GQA_TARGETS, *MLP_TARGETS)
+    return tuple(sorted(found, key=lambda last: usual.index(last) if last in usual else len(usual)))
 
 
 def _check_targets(adapter: AdapterConfig, family: Family) -> None:
@@ -200,43 +222,39 @@ def build_config(folder: Path, raw: dict[str, Any], family: Family) -> Pretraine
     return config
 
 
-def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Module:
-    """The model's modules, with parameters that have no storage; buffers are real, since they are computed."""
-    config = build_config(folder, raw, family)
-    with _explained(folder), init_empty_weights(include_buffers=False):
-        attention = IMPLEMENTATION if family.packs else "eager"
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    if not model._supports_attention_backend:
-        raise UnsupportedError(
-            f"the attention of {type(model).__name__} cannot be chosen", where=str(folder / "config.json")
-        )
-    return model
-
-
-def check_behaviour(model: nn.Module, folder: Path, raw: dict[str, Any], longest: int | None) -> Behaviour | None:
-    """How the model treats several sequences; None for families whose tests prove it, and those that are refused.
+def build_model(folder: Path, raw: dict[str, Any], family: Family, longest: int | None) -> tuple[nn.Module, Mode]:
+    """The model's modules, with parameters that have no storage, and how its passes run: measured, unless the family's
+    tests prove it.
 
     Raises:
         UnsupportedError: what it computes for a sequence depends on the others of a pass, or its code fails.
     """
     where = str(folder / "config.json")
-    longest = longest or int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_LONGEST)
-    check_rope(model.config, longest, where)  # type: ignore[arg-type]
+    config = build_config(folder, raw, family)
+    longest = longest or int(getattr(config, "max_position_embeddings", None) or DEFAULT_LONGEST)
+    check_rope(config, longest, where)
+    mode = family.mode
+    if raw.get("model_type") not in FAMILIES:
+        found = cached_behaviour(_build(folder, config, "eager"), raw, longest, Cache(default_cache(os.environ)))
+        if found.refused:
+            raise UnsupportedError(
+                f"models of type {raw.get('model_type')} cannot be used here: {found.refused}",
+                where=where,
+                fix="choose a model of another family (docs/guides/models.md)",
+            )
+        mode = found.mode
+    return _build(folder, config, mode.attention), mode
+
+
+def _build(folder: Path, config: PretrainedConfig, attention: str) -> nn.Module:
+    """Modules without storage; buffers are real, since they are computed."""
+    with _explained(folder), init_empty_weights(include_buffers=False):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
             # No sequence needs the long factors, and transformers would write the short ones anew at every pass.
             module.rope_type = "default"  # type: ignore[assignment]
-    # `fill` refuses experts of other families.
-    if raw.get("model_type") in FAMILIES or any(type(each).__name__.endswith("Experts") for each in model.modules()):
-        return None
-    found = cached_behaviour(model, raw, longest, Cache(default_cache(os.environ)))
-    if found.reason:
-        raise UnsupportedError(
-            f"models of type {raw.get('model_type')} cannot be used here: {found.reason}",
-            where=where,
-            fix="choose a model of another family (docs/guides/models.md)",
-        )
-    return found
+    return model
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,17 +22,16 @@ from orbit_runtime.adapters.inject import InjectedAdapter
 from orbit_runtime.adapters.layer import AppliedTensors
 from orbit_runtime.adapters.masters import Trainable
 from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
-from orbit_runtime.policy.attention import AttentionPlan, Kernel, decoder_of, hidden_of
+from orbit_runtime.policy.attention import PACKED, AttentionPlan, Kernel, Mode, hidden_of, run_decoder
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.distance import Measure, TeacherReport, token_distances
 from orbit_runtime.policy.division import ProcessIndex
 from orbit_runtime.policy.logprobs import UNSHAPED, logits_of, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.preceding_tokens import PrecedingTokens
-from orbit_runtime.policy.probe import Behaviour
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
 from orbit_runtime.policy.routing import Routing
-from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
+from orbit_runtime.policy.whole_rows import OwnPrefill, OwnRows, OwnStep, WholeRows
 from orbit_runtime.types import Sampling
 
 
@@ -78,44 +77,37 @@ class Policy:
     kernel: Kernel = "SDPA"
     direct: DirectDecoder | None = None
     """The engine's own implementation of the base, if its form is known; None to use the model's modules."""
-    packs: bool = True
-    """Whether sequences may share a row; if False, each has its own (`whole_rows`)."""
+    mode: Mode = PACKED
     whole: Trainable | None = None
     """The masters, if every weight is trained; None if `injected` has the trained parameters."""
     routing: Routing | None = None
     """Routing of its routed experts; None if it has none, or none that can be given another choice."""
     division: Division | None = None
     """The processes that hold the model together; None if this one holds all of it."""
-    behaviour: Behaviour | None = None
-    """Measured, if its family is none that tests prove."""
 
     def sampled_hidden(
-        self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: AttentionPlan | WholeRows
+        self,
+        token_ids_T: torch.Tensor,
+        position_T: torch.Tensor,
+        plan: AttentionPlan | OwnRows | WholeRows | OwnPrefill | OwnStep,
     ) -> torch.Tensor:
         """Last hidden states `[T, N]` for the tokens of an engine's pass, one query each; not for gradients."""
-        if isinstance(plan, WholeRows):
-            return newest_hidden(self._decode_rows, plan, self.injected.selection)
-        if not self.packs:
-            return self._packed_hidden(plan)
+        if isinstance(plan, OwnRows | WholeRows | OwnPrefill | OwnStep):
+            return plan.hidden(self._decode_rows, self.injected.selection)
         if self.direct is not None:
             return self.direct.hidden(token_ids_T, position_T, plan)
         return self.hidden(token_ids_T.view(plan.layout), position_T.view(plan.layout), plan).flatten(0, 1)
 
-    def _packed_hidden(self, plan: AttentionPlan) -> torch.Tensor:
-        assert isinstance(plan, PackedPlan)
-        return packed_hidden(self._decode_rows, plan.batch, self.injected.selection)
-
-    def _decode_rows(self, token_BS: torch.Tensor) -> torch.Tensor:
-        position_BS = torch.arange(token_BS.shape[1], device=token_BS.device).expand_as(token_BS)
-        return decoder_of(self.model)(input_ids=token_BS, position_ids=position_BS, use_cache=False).last_hidden_state
+    def _decode_rows(self, token_BS: torch.Tensor, position_BS: torch.Tensor, **cached: Any) -> torch.Tensor:
+        return run_decoder(self.model, token_BS, position_BS, **cached)
 
     def hidden(self, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Last hidden states `[B, Q, N]`, after the final norm."""
         return hidden_of(self.model, token_ids_BQ, position_BQ, plan)
 
     def head(self, hidden_RN: torch.Tensor) -> torch.Tensor:
-        """Logits `[R, V]`, as `logprobs.logits_of`."""
-        return logits_of(self.model.get_output_embeddings(), hidden_RN)
+        """Logits `[R, V]`, as `logprobs.logits_of`, scaled and capped as the model's are."""
+        return self.mode.shaped(logits_of(self.model.get_output_embeddings(), hidden_RN))
 
     def pack(self, branches: Sequence[Branch]) -> PackedBatch:
         if self.division is None:
@@ -239,9 +231,9 @@ class Policy:
     def through(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states `[T, N]` of the batch's tokens after this process's last layer; in a divided pass, of its own
         tokens only."""
+        if self.mode.rows != "packed":
+            return OwnRows(batch, self.mode.rows == "single").hidden(self._decode_rows, self.injected.selection)
         plan = self.plan(batch)
-        if not self.packs:
-            return self._packed_hidden(plan)
         with self.routing.given(routed_TLC) if self.routing else nullcontext():
             return self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
 

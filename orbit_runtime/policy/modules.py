@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -47,6 +49,8 @@ def fuse_norms(model: nn.Module) -> int:
         eps = getattr(module, "variance_epsilon", None)
         weight = getattr(module, "weight", None)
         if "RMSNorm" not in type(module).__name__ or eps is None or weight is None or list(module.children()):
+            continue
+        if len(inspect.signature(module.forward).parameters) > 1:  # a gated norm
             continue
         probe = torch.linspace(-3.0, 3.0, 2 * weight.shape[-1], device=weight.device).view(2, -1)
         fused = FusedRMSNorm(weight.data, float(eps))

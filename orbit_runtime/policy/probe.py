@@ -14,32 +14,48 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from orbit_runtime.adapters.layer import Selection
 from orbit_runtime.errors import OrbitError, UnsupportedError
-from orbit_runtime.policy.attention import IMPLEMENTATION, AttentionSettings, attend_rows, decoder_of, hidden_of
+from orbit_runtime.policy.attention import (
+    IMPLEMENTATION,
+    PACKED,
+    AttentionSettings,
+    Mode,
+    attend_rows,
+    decoder_of,
+    hidden_of,
+    layers_of,
+    run_decoder,
+)
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
+from orbit_runtime.policy.whole_rows import OwnCache, OwnRows
 from orbit_runtime.storage.cache import Cache
 
-VERSION = 1
+VERSION = 2
 """Changes with what is measured, so that no older answer is used."""
 TOLERANCE = 1e-4
 """Largest difference between equal hidden states, relative to the largest of them; rounding gives 1e-6, leaks 1e-2."""
 HEADS = 2
-CPU = torch.device("cpu")
+CPU, CPU_INDEX = torch.device("cpu"), torch.empty(0)
 CUT = {
     "num_key_value_heads": HEADS, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": 0, "sliding_window": 4,
-    "attention_chunk_size": 4, "attention_window_size": 4,
+    "attention_chunk_size": 4, "attention_window_size": 4, "index_topk": 4, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64,
 }  # fmt: skip
 """Fields that do not change the kinds of layers, and their largest value in the copy. Windows are shorter than the
 sequences, so that a layer which does not pass its window to attention is found.
@@ -50,28 +66,9 @@ sequences, so that a layer which does not pass its window to attention is found.
 class Behaviour:
     """What the passes of a copy showed."""
 
-    packed_equals_alone: bool = False
-    """Sequences in one row, two of them behind a shared prefix, have the hidden states of transformers' own passes over
-    each alone."""
-    far_equals_alone: bool = False
-    """The same for a sequence beside a token at the last position that a sequence may have."""
-    attends_once: bool = False
-    """Each layer calls attention exactly once."""
-    cached_equals_pass: bool = False
-    """A step from cached keys and values has the hidden state of a pass over the whole sequence."""
-    failed: str = ""
-    """Error of the model's code; empty if it ran."""
-
-    @property
-    def reason(self) -> str:
-        """Why sequences cannot be packed; empty if they can."""
-        if self.failed:
-            return self.failed
-        if not self.packed_equals_alone:
-            return "sequences that share a row change each other, so more than attention connects their tokens"
-        if not self.far_equals_alone:
-            return "a sequence's hidden states depend on the longest sequence of the pass"
-        return "" if self.attends_once else "its layers do not call attention exactly once each"
+    mode: Mode = PACKED
+    refused: str = ""
+    """Why nothing computes the model rightly; empty if `mode` does."""
 
 
 def check_rope(config: PretrainedConfig, longest: int, where: str) -> None:
@@ -113,11 +110,11 @@ def cached_behaviour(model: nn.Module, raw: dict[str, Any], longest: int, cache:
     with suppress(OSError):
         known = cache.load_listing(key)
         if known is not None:
-            return Behaviour(**known)
+            return Behaviour(Mode(**known | {"uncalled": tuple(known["uncalled"])}))
     found = measure(model, longest)
-    if not found.failed:
+    if not found.refused:
         with suppress(OSError):
-            cache.save_listing(key, asdict(found))
+            cache.save_listing(key, asdict(found.mode))
     return found
 
 
@@ -126,50 +123,163 @@ def measure(model: nn.Module, longest: int) -> Behaviour:
     Args:
         model: transformers' modules; their parameters need no storage.
         longest: maximum length of a sequence.
-
-    Raises:
-        OrbitError: a layer requires something of attention that a plan does not support.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            return _measure(*_build_copies(model), longest)
-        except OrbitError:
-            raise
+            return _Probe(model, longest).measure()
         except Exception as error:  # the code of a family that Orbit does not know raises anything
-            lines = str(error).strip().splitlines() or [""]
-            return Behaviour(failed=f"{type(error).__name__}: {lines[0]}")
+            return Behaviour(refused=_told(error))
 
 
-def _measure(plain: nn.Module, ours: nn.Module, longest: int) -> Behaviour:
-    """Args: plain: with transformers' own attention; ours: the same weights, with `attention.orbit_attention`."""
-    tokens = torch.randint(3, CUT["vocab_size"], (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    branches = [
-        Branch(0, tokens[:7], tokens[7:17]),
-        Branch(0, tokens[:7], tokens[17:23]),
-        Branch(1, tokens[23:27], tokens[27:40]),
-    ]
-    sequences = [[*each.prefix_T, *each.continuation_T] for each in branches]
-    alone = [_alone(plain, each) for each in sequences]
-    of_targets = [hidden_SN[len(each.prefix_T) - 1 : -1] for each, hidden_SN in zip(branches, alone, strict=True)]
-    packed = _Watched(build_packed(branches, CPU))
-    is_packed_rightly = _equal(packed.hidden(ours), torch.cat(of_targets))
-    batch = build_packed([branches[2], Branch(2, tokens[:3], (0,))], CPU)
-    longest, position_T = max(longest, batch.longest), batch.position_T.clone()
-    position_T[-1] = longest - 1
-    far = _Watched(replace(batch, position_T=position_T, longest=longest))
-    attends_once = packed.order == list(range(len(decoder_of(ours).layers)))
-    last_BN = torch.stack([hidden_SN[-1] for hidden_SN in alone[1:]])
-    return Behaviour(
-        packed_equals_alone=is_packed_rightly,
-        far_equals_alone=_equal(far.hidden(ours)[:-1], of_targets[2]),
-        attends_once=attends_once,
-        cached_equals_pass=attends_once and _is_cached_rightly(ours, sequences[1:], last_BN),
-    )
+def _told(error: Exception) -> str:
+    if isinstance(error, OrbitError):
+        return f"{error.where}: {error.message}" if error.where else error.message
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+class _Probe:
+    """Passes over sequences of the prefixes and continuations below, the first two of which share a prefix."""
+
+    def __init__(self, model: nn.Module, longest: int) -> None:
+        self._config, self._kind = _small_copy(model), type(model)
+        self._longest = longest
+        tokens = torch.randint(3, CUT["vocab_size"], (40,), generator=torch.Generator().manual_seed(1)).tolist()
+        self._branches = [
+            Branch(0, tokens[:7], tokens[7:17]),
+            Branch(0, tokens[:7], tokens[17:23]),
+            Branch(1, tokens[23:27], tokens[27:40]),
+        ]
+        self._sequences = [[*each.prefix_T, *each.continuation_T] for each in self._branches]
+        plain = _build(self._kind, self._config, "eager")
+        called: set[str] = set()
+        linears = {name: each for name, each in decoder_of(plain).named_modules() if isinstance(each, nn.Linear)}
+        for name, linear in linears.items():
+            linear.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        self._alone = [_alone(plain, each) for each in self._sequences]
+        """transformers' own passes over each sequence."""
+        self._of_targets = [
+            hidden_SN[len(each.prefix_T) - 1 : -1] for each, hidden_SN in zip(self._branches, self._alone, strict=True)
+        ]
+        self._plain = plain
+        self._uncalled = tuple(sorted({name.rpartition(".")[2] for name in linears.keys() - called}))
+
+    def measure(self) -> Behaviour:
+        if not _equal(_alone(self._plain, self._sequences[2][:9]), self._alone[2][:9]):
+            return Behaviour(refused="its hidden states at a token depend on later tokens")
+        sequence = self._sequences[0]
+        try:
+            run_decoder(self._plain, torch.tensor([sequence]), _far(len(sequence), self._longest))
+        except IndexError:
+            return Behaviour(refused=f"its table of positions is shorter than {self._longest} tokens")
+        logits = self._logits()
+        if logits is None:
+            return Behaviour(refused="its logits are not those of its output layer, scaled or capped")
+        why = _tried(self._why_not_packed)
+        if not why:
+            return Behaviour(replace(logits, why=""))
+        for attention in ("sdpa", "eager"):
+            mode = replace(logits, rows="padded", decode="cache", attention=attention, why=why)
+            if _tried(partial(self._why_not_padded, attention)):
+                continue
+            told = _tried(partial(self._why_not_cached, attention))
+            return Behaviour(mode if not told else replace(mode, decode="whole", why=f"{why}; {told}"))
+        return Behaviour(replace(logits, rows="single", decode="whole", attention="eager", why=why))
+
+    def _logits(self) -> Mode | None:
+        """How its logits follow from its output layer's results; None if in no way that is known."""
+        hidden_SN = self._alone[0]
+        made_SV = self._plain.get_output_embeddings()(hidden_SN)  # type: ignore[operator]
+        (given_SV,) = self._plain(input_ids=torch.tensor(self._sequences[:1]), use_cache=False).logits
+        numbers = {
+            name: float(value)
+            for name, value in vars(self._config).items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        caps = [None, *(value for name, value in numbers.items() if "softcap" in name or "soft_cap" in name)]
+        scales = [1.0, *(each for value in numbers.values() if value > 0 for each in (value, 1 / value))]
+        for scale in scales:
+            for cap in caps:
+                if _equal(Mode(scale=scale, cap=cap).shaped(made_SV), given_SV):
+                    return Mode(scale=scale, cap=cap, uncalled=self._uncalled)
+        return None
+
+    def _why_not_packed(self) -> str:
+        ours = _build(self._kind, self._config, IMPLEMENTATION)
+        if not ours._supports_attention_backend:
+            return f"the attention of {self._kind.__name__} cannot be chosen"
+        fuse_norms(ours)
+        packed = _Watched(build_packed(self._branches, CPU))
+        if not _equal(packed.hidden(ours), torch.cat(self._of_targets)):
+            return "sequences that share a row change each other, so more than attention connects their tokens"
+        batch = build_packed([self._branches[2], Branch(2, self._sequences[0][:3], (0,))], CPU)
+        longest, position_T = max(self._longest, batch.longest), batch.position_T.clone()
+        position_T[-1] = longest - 1
+        far = _Watched(replace(batch, position_T=position_T, longest=longest))
+        if not _equal(far.hidden(ours)[:-1], self._of_targets[2]):
+            return "a sequence's hidden states depend on the longest sequence of the pass"
+        if packed.order != list(range(len(layers_of(ours)))):
+            return "its layers do not call attention exactly once each"
+        last_BN = torch.stack([hidden_SN[-1] for hidden_SN in self._alone[1:]])
+        if not _is_cached_rightly(ours, self._sequences[1:], last_BN):
+            return "a step from pages of keys and values is not what a pass over the whole sequence computes"
+        return ""
+
+    def _why_not_padded(self, attention: str) -> str:
+        model = _build(self._kind, self._config, attention)
+        fuse_norms(model)
+        hidden_TN = OwnRows(build_packed(self._branches, CPU)).hidden(partial(run_decoder, model), Selection())
+        batch = build_packed(self._branches, CPU)
+        longer, shorter = self._sequences[:2]
+        token_BS = torch.tensor([longer, shorter + [0] * (len(longer) - len(shorter))])
+        position_BS = torch.cat((_far(len(longer), self._longest), torch.arange(len(longer))[None]))
+        beside_SN = run_decoder(model, token_BS, position_BS)[1, : len(shorter)]
+        if _equal(gather_rows(hidden_TN, batch.target_source_R), torch.cat(self._of_targets)) and _equal(
+            beside_SN, self._alone[1]
+        ):
+            return ""
+        return "rows of one pass change each other"
+
+    def _why_not_cached(self, attention: str) -> str:
+        """Prompts join the batch at different times and have different lengths; then two tokens are decoded, and a row
+        leaves in between."""
+        model = _build(self._kind, self._config, attention)
+        fuse_norms(model)
+        decoder, cache = partial(run_decoder, model), OwnCache(self._config)
+        for first, sequences in ((0, self._sequences[1:]), (2, self._sequences[:1])):
+            batch = build_packed([Branch(row, each[:-2], (0,)) for row, each in enumerate(sequences)], CPU)
+            plan = cache.prefill(batch, None)
+            plan.hidden(decoder, Selection())
+            cache.keep_prompts(first, torch.arange(len(sequences)), CPU_INDEX, CPU_INDEX, plan)
+        rows = [1, 2, 0]
+        for step in (2, 1):
+            if step == 1:
+                cache.move_rows(torch.tensor([2]), torch.tensor([1]), 0)
+                rows = [1, 0]
+            tokens_B = torch.tensor([self._sequences[row][-step] for row in rows])
+            positions_B = np.array([len(self._sequences[row]) - step for row in rows])
+            found_BN = cache.plan(tokens_B, positions_B, None).hidden(decoder, Selection())
+            if not _equal(found_BN, torch.stack([self._alone[row][-step] for row in rows])):
+                return "a step from its own cache is not what a pass over the whole sequence computes"
+        return ""
+
+
+def _far(length: int, longest: int) -> Tensor:
+    """Positions `[1, S]` of a sequence whose last token is the last one allowed."""
+    return torch.tensor([[*range(length - 1), longest - 1]])
+
+
+def _tried(check: Callable[[], str]) -> str:
+    """Why not: what the check says or raises; empty if neither."""
+    try:
+        return check()
+    except Exception as error:  # the code of a family that Orbit does not know raises anything
+        return _told(error)
 
 
 def _alone(model: nn.Module, tokens: Sequence[int]) -> Tensor:
     """`[S, N]` of transformers' own pass over one sequence."""
-    return decoder_of(model)(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+    return run_decoder(model, torch.tensor([tokens]), torch.arange(len(tokens))[None])[0]
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:
@@ -231,26 +341,26 @@ class _StepPlan:
         return torch.cat(rows).transpose(1, 2)
 
 
-def _build_copies(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Two models with the same random weights, the second with Orbit's attention and norms."""
+def _small_copy(model: nn.Module) -> PretrainedConfig:
+    """A small configuration whose model has layers of the same kinds, and runs."""
     kinds, failed = _kinds(model), ValueError("a small copy has layers of other kinds")
     for config in _small_configs(model.config, kinds):  # type: ignore[arg-type]
         try:
-            plain, ours = (_build(type(model), config, attention) for attention in ("eager", IMPLEMENTATION))
-            _alone(plain, [3, 4])
+            small = _build(type(model), config, "eager")
+            found = set(_kinds(small))
+            _alone(small, [3, 4])
         except Exception as error:
-            failed = error
+            failed = error  # type: ignore[assignment]
             continue
-        if set(_kinds(ours)) == set(kinds):
-            fuse_norms(ours)
-            return plain, ours
+        if found == set(kinds):
+            return config
     raise failed
 
 
 def _kinds(model: nn.Module) -> list[Hashable]:
     """Kind of each decoder layer: its modules' names, classes and settings; of numbers only that there is one."""
     kinds: list[Hashable] = []
-    for layer in decoder_of(model).layers:
+    for layer in layers_of(model):
         settings = [
             (name, type(module).__name__, key, value if isinstance(value, bool | str) else type(value).__name__)
             for name, module in layer.named_modules()
@@ -262,13 +372,13 @@ def _kinds(model: nn.Module) -> list[Hashable]:
 
 
 def _small_configs(config: PretrainedConfig, kinds: list[Hashable]) -> Iterator[PretrainedConfig]:
-    """Yields a config with the first layer of each kind; then one with all layers up to the last of those, for models
-    in which a layer's kind follows from its number.
-    """
+    """With the first layer of each kind; then with all layers up to the last of those, for models in which a layer's
+    kind follows from its number. Last with the model's own width, for those whose sizes depend on each other."""
     firsts = sorted({kind: index for index, kind in reversed(list(enumerate(kinds)))}.values())
     if len(firsts) == 1:
         firsts = list(range(min(2, len(kinds))))
-    for layers in (firsts, list(range(firsts[-1] + 1))):
+    every = list(range(firsts[-1] + 1))
+    for layers, is_narrow in ((firsts, True), (every, True), (firsts, False), (every, False)):
         small: Any = copy.deepcopy(config)
         for name, value in vars(config).items():
             if isinstance(value, list | tuple) and len(value) == len(kinds):
@@ -279,19 +389,20 @@ def _small_configs(config: PretrainedConfig, kinds: list[Hashable]) -> Iterator[
             small.per_layer_config = {
                 new: own[index] | _cut(own[index]) for new, index in enumerate(layers) if index in own
             }
-        _cut_sizes(small)
+        _cut_sizes(small, is_narrow)
         yield small
 
 
-def _cut_sizes(config: Any) -> None:
+def _cut_sizes(config: Any, is_narrow: bool) -> None:
     """Fewer heads of the same size, so that tables of rotary factors still fit, and narrower layers."""
     # Not getattr: it raises for a field that differs between layers.
     fields = vars(config)
-    heads = int(config.num_attention_heads)
-    kv_heads = int(fields.get("num_key_value_heads") or heads)
-    size = int(fields.get("head_dim") or config.hidden_size // heads)
-    config.num_attention_heads = min(kv_heads, HEADS) * min(heads // kv_heads, HEADS)
-    config.hidden_size = config.num_attention_heads * size
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    if heads and is_narrow:
+        kv_heads = int(fields.get("num_key_value_heads") or heads)
+        size = int(fields.get("head_dim") or config.hidden_size // heads)
+        config.num_attention_heads = min(kv_heads, HEADS) * min(heads // kv_heads, HEADS)
+        config.hidden_size = config.num_attention_heads * size
     for name, value in _cut(fields).items():
         setattr(config, name, value)
 
@@ -305,7 +416,7 @@ def _build(kind: Any, config: PretrainedConfig, attention: str) -> nn.Module:
     with init_empty_weights(include_buffers=False):
         model = kind._from_config(copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
-    for module in decoder_of(model).modules():
+    for module in model.modules():
         for name, empty in list(module.named_parameters(recurse=False)):
             value = torch.randn(empty.shape, generator=generator)
             if empty.dim() > 1:

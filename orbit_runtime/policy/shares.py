@@ -140,6 +140,8 @@ class Elsewhere(nn.Module):
 def drop_modules(model: nn.Module, share: Share) -> None:
     """Removes what other processes hold from the model; layers keep their numbers."""
     decoder = decoder_of(model)
+    if share == UNDIVIDED:
+        return
     for index in range(len(decoder.layers)):
         if share.layers is not None and index not in share.layers:
             decoder.layers[index] = Elsewhere(decoder.layers[index])

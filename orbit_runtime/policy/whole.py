@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.families import find_family
-from orbit_runtime.policy.load import build_structure, check_behaviour, read_config
+from orbit_runtime.policy.load import build_model, read_config
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.types import AdapterManifest, AdapterSink
@@ -150,20 +151,19 @@ def load_whole(
         raise ManifestError(
             f"the manifest says {precision}, the checkpoint is BF16", where="spec.model.precision", fix="write BF16"
         )
-    if family.experts is not None or family.special_linears or not family.packs:
+    if family.experts is not None or family.special_linears:
         raise UnsupportedError(
             f"this version trains the whole of dense models only, not of {raw.get('model_type')}",
             where=FIELD,
             fix="train an adapter (adapter.type: LoRA)",
         )
-    model = build_structure(folder, raw, family)
-    behaviour = check_behaviour(model, folder, raw, longest)
+    model, mode = build_model(folder, raw, family, longest)
     applied = _fill(model, reader, compute_dtype)
     reader.check_all_used()
     model.eval()
     model.to(device)
     masters = WholeMasters(applied)
-    report = _report(masters)
+    report = replace(_report(masters), passes=mode.text)
     if announce is not None:
         announce(report)
     head: nn.Module = model.get_output_embeddings()
@@ -177,7 +177,7 @@ def load_whole(
         quant.name,
         kernel,
         whole=masters,  # type: ignore[arg-type]
-        behaviour=behaviour,
+        mode=mode,
     )
 
 

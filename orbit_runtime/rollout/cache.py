@@ -1,7 +1,7 @@
 """Keys and values of the rows being decoded, with the attention plan over them; without a cache, the rows' tokens.
 
 Belongs here: one preallocated block per engine; rows are packed densely so that a decode step reads views, not copies.
-Does not belong here: which request a row serves (`rows`), computing rows again (`policy.whole_rows`).
+Does not belong here: which request a row serves (`rows`), a model's own cache (`policy.whole_rows`).
 
 Legend: `Y` layers, `B` rows, `K` key/value heads, `S` positions, `D` head size, `H` query heads.
 """
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from orbit_runtime.policy.attention import AttentionSettings, Kernel, attend_rows, softmax_with_sinks
 from orbit_runtime.policy.packed import PackedBatch, PackedPlan
-from orbit_runtime.policy.whole_rows import WholeRows
+from orbit_runtime.policy.whole_rows import OwnRows, WholeRows
 
 
 class KVCache:
@@ -44,13 +44,15 @@ class KVCache:
             self._block = old.new_zeros(layers, pair, self.num_rows, heads, self.num_positions, size)
             self._block[:, :, :live, :, :positions] = old[:, :, :live]
 
+    def prefill(self, batch: PackedBatch, kernel: Kernel) -> PackedPlan:
+        return PackedPlan(batch, kernel, capture=True)
+
     def keep_prompts(
         self,
         first_row: int,
         prompt_of_row: torch.Tensor,
         starts_P: torch.Tensor,
         lengths_P: torch.Tensor,
-        _batch: PackedBatch,
         plan: PackedPlan,
     ) -> None:
         """Stores what a prefill with `plan` captured."""
@@ -191,7 +193,8 @@ class DecodePlan:
 class TokenHistory:
     """`[B, S]` token ids; rows `[0, n)` are live. Positions after a row's newest hold arbitrary values."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_single: bool) -> None:
+        self._is_single = is_single
         self._tokens_BS = torch.empty(0, 0, dtype=torch.long)
 
     def reserve(self, num_rows: int, num_positions: int, *, live: int) -> None:
@@ -202,15 +205,18 @@ class TokenHistory:
             self._tokens_BS = torch.zeros(num_rows, num_positions, dtype=torch.long, device=old.device)
             self._tokens_BS[:live, : old.shape[1]] = old[:live]
 
+    def prefill(self, batch: PackedBatch, _kernel: Kernel) -> OwnRows:
+        return OwnRows(batch, self._is_single)
+
     def keep_prompts(
         self,
         first_row: int,
         prompt_of_row: torch.Tensor,
         starts_P: torch.Tensor,
         lengths_P: torch.Tensor,
-        batch: PackedBatch,
-        _plan: PackedPlan,
+        plan: OwnRows,
     ) -> None:
+        batch = plan.batch
         self._tokens_BS = self._tokens_BS.to(batch.token_ids_T.device)
         for offset, prompt in enumerate(prompt_of_row.tolist()):
             start, length = int(starts_P[prompt]), int(lengths_P[prompt])
@@ -225,4 +231,4 @@ class TokenHistory:
         newest_B = torch.from_numpy(positions_B).to(token_B.device)
         rows = self._tokens_BS[: len(token_B)]
         rows[torch.arange(len(rows), device=rows.device), newest_B] = token_B
-        return WholeRows(rows[:, : int(positions_B.max()) + 1], newest_B)
+        return WholeRows(rows[:, : int(positions_B.max()) + 1], newest_B, self._is_single)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,9 @@ import torch
 from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.logprobs import token_scores
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.packed import Branch, PackedPlan
+from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.routing import Routing
+from orbit_runtime.policy.whole_rows import OwnCache
 from orbit_runtime.rollout.cache import KVCache, TokenHistory
 from orbit_runtime.rollout.rows import ActiveRequest, FinishedRequest, Rows, merge_segments
 from orbit_runtime.rollout.sampling import draw, most_probable, uniforms
@@ -71,7 +73,7 @@ class Decoding:
         self._is_grown = False
         """Something was added that may not have room yet."""
         self._rows = Rows(0, 0)
-        self._cache = KVCache() if policy.packs else TokenHistory()
+        self._cache = _build_cache(policy)
         # One query per row: on a CPU the explicit product beats the fused kernel, which is built for long queries.
         self._kernel: Kernel = "Eager" if policy.device.type == "cpu" else policy.kernel
 
@@ -182,13 +184,13 @@ class Decoding:
         lengths = [len(prompt) for _, prompt in prompts]
         starts = np.cumsum([0, *lengths])[:-1].tolist()
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        plan = PackedPlan(batch, policy.kernel, capture=True)
+        plan = self._cache.prefill(batch, policy.kernel)
         adapters = [adapter for adapter, _ in prompts]
         with policy.injected.selection.use(_selected(merge_segments(adapters, starts, ends))):
             hidden = policy.sampled_hidden(batch.token_ids_T, batch.position_T, plan)
         index = torch.tensor(prompt_of_row, device=policy.device)
         starts_P, lengths_P = torch.tensor(starts, device=policy.device), torch.tensor(lengths, device=policy.device)
-        self._cache.keep_prompts(first_row, index, starts_P, lengths_P, batch, plan)
+        self._cache.keep_prompts(first_row, index, starts_P, lengths_P, plan)
         if told is not None:
             for adapter, start, end in zip(adapters, starts, ends, strict=True):
                 targets = batch.token_ids_T[start + 1 : end]
@@ -255,6 +257,14 @@ class Decoding:
         window = max(len(stop) for stop in stops) + 8
         text = self._tokenizer.decode(rows.tokens_CT[row, max(0, count - window) : count].tolist())
         return any(stop in text for stop in stops)
+
+
+def _build_cache(policy: Policy) -> Any:
+    """What steps read: one of three kinds with the same methods, each of which reads the plans that it makes."""
+    mode = policy.mode
+    if mode.decode == "pages":
+        return KVCache()
+    return OwnCache(policy.model.config) if mode.decode == "cache" else TokenHistory(mode.rows == "single")
 
 
 def _identity(item: ActiveRequest) -> tuple[str | None, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from orbit_runtime.adapters.files import CONFIG_FILE
 from orbit_runtime.adapters.layer import AppliedTensors
 from orbit_runtime.adapters.state import applied_digest, load_slot, remove_slot, slot_digest, slot_files
 from orbit_runtime.data.routing import pack_experts
-from orbit_runtime.errors import GateError, UnsupportedError
+from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.rollout.decoding import Decoding, ScoreReadings
 from orbit_runtime.rollout.requests import answer_text, check_held_slot, check_new_slot, check_request
@@ -79,16 +79,7 @@ class TorchEngine:
         """
         Args:
             notes_experts: whether completions report the experts of their tokens.
-
-        Raises:
-            UnsupportedError: steps from cached keys and values are not the model's own passes.
         """
-        if policy.behaviour is not None and not policy.behaviour.cached_equals_pass:
-            raise UnsupportedError(
-                f"the torch engine cannot sample from {type(policy.model).__name__}: a step from its cache of keys and "
-                "values is not what a pass over the whole sequence computes",
-                fix="write another engine in spec.rollout.engine, or choose a model of another family",
-            )
         self._policy = policy
         self._turn = policy.injected.selection.turn
         self._tokenizer = tokenizer

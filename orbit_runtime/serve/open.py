@@ -145,6 +145,8 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
     with ExitStack() as closing:
         if source.engine == "Torch":
             held = _open_torch(source, tokenizer)
+            if held.policy is not None and held.policy.mode.text:
+                note(held.policy.mode.text)
         else:
             note(f"starting {source.engine}" if source.engine == "SGLang" else "asking the endpoints")
             held = _open_servers(source, tokenizer, closing)
@@ -257,7 +259,8 @@ def _without_run(place: str, config: AdapterConfig, engine: EngineName, limits: 
 
 def _within(limits: ServeLimits, folder: Path) -> ServeLimits:
     """No sequence is longer than the model's own limit."""
-    longest = load_settings(folder / "config.json").get("max_position_embeddings")
+    settings = load_settings(folder / "config.json")
+    longest = settings.get("max_position_embeddings") or settings.get("n_positions")
     return replace(limits, sequence=min(limits.sequence, int(longest))) if longest else limits
 
 

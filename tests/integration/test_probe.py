@@ -1,4 +1,4 @@
-"""Models whose behaviour is not what the code assumes are refused before training; the others are what transformers is.
+"""How a model's passes run follows from what its code does; what nothing computes rightly is refused before training.
 
 Every model is tiny, random, and made by transformers.
 """
@@ -22,6 +22,7 @@ from orbit_runtime.cli.main import run_command
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy, probe
+from orbit_runtime.policy.attention import Mode
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.probe import Behaviour
 from orbit_runtime.storage.cache import Cache
@@ -64,26 +65,21 @@ GEMMA4 = {
     **LAST_FULL, "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 128,
 }  # fmt: skip
-CHANGED = "sequences that share a row change each other"
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+CHANGED = "sequences that share a row change each other, so more than attention connects their tokens"
+PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (CHANGED, {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
-    "recurrent_gemma": (
-        CHANGED, {"num_hidden_layers": 3, "head_dim": 16, "lru_width": 64, "attention_window_size": 8},
-    ),
     "granitemoehybrid": (
-        "takes 2 positional arguments but 3 were given",
+        CHANGED,
         {**MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96},
     ),
     "diffllama": ("its layers do not call attention exactly once each", {}),
     "nemotron": ("NemotronAttention: its layers do not hand arguments of a pass to the attention", {"head_dim": 16}),
-    "llama4_text": (
-        "'Llama4ForCausalLM' object has no attribute 'language_model'",
-        {"intermediate_size_mlp": 96, "head_dim": 16, "moe_layers": []},
-    ),
-    "gpt2": ("'GPT2Model' object has no attribute 'layers'", {"n_positions": 128}),
-    "opt": ("'OPTModel' object has no attribute 'layers'", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-    "gpt_bigcode": ("'GPTBigCodeModel' object has no attribute 'layers'", {"n_positions": 128}),
-    "ctrl": ("'CTRLModel' object has no attribute 'layers'", {"dff": 96, "n_positions": 128}),
+    "gemma4_text": ("a step from pages of keys and values is not what a pass over the whole sequence computes", GEMMA4),
+}  # fmt: skip
+"""Type → why sequences have a padded row each, settings."""
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("its hidden states at a token depend on later tokens", {}),
+    "gpt2": ("its table of positions is shorter than 64 tokens", {"max_position_embeddings": 32}),
     "llama with dynamic rope": (
         "rotary embeddings of type dynamic depend on the longest sequence of a pass",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
@@ -94,7 +90,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_model(folder: Path, name: str) -> Path:
     """A BF16 checkpoint with the tokenizer of the shipped model; the first word of `name` is its type."""
-    settings = GEMMA4 if name == "gemma4_text" else ACCEPTED[name] if name in ACCEPTED else REFUSED[name][1]
+    settings = ACCEPTED[name] if name in ACCEPTED else (PADDED | REFUSED)[name][1]
     config = AutoConfig.for_model(name.split()[0], **copy.deepcopy(SIZES | settings))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -141,8 +137,15 @@ def test_a_model_in_which_only_attention_connects_tokens_is_what_transformers_is
         found, _ = policy.logprobs(batch)
     expected = torch.cat([reference_logprobs(reference, long)[2:], reference_logprobs(reference, short)])
     assert torch.allclose(found, expected, atol=1e-5)
-    is_known = name.startswith("llama")
-    assert policy.behaviour == (None if is_known else Behaviour(True, True, True, True))
+    assert policy.mode == Mode(scale=policy.mode.scale)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_model_in_which_more_connects_tokens_has_padded_rows_and_says_why(name: str, tmp_path: Path) -> None:
+    folder, why = make_model(tmp_path / "model", name), PADDED[name][0]
+    mode = load(folder).mode
+    assert (mode.rows, mode.decode, mode.why) == ("padded", "cache", why)
+    assert mode.text == f"sequences have a padded row each, and tokens are sampled from the model's own cache: {why}"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -168,31 +171,29 @@ def write_manifest(folder: Path, model: Path, algorithm: str, target: str = "q_p
     return path
 
 
-@pytest.mark.parametrize("name", ["lfm2", "gpt2"])
 @pytest.mark.parametrize("command", ["run", "sft", "eval", "serve"])
 def test_every_command_refuses_it_before_it_trains_or_samples(
-    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = make_model(tmp_path / "model", name)
+    model = make_model(tmp_path / "model", "bert")
     out = ["--out", str(tmp_path / "run")]
     asked = [str(write_manifest(tmp_path, model, "SFT" if command == "sft" else "GRPO")), *out]
     assert run_command([command, *(["--model", str(model)] if command == "serve" else asked)]) == 78
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(said) == 1
-    assert REFUSED[name][0] in said[0]
+    assert REFUSED["bert"][0] in said[0]
     assert not list((tmp_path / "run").glob("metrics.jsonl"))
 
 
-def test_a_model_whose_cache_does_not_fit_trains_on_demonstrations_and_is_not_sampled_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["run", "sft", "eval"])
+def test_every_command_says_how_the_passes_of_an_unusual_model_run(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Gemma 4's layers have heads of two sizes, and the torch engine keeps one block for all layers."""
-    model = make_model(tmp_path / "model", "gemma4_text")
-    assert run_command(["sft", str(write_manifest(tmp_path, model, "SFT")), "--out", str(tmp_path / "sft")]) == 0
-    for asked in (["run", str(write_manifest(tmp_path, model, "GRPO"))], ["serve", "--model", str(model)]):
-        capsys.readouterr()
-        assert run_command(asked) == 78
-        assert "the torch engine cannot sample from Gemma4ForCausalLM" in capsys.readouterr().err
+    model = make_model(tmp_path / "model", "lfm2")
+    manifest = write_manifest(tmp_path, model, "SFT" if command == "sft" else "GRPO", "out_proj")
+    assert run_command([command, str(manifest), "--out", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("sequences have a padded row each") == 1
 
 
 def test_rotary_tables_that_change_with_length_are_refused_where_sequences_may_be_longer(
@@ -223,38 +224,41 @@ def test_the_copy_of_a_large_model_is_small_and_has_every_kind_of_its_layers() -
     model = meta_model(
         "qwen2", **large, num_hidden_layers=40, layer_types=layer_types, use_sliding_window=True, sliding_window=4096
     )
-    plain, ours = probe._build_copies(model)
+    config = probe._small_copy(model)
+    plain, ours = (probe._build(type(model), config, attention) for attention in ("eager", "orbit"))
     assert [layer.self_attn.sliding_window for layer in ours.model.layers] == [None, 4]
     assert sum(parameter.numel() for parameter in ours.parameters()) < 3_000_000
     weights = dict(plain.named_parameters())
-    assert all(torch.equal(each, weights[name]) for name, each in ours.model.named_parameters(prefix="model"))
+    assert all(torch.equal(each, weights[name]) for name, each in ours.named_parameters())
 
 
 def test_a_position_far_away_shows_what_depends_on_the_length_of_a_pass() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = meta_model("qwen2", **SIZES, rope_parameters=rope)
-    assert probe.measure(model, 512).reason == ""
-    assert probe.measure(model, 4096).reason == "a sequence's hidden states depend on the longest sequence of the pass"
+    assert probe.measure(model, 512).mode == Mode()
+    far = probe.measure(model, 4096).mode
+    assert (far.rows, far.decode) == ("single", "whole")
+    assert far.why == "a sequence's hidden states depend on the longest sequence of the pass"
 
 
 def test_measuring_touches_no_global_generator() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    assert probe.measure(meta_model("mistral", **SIZES), 64) == Behaviour(True, True, True, True)
+    assert probe.measure(meta_model("mistral", **SIZES), 64) == Behaviour()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_answer_is_kept_by_configuration_and_length(cache: Path) -> None:
     model, kept = meta_model("mistral", **SIZES), Cache(cache)
-    assert probe.cached_behaviour(model, {"a": 1}, 64, kept).packed_equals_alone
+    assert probe.cached_behaviour(model, {"a": 1}, 64, kept).mode.rows == "packed"
     (file,) = (cache / "listings").iterdir()
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"packed_equals_alone": False}))
-    assert not probe.cached_behaviour(model, {"a": 1}, 64, kept).packed_equals_alone
-    assert probe.cached_behaviour(model, {"a": 2}, 64, kept).packed_equals_alone
-    assert probe.cached_behaviour(model, {"a": 1}, 65, kept).packed_equals_alone
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rows": "padded"}))
+    assert probe.cached_behaviour(model, {"a": 1}, 64, kept).mode.rows == "padded"
+    assert probe.cached_behaviour(model, {"a": 2}, 64, kept).mode.rows == "packed"
+    assert probe.cached_behaviour(model, {"a": 1}, 65, kept).mode.rows == "packed"
 
 
 def test_families_that_the_tests_prove_are_not_measured(cache: Path) -> None:
     policy = load_policy(builtin_folder("tiny-adder", "INT4"), AdapterConfig("LoRA", ("q_proj",), rank=2, alpha=4.0))
-    assert policy.behaviour is None
+    assert policy.mode == Mode()
     assert not cache.exists()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from orbit_runtime.policy.attention import Mode
 from orbit_runtime.policy.families.family import Family
 from orbit_runtime.policy.families.mixture import PER_EXPERT
 from orbit_runtime.quant.linear import FrozenLinear
@@ -99,5 +100,5 @@ DEEPSEEK_V4 = Family(
     refused_targets={"o_a_proj": "its groups are a matrix of blocks, which no engine serves an adapter for"},
     special_linears={"DeepseekV4GroupedLinear": FrozenGroupedLinear},
     kept_fp32=("attn_hc.", "ffn_hc.", "hc_head.", ".sinks", ".position_bias"),
-    packs=False,
+    mode=Mode("padded", "whole", "eager"),
 )

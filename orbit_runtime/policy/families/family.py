@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from orbit_runtime.model_info.quantization import QuantFormat
+from orbit_runtime.policy.attention import PACKED, Mode
 from orbit_runtime.policy.experts import Activation
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import GateWeights
@@ -45,6 +46,10 @@ def _same(name: str) -> str:
     return name
 
 
+def _by_index(_name: str, _leaf: str) -> None:
+    return None
+
+
 def _as_it_is(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
@@ -56,6 +61,9 @@ class Family:
     experts: ExpertForm | None = None
     checkpoint_name: Callable[[str], str] = _same
     """Name of a module or parameter in transformers → its name in the checkpoint."""
+    expert_sources: Callable[[str, str], Sequence[str] | None] = _by_index
+    """(name of transformers' `…Experts`, projection) → the checkpoint's module of each expert. None where they are
+    called `<name>.<index>.<projection>`, or have one tensor for all experts."""
     language_config: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is
     """config.json → the configuration of the language model, of a type that transformers knows."""
     left_out: tuple[str, ...] = ()
@@ -66,12 +74,13 @@ class Family:
     """Targets that are linears of the model but must not be adapted, and the reason."""
     special_linears: Mapping[str, Callable[[FrozenLinear, nn.Module], nn.Module]] = field(default_factory=dict)
     """Class of a linear with arithmetic of its own → (its weight, the module) → the replacement module."""
+    kept_linears: tuple[str, ...] = ()
+    """Ends of names of linears that stay transformers' own, because code reads their weight or its dtype."""
     kept_fp32: tuple[str, ...] = ()
     """Parts of names of parameters that stay in fp32 for every compute dtype; routers always do."""
     gate_weights: GateWeights | None = None
-    """Computes how its routers weigh chosen experts; None if unknown, so that they cannot be given another choice."""
-    packs: bool = True
-    """Whether several sequences can share a row, separated by attention alone."""
+    """How its routers weigh chosen experts; None if unknown, so that they cannot be given another choice."""
+    mode: Mode = PACKED
 
 
 DENSE = Family()
