@@ -117,6 +117,12 @@ def _read_projection(
             stack = cut_experts(stack, held)
             bias = None if bias is None else bias[held.start : held.stop].clone()
         return FrozenExpertLinear(stack, bias, reads_tokens=reads_tokens)
+    if sources is not None and len(sources) < held.stop:
+        raise ModelError(
+            f"the checkpoint has {leaf} of {len(sources)} experts in {name}, config.json says {held.stop} or more",
+            where=str(reader.folder),
+            fix=MISMATCH,
+        )
     if sources is None:
         sources = [family.checkpoint_name(f"{name}.{index}.{leaf}") for index in range(held.stop)]
     return FrozenExpertLinear(_read_stack(reader, quant, sources[held.start : held.stop]), reads_tokens=reads_tokens)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
+from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import load_policy
 from orbit_runtime.policy.logprobs import token_logprobs
@@ -237,7 +236,6 @@ def test_loading_never_holds_more_than_the_base_and_one_layer(tmp_path: Path) ->
         ("wrong precision", ManifestError, "BF16"),
         ("unknown quantisation", ModelError, "bitsandbytes"),
         ("unknown model type", ModelError, "transformers cannot build"),
-        ("soft capping", UnsupportedError, "final_logit_softcapping"),
         ("truncated", ModelError, "model.safetensors"),
         ("missing folder", ModelError, "does not exist"),
     ],
@@ -268,7 +266,6 @@ def test_a_broken_model_folder_is_refused_by_name(tmp_path: Path, change: str, e
         extra = {
             "unknown quantisation": {"quantization_config": {"quant_method": "bitsandbytes"}},
             "unknown model type": {"model_type": "no_such_model"},
-            "soft capping": {"final_logit_softcapping": 30.0},
         }[change]
         config_path.write_text(json.dumps(config | extra))
     with pytest.raises(error) as caught:
@@ -277,14 +274,12 @@ def test_a_broken_model_folder_is_refused_by_name(tmp_path: Path, change: str, e
 
 
 def test_an_output_layer_with_another_name_is_told_by_it_and_not_as_a_download_to_repeat(tmp_path: Path) -> None:
-    config = transformers.GPTNeoXConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=64, tie_word_embeddings=False,
-    )  # fmt: skip
-    transformers.GPTNeoXForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    adapter = AdapterConfig(type="LoRA", targets=("query_key_value",), experts="None", rank=4, alpha=8.0)
+    folder = make_checkpoint(tmp_path, "llama")
+    held = load_file(folder / "model.safetensors")
+    held["embed_out.weight"] = held.pop("lm_head.weight")
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"output layer is embed_out\.weight, .* called lm_head\.weight") as caught:
-        load_policy(tmp_path, adapter)
+        load_policy(folder, LORA)
     assert caught.value.exit_code == 66
     assert "download the model again" not in str(caught.value)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
+from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.families import describe
 from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.planner.adapter_size import adapter_size
@@ -18,6 +18,7 @@ from orbit_runtime.planner.support.combinations import FAMILY_NAMES, FORMATS, Co
 from orbit_runtime.policy import load_policy
 from orbit_runtime.spec import OrbitRun
 from tests.integration.tiny_families import CONFIGS, make_family
+from tests.models.causal_types import make_type
 from tests.models.family_matrix import Case, adapter_of, all_cases, check_case, pairwise
 
 RUN = {
@@ -102,13 +103,14 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         load_policy(packed, AdapterConfig("LoRA", ("o_proj",), rank=4))
 
 
-def test_routed_experts_of_an_unknown_family_are_refused(tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def test_a_missing_expert_of_a_family_without_a_row_is_told(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
 
-    config = AutoConfig.for_model(
-        "mixtral", hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=128, num_local_experts=2,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="MixtralExperts"):
-        load_policy(tmp_path, AdapterConfig("LoRA", ("o_proj",), rank=4))
+    folder = make_type(tmp_path, "mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"down_proj of 3 experts in model\.layers\.1\.mlp\.experts, config"
+    ):
+        load_policy(folder, AdapterConfig("LoRA", ("o_proj",), rank=4))
