@@ -110,7 +110,5 @@ def test_a_missing_expert_of_a_family_without_a_row_is_told(tmp_path: Path) -> N
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(
-        ModelError, match=r"down_proj of 3 experts in model\.layers\.1\.mlp\.experts, config"
-    ):
+    with pytest.raises(ModelError, match=r"down_proj of 3 experts in model\.layers\.1\.mlp\.experts, config"):
         load_policy(folder, AdapterConfig("LoRA", ("o_proj",), rank=4))
