@@ -109,8 +109,7 @@ def load_policy(
             where="spec.model.precision",
             fix=f"set it to {quant.name} or Auto",
         )
-    if raw.get("model_type") in FAMILIES:
-        adapter = _with_targets(adapter, raw)
+    adapter = _with_targets(adapter, raw)
     _check_targets(adapter, family)
     model, mode = build_model(folder, raw, family, longest)
     if family is DENSE:
@@ -123,8 +122,7 @@ def load_policy(
         fuse_norms(model)
     model.requires_grad_(False).eval()
     model.to(device)
-    if not adapter.targets:
-        adapter = replace(adapter, targets=_linears_of(model, adapter, family.no_targets))
+    adapter = _with_linears(adapter, model, family.no_targets)
     injected = inject(
         model,
         adapter.targets,
@@ -135,7 +133,6 @@ def load_policy(
         is_part=share.layers is not None,
         announce=announce and (lambda report: announce(replace(report, passes=mode.text))),
     )
-    direct = build_direct(model, compute_dtype) if share == UNDIVIDED else None
     return Policy(
         model,
         injected,
@@ -144,7 +141,7 @@ def load_policy(
         vocabulary,
         quant.name,
         kernel,
-        direct,
+        build_direct(model, compute_dtype) if share == UNDIVIDED else None,
         mode=mode,
         routing=build_routing(model, family.gate_weights) if mode.rows == "packed" else None,
     )
@@ -167,16 +164,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_targets(adapter: AdapterConfig, raw: dict[str, Any]) -> AdapterConfig:
-    """Fills in missing targets with the usual ones of the family's language model, without a vision tower."""
-    if adapter.targets:
+    """Fills in missing targets with the usual ones of a known family's language model, without a vision tower."""
+    if adapter.targets or raw.get("model_type") not in FAMILIES:
         return adapter
     text = raw.get("text_config")
     language = {"model_type": "kimi_k2", **text} if raw.get("model_type") == "kimi_k25" and text else raw
     return replace(adapter, targets=default_targets(language))
 
 
-def _linears_of(model: nn.Module, adapter: AdapterConfig, left_out: Sequence[str]) -> tuple[str, ...]:
-    """Last names of every linear of the decoder's layers that is no router and is large enough for the adapter."""
+def _with_linears(adapter: AdapterConfig, model: nn.Module, left_out: Sequence[str]) -> AdapterConfig:
+    """Fills in missing targets with every linear of the decoder's layers that is no router and is large enough."""
+    if adapter.targets:
+        return adapter
     found: dict[str, None] = {}
     for name, module in layers_of(model).named_modules():
         last = name.rpartition(".")[2]
@@ -189,7 +188,8 @@ def _linears_of(model: nn.Module, adapter: AdapterConfig, left_out: Sequence[str
         if fits:
             found[last] = None
     usual = (*GQA_TARGETS, *MLP_TARGETS)
-    return tuple(sorted(found, key=lambda last: usual.index(last) if last in usual else len(usual)))
+    targets = sorted(found, key=lambda last: usual.index(last) if last in usual else len(usual))
+    return replace(adapter, targets=tuple(targets))
 
 
 def _check_targets(adapter: AdapterConfig, family: Family) -> None:
