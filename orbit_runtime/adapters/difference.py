@@ -38,10 +38,10 @@ def explain_difference(published: Mapping[str, Buffer], found: Mapping[str, Buff
                 continue
             total += len(before)
             differences += explain_tensors(before, now)
-    return told_of(differences, total)
+    return join_differences(differences, total)
 
 
-def told_of(differences: Sequence[str], total: int) -> str:
+def join_differences(differences: Sequence[str], total: int) -> str:
     """The first differences, and their number out of all tensors; empty if there are none."""
     if not differences:
         return ""

@@ -89,18 +89,11 @@ class PromptRows(Sequence[Prompt]):
         source = bisect_right(self._ends, whole)
         return source, whole - (self._ends[source - 1] if source else 0)
 
-    def with_id(self, prompt_id: str) -> Prompt:
-        source, number = self._of_id(prompt_id)
-        return source.build_prompt(number)
-
     def place_of(self, prompt_id: str) -> str:
         """File and line of a prompt, and its id. The file is read up to there: for an error, not for every row."""
-        source, number = self._of_id(prompt_id)
-        return f"{source.place(number)} ({prompt_id})"
-
-    def _of_id(self, prompt_id: str) -> tuple[NamedRows, int]:
         name, _, number = prompt_id.rpartition("/")
-        return next(each for each in self.sources if each.name == name), int(number)
+        source = next(each for each in self.sources if each.name == name)
+        return f"{source.place(int(number))} ({prompt_id})"
 
     def bound(self, index: int) -> int:
         """Upper bound of the bytes of the prompt's text."""

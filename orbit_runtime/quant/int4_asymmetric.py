@@ -93,11 +93,6 @@ def pack_zero_points(zero: Tensor) -> Tensor:
     return int4.pack(padded).t().contiguous()
 
 
-def unpack_zero_points(zero_point: Tensor, rows: int) -> Tensor:
-    """int32 `[ceil(N/8), G]` → int8 `[N, G]`."""
-    return int4.unpack(zero_point.t().contiguous()).t()[:rows]
-
-
 def views(qdata: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, ...]:
     """Words, scales, the index of each row, and all zero points expanded (without memory) to each row."""
     rows = qdata.shape[0]

@@ -288,7 +288,7 @@ class AnswerQueue:
     def listen(self, tell: Callable[[], None] | None) -> None:
         self._tell = tell
 
-    def news(self) -> TokenDeltas | None:
+    def take_deltas(self) -> TokenDeltas | None:
         ids, counts = array("q"), array(TOKENS)
         tokens: array[int] = array(TOKENS)
         logprobs: array[float] = array(FLOATS)

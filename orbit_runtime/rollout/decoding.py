@@ -114,9 +114,9 @@ class Decoding:
         rows = [row for row, item in enumerate(self._rows.work) if item.request.request_id in request_ids]
         return [*self._leave([(row, reason) for row in rows]), *(_unstarted(item, reason) for item in gone)]
 
-    def news(self) -> TokenDeltas | None:
+    def take_deltas(self) -> TokenDeltas | None:
         """New tokens of streamed requests in the batch."""
-        return self._rows.news()
+        return self._rows.take_deltas()
 
     def _leave(self, done: list[tuple[int, FinishReason]]) -> list[FinishedRequest]:
         if not done:

@@ -185,7 +185,7 @@ class Rows:
             kept[0].extend(token for token, _ in pairs)
             kept[1].extend(logprob for _, logprob in pairs)
 
-    def news(self) -> TokenDeltas | None:
+    def take_deltas(self) -> TokenDeltas | None:
         """Tokens of streamed requests that were not reported yet."""
         if not self.any_streamed:
             return None

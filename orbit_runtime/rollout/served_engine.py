@@ -220,8 +220,8 @@ class ServedEngine:
         """Makes the engine call `tell` whenever pieces have arrived from one or several servers."""
         self._queue.listen(tell)
 
-    def news(self) -> TokenDeltas | None:
-        return self._queue.news()
+    def take_deltas(self) -> TokenDeltas | None:
+        return self._queue.take_deltas()
 
     def kinds(self) -> set[str]:
         """Kinds of its servers, as `planner.support.sampling` names them."""

@@ -192,8 +192,8 @@ class TorchEngine:
         """Makes the engine call `tell` after each step of the batch."""
         self._tell = tell
 
-    def news(self) -> TokenDeltas | None:
-        return self._decoding.news()
+    def take_deltas(self) -> TokenDeltas | None:
+        return self._decoding.take_deltas()
 
     async def completions(self) -> AsyncGenerator[Completion]:
         """Runs one batch step at a time; between two steps, other tasks may submit, abort or do other work."""
@@ -370,8 +370,8 @@ class ReplaceableEngine:
         """Makes the engines call `tell` after each step of their batches."""
         self._tell = tell
 
-    def news(self) -> TokenDeltas | None:
-        found = [news for engine in self._engines() if (news := engine.news()) is not None]
+    def take_deltas(self) -> TokenDeltas | None:
+        found = [deltas for engine in self._engines() if (deltas := engine.take_deltas()) is not None]
         return found[0] if len(found) == 1 else _joined(found)
 
     async def completions(self) -> AsyncGenerator[Completion]:
@@ -426,10 +426,10 @@ def _joined(found: Sequence[TokenDeltas]) -> TokenDeltas | None:
     tokens: array[int] = array(TOKENS)
     logprobs: array[float] = array(FLOATS)
     alternatives: dict[int, Alternatives] = {}
-    for news in found:
-        ids += news.request_ids_D
-        counts += news.counts_D
-        tokens += news.token_ids_T
-        logprobs += news.logprobs_T
-        alternatives |= news.alternatives
+    for deltas in found:
+        ids += deltas.request_ids_D
+        counts += deltas.counts_D
+        tokens += deltas.token_ids_T
+        logprobs += deltas.logprobs_T
+        alternatives |= deltas.alternatives
     return TokenDeltas(ids, counts, tokens, logprobs, alternatives)

@@ -104,7 +104,7 @@ Ended = tuple[int, array[int], array[float], FinishReason, str, Alternatives | N
 class BatchStep:
     """To the front: the results of one batch step."""
 
-    news: TokenDeltas | None
+    deltas: TokenDeltas | None
     """New tokens of streamed choices."""
     ended: Sequence[Ended]
 

@@ -32,11 +32,11 @@ class ServedRequest:
         self.error: APIError | None = None
         self.is_told = asyncio.Event()
         self.fresh: dict[int, None] = {}
-        """Choices with news since they were last taken, in order of arrival."""
+        """Choices with new tokens since they were last taken, in order of arrival."""
         self._abort = abort
 
     async def take(self) -> AsyncIterator[ChoicePart]:
-        """Yields parts with news until every one has ended. News of several steps may be joined.
+        """Yields parts with new tokens until every one has ended. Those of several steps may be joined.
 
         Raises:
             APIError: the engine refused or lost them.
@@ -51,7 +51,7 @@ class ServedRequest:
                 raise self.error
 
     def tell(self, part: ChoicePart) -> None:
-        """Reports news of this part."""
+        """Reports new tokens of this part."""
         self.fresh[part.index] = None
         self.is_told.set()
 
@@ -162,8 +162,8 @@ class EngineClient:
                 # First those that ended: their clients may request the next completion, for which the batch has room.
                 for ended in record.ended:
                     self._end(*ended)
-                if record.news is not None:
-                    self._tell(record.news)
+                if record.deltas is not None:
+                    self._tell(record.deltas)
             case ChangeResult():
                 self._models = {served.name: served for served in record.models}
                 if (call := self._calls.get(record.call)) is not None and not call.done():
@@ -171,16 +171,16 @@ class EngineClient:
             case Refusal():
                 self._refuse(record)
 
-    def _tell(self, news: TokenDeltas) -> None:
-        at, alternatives = 0, dict(news.alternatives)
-        for request_id, count in zip(news.request_ids_D, news.counts_D, strict=True):
+    def _tell(self, deltas: TokenDeltas) -> None:
+        at, alternatives = 0, dict(deltas.alternatives)
+        for request_id, count in zip(deltas.request_ids_D, deltas.counts_D, strict=True):
             start, at = at, at + count
             if (found := self._jobs.get(request_id)) is None:
                 # It ended with the same record, which told all of its tokens.
                 continue
             job, part, _ = found
-            part.token_ids_T += news.token_ids_T[start:at]
-            part.logprobs_T += news.logprobs_T[start:at]
+            part.token_ids_T += deltas.token_ids_T[start:at]
+            part.logprobs_T += deltas.logprobs_T[start:at]
             # A request may appear several times, but its alternatives only once, for all of its tokens.
             if (top := alternatives.pop(request_id, None)) is not None:
                 part.alternatives = with_more(part.alternatives, top)

@@ -186,9 +186,9 @@ class Sampler:
     def _tell(self) -> None:
         self._is_telling = False
         ended, self._ended = self._ended, []
-        news = self._engine.news()
-        if news is not None or ended:
-            self._line.send(BatchStep(news, ended))
+        deltas = self._engine.take_deltas()
+        if deltas is not None or ended:
+            self._line.send(BatchStep(deltas, ended))
         if ended and self._policies.has_retired and not self._is_sweeping:
             self._is_sweeping = True
             self._spawn(self._sweep())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from orbit_runtime.adapters.difference import explain_tensors, told_of
+from orbit_runtime.adapters.difference import explain_tensors, join_differences
 from orbit_runtime.adapters.files import published_scaling
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.adapters.state import applied_digest, published_tensors, write_adapter
@@ -95,7 +95,7 @@ class TorchTrainer:
             for entry in trace
             if entry.scaling != scaling
         ]
-        return told_of(told + explain_tensors(published, applied), len(published))
+        return join_differences(told + explain_tensors(published, applied), len(published))
 
     # --- checkpoint ---
 

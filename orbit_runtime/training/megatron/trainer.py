@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.buffer import AdapterBuffer, opening_of, read_place, write_place
-from orbit_runtime.adapters.difference import told_of
+from orbit_runtime.adapters.difference import join_differences
 from orbit_runtime.adapters.files import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -258,7 +258,7 @@ class MegatronTrainer:
             for sentences, found in zip(told, self._call("explain", send(values), scaling), strict=True):
                 sentences += found
         return "; ".join(
-            f"rank {rank}: {told_of(sentences, len(outline))}"
+            f"rank {rank}: {join_differences(sentences, len(outline))}"
             for rank, (sentences, outline) in enumerate(zip(told, self._outlines, strict=True))
             if sentences
         )

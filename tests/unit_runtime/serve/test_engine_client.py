@@ -43,7 +43,7 @@ def test_a_streamed_answers_tokens_and_alternatives_are_never_copied_again() -> 
             if id(column) not in made:
                 made[id(column)] = column
                 copied += len(column)
-        assert [len(column) for column in news.news.alternatives[0]] == [TOP, TOP], "what was told is nobody else's"
+        assert [len(column) for column in news.deltas.alternatives[0]] == [TOP, TOP], "what was told is nobody else's"
     assert copied <= 2 * (1 + TOP)
     ids, logprobs = part.alternatives
     assert ids == array(TOKENS, [each for at in range(STEPS) for each in range(at, at + TOP)])
