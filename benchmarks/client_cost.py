@@ -27,7 +27,7 @@ from orbit_runtime.types import Prompt, Sampling
 from orbit_runtime.workers.system import gc_paused, wait_asleep
 
 MEASURES = (
-    "orbit_runtime/loop/collector.py", "orbit_runtime/loop/asking.py", "orbit_runtime/loop/buffer.py",
+    "orbit_runtime/loop/collector.py", "orbit_runtime/loop/multiplexer.py", "orbit_runtime/loop/buffer.py",
     "orbit_runtime/loop/collect.py",
     "orbit_runtime/environments", "orbit_runtime/rollout", "benchmarks/sglang_rig.py",
 )  # fmt: skip

@@ -19,7 +19,7 @@ from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.loop.looking import FaultFinder
+from orbit_runtime.loop.fault_finder import FaultFinder
 from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS

@@ -97,9 +97,9 @@ def _run_side(
     from orbit_runtime.observability.server import check_port
 
     check_port(host, port)
-    from orbit_runtime.services.building import open_manifest
     from orbit_runtime.services.engine_host import build_inference_host
     from orbit_runtime.services.host import start_host
+    from orbit_runtime.services.side_manifest import open_manifest
     from orbit_runtime.services.trainer_host import build_trainer_host
     from orbit_runtime.storage.download import RetryPolicy
     from orbit_runtime.workers.child.signals import stop_on_signals
@@ -177,8 +177,8 @@ def orchestrator(
     token = read_token(token_file, os.environ, SERVICE_VARIABLE)
 
     def train(progress: Progress) -> RunResult:
-        from orbit_runtime.services.building import kinds_of
         from orbit_runtime.services.connection import Connection
+        from orbit_runtime.services.side_manifest import kinds_of
 
         addresses = {"trainer": trainer, "inference": inference}
         lines = {kind: Connection(kind, addresses[kind], token, patience=patience) for kind in kinds_of(manifest.spec)}
@@ -202,9 +202,9 @@ def rl(file: Manifest, out: Out = None, overrides: Overrides = None, as_json: As
     def train(progress: Progress) -> RunResult:
         from orbit_runtime.api.checks import check_before_run
         from orbit_runtime.planner.support.manifests import check_apart
-        from orbit_runtime.services.building import kinds_of
         from orbit_runtime.services.children import Children
         from orbit_runtime.services.connection import Connection
+        from orbit_runtime.services.side_manifest import kinds_of
         from orbit_runtime.workers.child.signals import interrupt_on_terminate
 
         check_apart(manifest.spec)

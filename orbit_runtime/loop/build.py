@@ -17,12 +17,12 @@ from orbit_runtime.data.pass_rates import PassRateBounds, PassRates
 from orbit_runtime.data.prompts import PromptTable, check_lengths
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.build import build_environment
-from orbit_runtime.loop.looking import FaultFinder
-from orbit_runtime.loop.materials import CallerOptions, EpisodeInputs
+from orbit_runtime.loop.display import RunDisplay
+from orbit_runtime.loop.fault_finder import FaultFinder
 from orbit_runtime.loop.measure import build_held_out, check_held_out_sampling
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publisher
-from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.run_inputs import CallerOptions, EpisodeInputs
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids, sampling_of
@@ -48,7 +48,7 @@ def build_parts(
     resolved: Resolved,
     store: Store,
     execution: Execution,
-    show: Show,
+    show: RunDisplay,
     *,
     given: CallerOptions,
     inputs: Inputs,

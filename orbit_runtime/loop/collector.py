@@ -1,7 +1,7 @@
 """Plays the episodes of steps, and where steps overlap, plays them while the loop trains.
 
 Belongs here: which steps are in progress, handing them over, and the thread of the event loop. Does not belong here: an
-episode (`environments`), its tokens (`asking`), when a step may begin (`steps`).
+episode (`environments`), its tokens (`multiplexer`), when a step may begin (`steps`).
 
 Torch keeps a team of threads for each thread that computes. With an engine in this process, two threads that compute
 would be two teams on the same cores, whose threads then sleep between operations instead of waiting for the next one (a
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from orbit_runtime.environments.episodes import Environment, Episode
-from orbit_runtime.loop.asking import Asking, EpisodeTokens
 from orbit_runtime.loop.buffer import EpisodeSnapshot, RolloutBuffer, StepRollouts
 from orbit_runtime.loop.collect import MAX_STOPPED, CollectedStep, EpisodeEvidence, build_groups, gather_stopped
+from orbit_runtime.loop.multiplexer import EpisodeTokens, RequestMultiplexer
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.types import Engine, Prompt
 from orbit_runtime.workers.child.heartbeat import sign
@@ -67,7 +67,7 @@ class Collector:
         """
         self._environment = environment
         self._buffer = RolloutBuffer(taken, restored)
-        self._asking = Asking(engine)
+        self._asking = RequestMultiplexer(engine)
         self._steps: dict[int, _Step] = {}
         self._loop: EventLoop = OwnThread("orbit-collector") if overlaps else CallersThread()
         self._is_closed = False
@@ -127,7 +127,7 @@ class Collector:
             gather_stopped(taken.played),
         )
 
-    def play(self, work: Callable[[Asking], Coroutine[Any, Any, None]], stop: StopFlag) -> bool:
+    def play(self, work: Callable[[RequestMultiplexer], Coroutine[Any, Any, None]], stop: StopFlag) -> bool:
         """Runs `work` on the event loop, among the episodes in flight; False if `stop` ended it early.
 
         The caller waits here and so cannot `switch`: one policy samples from the first token to the last.

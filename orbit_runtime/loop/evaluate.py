@@ -13,8 +13,8 @@ from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.evaluation.tasks import EvalTask
-from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.measure import EngineEpisode
+from orbit_runtime.loop.multiplexer import OnePolicy, requesting_one
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.sides.engines import build_torch_engine
 from orbit_runtime.sides.inputs import Inputs
@@ -48,7 +48,7 @@ class LocalSubject:
         if self.adapter and slot:
             self.engine.load_adapter(slot, self.adapter)
         try:
-            async with asking_one(self.engine, OnePolicy(slot, self.version)) as asking:
+            async with requesting_one(self.engine, OnePolicy(slot, self.version)) as asking:
                 yield lambda: EngineEpisode(asking)
         finally:
             if slot:

@@ -32,9 +32,9 @@ from orbit_runtime.evaluation.tasks import (
     task_specs,
     with_sampling,
 )
-from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.keep import keep_rows, step_name
+from orbit_runtime.loop.multiplexer import RequestMultiplexer
 from orbit_runtime.loop.parts import HeldOut, Parts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
@@ -53,7 +53,7 @@ SUMMARY = "summary.json"
 class EngineEpisode:
     """Token source of one episode that counts its usage."""
 
-    asking: Asking
+    asking: RequestMultiplexer
     _usage: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Usage.__dataclass_fields__, 0))
 
     @property
@@ -75,7 +75,7 @@ class _RunsPolicy:
     name: str
     tokenizer: Tokenizer
     adapter: str
-    asks: Asking
+    asks: RequestMultiplexer
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "policy", "adapter": self.adapter}
@@ -179,7 +179,7 @@ def _ask(
     save_settings(parts.store, settings, {name: subject}, folder)
     with Journal(parts.store, parts.execution, folder) as journal:
 
-        async def work(asking: Asking) -> None:
+        async def work(asking: RequestMultiplexer) -> None:
             policy = _RunsPolicy(name, held_out.tokenizer, subject["adapter"], asking)
             show = lambda _name, _done, _total: parts.show.status.beat()  # noqa: E731
             await ask_one(policy, held_out.tasks, journal, concurrency=evaluation.concurrency, show=show)

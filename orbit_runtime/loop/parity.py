@@ -17,11 +17,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.loop.build import build_parts
-from orbit_runtime.loop.looking import APART
-from orbit_runtime.loop.materials import CallerOptions, open_episode_materials
+from orbit_runtime.loop.display import RunDisplay
+from orbit_runtime.loop.fault_finder import APART
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.publish import Publication
-from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.run_inputs import CallerOptions, open_episode_inputs
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
@@ -176,13 +176,13 @@ def compare_sides(
         store = open_store(closing.enter_context(TemporaryDirectory(prefix="orbit-parity-")))
         execution = claim_execution(store, run_name=spec.name)
         closing.callback(lambda: execution.release("done"))
-        show = Show(progress, LiveStatus(spec.name, total=0), RunMetrics(run=spec.name))
+        show = RunDisplay(progress, LiveStatus(spec.name, total=0), RunMetrics(run=spec.name))
         search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
         stop = closing.enter_context(stop_on_signals())
         stop.on_request, show.stop = show.stopping, stop
         patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)
         inputs, given = Inputs(asked.spec, {}, patience, search_path), CallerOptions()
-        materials = open_episode_materials(asked, resolve_names(asked, None), inputs, given, show, closing)
+        materials = open_episode_inputs(asked, resolve_names(asked, None), inputs, given, show, closing)
         given.sides.watch(stop, show.note, store, execution)
         resolved = resolve(spec, given.sides.machine(show.stage), folder=manifest_folder)
         parts = build_parts(

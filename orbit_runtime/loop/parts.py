@@ -11,9 +11,9 @@ from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.evaluation.tasks import EvalTask
+from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publisher
-from orbit_runtime.loop.show import Show
 from orbit_runtime.sides.content import Names
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.interface import TrainerSide
@@ -56,7 +56,7 @@ class RunParts:
     inputs: Inputs
     sequences: tuple[tuple[int, ...], ...]
     """Real prompts as token ids, on which preflight measures."""
-    show: Show
+    show: RunDisplay
 
     @property
     def spec(self) -> RunSpec:

@@ -2,7 +2,7 @@
 
 Belongs here: the order of these steps, the thread that makes results durable, activating and retiring versions. Does
 not belong here: what the proof checks (`parity.liveness`), what a checkpoint holds (`keep`), moving requests in flight
-to a new version (`asking`).
+to a new version (`multiplexer`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, adapter_name
 from orbit_runtime.digests import Pieces, split
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
-from orbit_runtime.loop.looking import FaultFinder
+from orbit_runtime.loop.fault_finder import FaultFinder
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, check_unproven, prove
 from orbit_runtime.storage import Content, Execution, Store, StoredFiles, standing_content, write_bundle

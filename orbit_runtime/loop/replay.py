@@ -15,17 +15,17 @@ from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.errors import DataError, ModelError, UsageError
 from orbit_runtime.loop.advantages import build_batch
-from orbit_runtime.loop.initial import CONTENT as INITIAL_CONTENT
-from orbit_runtime.loop.initial import FIELD as INITIAL_FIELD
-from orbit_runtime.loop.initial import open_initial
+from orbit_runtime.loop.initial_adapter import CONTENT as INITIAL_CONTENT
+from orbit_runtime.loop.initial_adapter import FIELD as INITIAL_FIELD
+from orbit_runtime.loop.initial_adapter import open_initial
 from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.sides.content import WEIGHTS, check_weights_known
-from orbit_runtime.sides.here import Here
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.interface import TrainerOrder
+from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.machine import explain_rounding, machine_facts
 from orbit_runtime.sides.teacher import CONTENT, FIELD, open_teacher, teacher_digest
 from orbit_runtime.sides.trainers import load_algorithm
@@ -96,7 +96,7 @@ def replay(
     spec = resolved.run.spec
     inputs = Inputs(spec, before.get("inputs", {}), RetryPolicy(), search_path)
     algorithm = load_algorithm(resolved, inputs.search_path)
-    sides = Here()
+    sides = LocalSides()
     sides.load_loss(resolved, inputs.search_path, None)
     folder = inputs.model()
     check_weights_known(store.uri, before["identity"])

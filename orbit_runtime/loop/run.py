@@ -37,16 +37,16 @@ from orbit_runtime.errors import (
     is_out_of_memory,
 )
 from orbit_runtime.loop.build import build_parts
-from orbit_runtime.loop.initial import InitialAdapter, begin_with, initial_digest, open_initial
+from orbit_runtime.loop.display import RunDisplay, StartTimes
+from orbit_runtime.loop.initial_adapter import InitialAdapter, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.keep import keep_failure, stacks_name, step_name
-from orbit_runtime.loop.materials import CallerOptions, open_demonstration_materials, open_episode_materials
 from orbit_runtime.loop.measure import evaluation_fields, read_evaluation
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.parity import check_sides
 from orbit_runtime.loop.parts import Parts, RunParts
 from orbit_runtime.loop.resume import check_same_run, find_checkpoint, restore, restored_wrongly
+from orbit_runtime.loop.run_inputs import CallerOptions, open_demonstration_inputs, open_episode_inputs
 from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
-from orbit_runtime.loop.show import Show, StartTimes
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
 from orbit_runtime.loop.teacher import check_teacher
@@ -61,9 +61,9 @@ from orbit_runtime.observability.trackers import RequestedTracker, Tracking, che
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
 from orbit_runtime.sides.content import Names, check_content, resolve_names
-from orbit_runtime.sides.here import Here
 from orbit_runtime.sides.inputs import Inputs, build_patience
 from orbit_runtime.sides.interface import Sides
+from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, NotFound, Store, claim_execution, compact_rows, open_store, read_run_file
@@ -132,7 +132,7 @@ def run(
             webhooks += build_webhooks(spec.spec.observability.notify, os.environ)
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
             stop.on_request, show.stop = show.stopping, stop
-            given = CallerOptions(rewards, loss, advantages, search_path, sides or Here())
+            given = CallerOptions(rewards, loss, advantages, search_path, sides or LocalSides())
             given.sides.watch(stop, show.note, store, execution)
             closing.enter_context(watch_stalls(end_stalled(store, execution, show, webhooks)))
             with device_errors_with_stage(show):
@@ -157,7 +157,7 @@ def _run(
     resolve_on: Callable[[MachineFacts], Resolved],
     store: Store,
     execution: Execution,
-    show: Show,
+    show: RunDisplay,
     stop: StopFlag,
     given: CallerOptions,
     closing: ExitStack,
@@ -221,14 +221,14 @@ def _kept(resolved: Resolved, before: Mapping[str, Any] | None) -> Resolved:
 
 
 def _open(
-    asked: Resolved, names: Names, inputs: Inputs, given: CallerOptions, show: Show, closing: ExitStack
+    asked: Resolved, names: Names, inputs: Inputs, given: CallerOptions, show: RunDisplay, closing: ExitStack
 ) -> Callable[..., Parts | SftParts]:
     """Opens what the run works on, without torch; returns what builds the parts from it."""
     spec = asked.run.spec
     if spec.algorithm.type == "SFT":
-        demonstrations = open_demonstration_materials(spec, names, inputs, show)
+        demonstrations = open_demonstration_inputs(spec, names, inputs, show)
         return partial(build_sft, sides=given.sides, materials=demonstrations)
-    episodes = open_episode_materials(asked.run, names, inputs, given, show, closing)
+    episodes = open_episode_inputs(asked.run, names, inputs, given, show, closing)
     return partial(build_parts, given=given, materials=episodes)
 
 
@@ -269,7 +269,7 @@ def _build_show(
     attempt: str | None,
     progress: Progress | None,
     closing: ExitStack,
-) -> Show:
+) -> RunDisplay:
     namespace = spec.metadata.namespace or ""
     number = execution.number
     total = spec.spec.training.steps
@@ -278,7 +278,7 @@ def _build_show(
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
     metrics.follow_signs(status.newest_sign)
     progress = progress or build_progress(spec.name, log_format=spec.spec.observability.log_format)
-    show = Show(progress, status, metrics, keeps_rollouts=spec.spec.rollout.max_staleness > 0)
+    show = RunDisplay(progress, status, metrics, keeps_rollouts=spec.spec.rollout.max_staleness > 0)
     show.start_times = StartTimes(execution.record_start)
     closing.callback(lambda: add_last_words({**status.snapshot(), "message": None, "reason": None}))
     port = spec.spec.observability.metrics_port
@@ -399,7 +399,7 @@ OTHER_MEMORY = ("spec.model.uri", "`orbit plan` shows what each phase takes; cho
 
 
 @contextmanager
-def device_errors_with_stage(show: Show) -> Iterator[None]:
+def device_errors_with_stage(show: RunDisplay) -> Iterator[None]:
     """Replaces torch's or Python's error by OutOfMemoryError (79) or GPUFaultError (80), with the stage of the run."""
     try:
         yield
@@ -417,7 +417,9 @@ def device_errors_with_stage(show: Show) -> Iterator[None]:
         ) from error
 
 
-def end_stalled(store: Store, execution: Execution, show: Show, webhooks: list[Webhook]) -> Callable[[Stall], None]:
+def end_stalled(
+    store: Store, execution: Execution, show: RunDisplay, webhooks: list[Webhook]
+) -> Callable[[Stall], None]:
     """The reaction to a `Stall`: the run folder gets the stacks, and a process that belongs to the run ends with 83. In
     any other, such as a notebook's, the user is told and decides.
     """
@@ -477,7 +479,9 @@ def requested_trackers(run: OrbitRun, store: Store, started: float) -> list[Requ
     return asked
 
 
-def start_trackers(asked: list[RequestedTracker], store: Store, show: Show, step: int, closing: ExitStack) -> None:
+def start_trackers(
+    asked: list[RequestedTracker], store: Store, show: RunDisplay, step: int, closing: ExitStack
+) -> None:
     """Sends all rows up to `step`, and from then on every row that is shown."""
     earlier = partial(_rows_until, store, step)
     show.trackers = [Tracking(each.kind, partial(open_tracker, each), show.note, earlier) for each in asked]
@@ -496,7 +500,7 @@ def _rows_until(store: Store, step: int) -> Iterator[MetricsRow]:
                 yield parse_row(bytes(data))
 
 
-def report_end(webhooks: list[Webhook], show: Show, uri: str, kind: type[BaseException] | None) -> None:
+def report_end(webhooks: list[Webhook], show: RunDisplay, uri: str, kind: type[BaseException] | None) -> None:
     """Args: kind: type of the error that ended the run. Nothing is sent after a second interrupt: the user is there."""
     if kind is not None and issubclass(kind, KeyboardInterrupt):
         return

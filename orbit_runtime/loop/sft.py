@@ -30,8 +30,9 @@ from orbit_runtime.loop.build import (
     build_stream,
     first_sequences,
 )
+from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.keep import keep_failure, keep_rows
-from orbit_runtime.loop.materials import DemonstrationInputs
+from orbit_runtime.loop.metrics_row import with_checkpoint
 from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.publish import (
     BackgroundWriter,
@@ -42,8 +43,7 @@ from orbit_runtime.loop.publish import (
     write_model_bundle,
 )
 from orbit_runtime.loop.resume import restored_wrongly
-from orbit_runtime.loop.row import with_checkpoint
-from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.run_inputs import DemonstrationInputs
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
@@ -89,7 +89,7 @@ def build_sft(
     resolved: Resolved,
     store: Store,
     execution: Execution,
-    show: Show,
+    show: RunDisplay,
     *,
     sides: Sides,
     inputs: Inputs,
@@ -147,7 +147,7 @@ def build_sft(
     )
 
 
-def _tell(show: Show, patience: RetryPolicy, _done: int, _all: int) -> None:
+def _tell(show: RunDisplay, patience: RetryPolicy, _done: int, _all: int) -> None:
     """Called between conversations. Raises StoppedOnRequest if the run is to stop."""
     show.status.beat()
     if patience.stop():

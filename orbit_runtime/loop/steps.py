@@ -23,12 +23,12 @@ from orbit_runtime.loop.collect import (
     with_stale,
 )
 from orbit_runtime.loop.collector import Collector
+from orbit_runtime.loop.display import show_timeouts
 from orbit_runtime.loop.keep import keep_failure, keep_rows, keep_step
 from orbit_runtime.loop.measure import measure
+from orbit_runtime.loop.metrics_row import check_parity, prompt_numbers, step_row, with_checkpoint
 from orbit_runtime.loop.parity import check_again, check_first_wake, engine_asleep, step_limits
 from orbit_runtime.loop.parts import Parts
-from orbit_runtime.loop.row import check_parity, prompt_numbers, step_row, with_checkpoint
-from orbit_runtime.loop.show import show_timeouts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.types import Prompt
 from orbit_runtime.workers.child.signals import StopFlag

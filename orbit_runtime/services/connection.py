@@ -30,9 +30,9 @@ from orbit_runtime.errors import (
     UnsupportedError,
     UsageError,
 )
-from orbit_runtime.services.depot import spooled
 from orbit_runtime.services.frames import CHUNK_BYTES, Frame, chunks, frame, num_bytes, unpack
 from orbit_runtime.services.host import BOOT, CALL, GOES, SESSION, WAIT_SECONDS
+from orbit_runtime.services.shared_store import spooled
 from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.heartbeat import sign
 

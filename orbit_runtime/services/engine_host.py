@@ -16,10 +16,10 @@ from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
 from orbit_runtime.rollout.torch_engine import TorchEngine
-from orbit_runtime.services.building import SideManifest, common_facts, kinds_of
-from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
 from orbit_runtime.services.server_host import build_server_host
+from orbit_runtime.services.shared_store import SharedStore
+from orbit_runtime.services.side_manifest import SideManifest, common_facts, kinds_of
 from orbit_runtime.sides.engines import build_torch_engine
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.sides.trainers import build_policy
@@ -40,7 +40,7 @@ class EngineCalls:
         self._layers = layers
         self._teacher = teacher
         self._engine = build()
-        self._depot = Depot()
+        self._depot = SharedStore()
 
     def reset(self) -> None:
         self._engine.abort()

@@ -21,10 +21,10 @@ from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.depot import sweep, try_to_share
 from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.remote_servers import RemoteDesk, RemoteServer
 from orbit_runtime.services.remote_trainer import RemoteTrainer
+from orbit_runtime.services.shared_store import sweep, try_to_share
 from orbit_runtime.sides.engines import build_servers, place_of, routed_layers
 from orbit_runtime.sides.interface import EngineOrder, TrainerOrder, TrainerSide
 from orbit_runtime.sides.teacher import CONTENT, teacher_digest
@@ -50,7 +50,7 @@ class RemoteSides:
         """Asks both processes what they are, before a run claims its folder.
 
         Args:
-            inference: None if there is no such process; see `building.kinds_of`.
+            inference: None if there is no such process; see `side_manifest.kinds_of`.
 
         Raises:
             OrbitError: one is unreachable, or they do not belong together.

@@ -16,7 +16,7 @@ from typing import Any
 
 from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.depot import travelling
+from orbit_runtime.services.shared_store import travelling
 from orbit_runtime.types import AdapterFiles, Completion, Request, Scored, ServerReading
 
 
@@ -30,7 +30,7 @@ class RemoteEngine:
     """An `Engine`, and its only copy."""
 
     def __init__(self, connection: Connection, share: Callable[[Callable[..., Any]], bool]) -> None:
-        """Args: share: tests whether its process sees the run's store; see `depot`."""
+        """Args: share: tests whether its process sees the run's store; see `shared_store`."""
         self._connection = connection
         self._share = share
         self._is_shared = share(connection.call)

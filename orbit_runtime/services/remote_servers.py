@@ -19,7 +19,7 @@ from orbit_runtime.rollout.sglang_server import local_host
 from orbit_runtime.rollout.transport import Handover
 from orbit_runtime.rollout.wire import is_serving, requires_token
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.depot import travelling
+from orbit_runtime.services.shared_store import travelling
 from orbit_runtime.types import AdapterFiles
 
 ALIVE_SECONDS = 10.0
@@ -76,7 +76,7 @@ class RemoteDesk:
     """A `Desk` on the inference process's machine."""
 
     def __init__(self, connection: Connection, share: Callable[[Callable[..., Any]], bool]) -> None:
-        """Args: share: tests whether that process sees the run's store; see `depot`."""
+        """Args: share: tests whether that process sees the run's store; see `shared_store`."""
         self._connection = connection
         self._share = share
         self._is_shared = share(connection.call)

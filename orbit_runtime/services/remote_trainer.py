@@ -20,8 +20,8 @@ from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_name
 from orbit_runtime.digests import Piece, cut, tree_digest
 from orbit_runtime.errors import GateError
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.depot import PASSING, travelling
 from orbit_runtime.services.frames import frame
+from orbit_runtime.services.shared_store import PASSING, travelling
 from orbit_runtime.storage import CheckpointParts, Execution, Part, Store, StoredFiles, standing_parts, withdraw_bundle
 from orbit_runtime.types import (
     AdapterFiles,
@@ -50,7 +50,7 @@ class RemoteTrainer:
         """
         Args:
             store: the run's store.
-            share: tests whether its process sees that store; see `depot`.
+            share: tests whether its process sees that store; see `shared_store`.
             scratch: an empty folder for updates that may have to be repeated.
         """
         self._connection = connection

@@ -22,9 +22,9 @@ from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.rollout.served_engine import start_servers
 from orbit_runtime.rollout.sglang_server import SGLangServer
 from orbit_runtime.rollout.transport import FolderDesk, shared_memory
-from orbit_runtime.services.building import SideManifest, common_facts
-from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
+from orbit_runtime.services.shared_store import SharedStore
+from orbit_runtime.services.side_manifest import SideManifest, common_facts
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.engines import engine_settings, place_of, plan_servers, starts_at_once
 from orbit_runtime.storage import Part
@@ -54,7 +54,7 @@ class ServerCalls:
         """Args: servers: they respond by now."""
         self._servers = [_Started(each) for each in servers]
         self._desk = desk
-        self._depot = Depot()
+        self._depot = SharedStore()
         self._carrying = ExitStack()
         self._explaining = ExitStack()
 

@@ -13,11 +13,11 @@ from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, build_adapte
 from orbit_runtime.digests import split
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.policy.facts import PolicyFacts
-from orbit_runtime.services.building import SideManifest, common_facts
-from orbit_runtime.services.depot import Depot, DepotWriter, HeldWriter
 from orbit_runtime.services.host import Host
-from orbit_runtime.sides.here import Here
+from orbit_runtime.services.shared_store import HeldWriter, SharedStore, SharedStoreWriter
+from orbit_runtime.services.side_manifest import SideManifest, common_facts
 from orbit_runtime.sides.interface import TrainerOrder, TrainerSide
+from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.storage import Content, Part, write_parts
 from orbit_runtime.types import Probe
 
@@ -27,7 +27,7 @@ class TrainerCalls:
 
     def __init__(self, side: TrainerSide) -> None:
         self._side = side
-        self._depot = Depot()
+        self._depot = SharedStore()
         self._trainer = side.trainer
         self._probing = ExitStack()
         self._initial = self.save()
@@ -77,7 +77,7 @@ class TrainerCalls:
 
     def save_to(self, folder: str, execution: int) -> dict[str, Part]:
         """Like `save`, but to a folder of the store."""
-        writer = DepotWriter(self._depot.store, folder, execution)
+        writer = SharedStoreWriter(self._depot.store, folder, execution)
         self._trainer.save_state(writer)
         return writer.parts
 
@@ -116,7 +116,7 @@ def build_trainer_host(asked: SideManifest, note: Callable[[str], None], closing
     Raises:
         OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
     """
-    sides = Here(note)
+    sides = LocalSides(note)
     sides.load_loss(asked.resolved, asked.inputs.search_path, None)
     resolved = sides.settle(asked.resolved, asked.folder)
     side = sides.open(TrainerOrder(resolved, asked.folder, asked.model, closing, asked.teacher))

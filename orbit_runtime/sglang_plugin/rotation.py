@@ -129,9 +129,9 @@ class LayerRotation:
         return turned
 
     def _turn_at_once(self, x: Tensor) -> Tensor:
-        from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
+        from orbit_runtime.sglang_plugin.rotation_kernel import rotate_rows
 
-        return turn_rows(x, self.part(slice(None), x.shape[-1]), self.rows.slots_T)
+        return rotate_rows(x, self.part(slice(None), x.shape[-1]), self.rows.slots_T)
 
     def part(self, slot: int | slice, width: int) -> Tensor:
         """R of a slot or of several, whole or for the features that a divided input has on this rank."""

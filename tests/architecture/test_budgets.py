@@ -28,7 +28,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
     "orbit_runtime/cli/evaluate.py:evaluate": "a command's options: which models, and of each kind of model its own",
     "orbit_runtime/cli/serve.py:serve": "a command's options: what is served, and to whom",
-    "orbit_runtime/sglang_plugin/turn_kernel.py:turn_kernel": "a Triton kernel: tile sizes and switches are parameters",
+    "orbit_runtime/sglang_plugin/rotation_kernel.py:rotation_kernel": "a Triton kernel: tile sizes and switches",
     "orbit_runtime/cli/chat.py:chat": "a command's options: which models, which engine, and how it samples",
     "orbit_runtime/cli/data.py:prepare": "a command's options: which columns, what is made of them, what is left out",
     "orbit_runtime/environments/rewards/judge.py:judge": "the arguments of a reward are those of its manifest",

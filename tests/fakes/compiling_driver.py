@@ -138,7 +138,7 @@ def main(capability: int, layouts: list[str]) -> None:
 
     from orbit_runtime.quant.kernels import launch
     from orbit_runtime.quant.kernels.launch import fitting
-    from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
+    from orbit_runtime.sglang_plugin.rotation_kernel import rotate_rows
 
     triton.runtime.driver.set_active(CompilingDriver(capability))
     results: list[Any] = []
@@ -168,7 +168,7 @@ def main(capability: int, layouts: list[str]) -> None:
             results.clear()
         for size in (8, 32, 128):
             R = torch.zeros(8, 2, size, size, dtype=torch.bfloat16)
-            turn_rows(torch.zeros(tokens, 2 * size, dtype=torch.bfloat16), R, torch.zeros(tokens, dtype=torch.int32))
+            rotate_rows(torch.zeros(tokens, 2 * size, dtype=torch.bfloat16), R, torch.zeros(tokens, dtype=torch.int32))
             print(
                 json.dumps({"layout": f"R of {size}", "grouped": False} | facts(results.pop(), Path(folder))),
                 flush=True,

@@ -76,18 +76,18 @@ def test_a_rows_result_does_not_depend_on_how_many_rows_there_are(monkeypatch: p
 @pytest.mark.parametrize("size", [32, 128])
 def test_rows_of_many_slots_are_turned_as_by_run_and_a_graph_replays_it_for_other_rows(size: int) -> None:
     from orbit_runtime.adapters.oft import rotate
-    from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
+    from orbit_runtime.sglang_plugin.rotation_kernel import rotate_rows
 
     R = (torch.eye(size) + 0.2 * torch.randn(8, 4096 // size, size, size, generator=generator(1))).bfloat16().cuda()
     x, slots = normal(2048, 4096, seed=2), torch.full((2048,), -1, dtype=torch.int32, device="cuda")
-    turn_rows(x, R, slots)
+    rotate_rows(x, R, slots)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = turn_rows(x, R, slots)
+        captured = rotate_rows(x, R, slots)
     slots[:700], slots[700:701], slots[1500:] = 5, 2, 0
     graph.replay()
     for first, last, slot in ((0, 700, 5), (700, 701, 2), (1500, 2048, 0)):
         expected = rotate(x[first:last].float(), R[slot].float())
         assert relative(captured[first:last], expected) < 3e-3
     assert torch.equal(captured[701:1500], x[701:1500])
-    assert torch.equal(captured, turn_rows(x, R, slots))
+    assert torch.equal(captured, rotate_rows(x, R, slots))

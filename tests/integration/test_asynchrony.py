@@ -21,11 +21,11 @@ from orbit_runtime.loop.advantages import build_batch
 from orbit_runtime.loop.buffer import EpisodeSnapshot
 from orbit_runtime.loop.build import build_parts
 from orbit_runtime.loop.collect import build_groups
+from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.keep import load_rollouts
-from orbit_runtime.loop.materials import CallerOptions, open_episode_materials
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.resume import find_checkpoint
-from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.run_inputs import CallerOptions, open_episode_inputs
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import LiveStatus
@@ -109,10 +109,10 @@ def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: st
         resolved, store = resolve(spec, machine_facts()), open_store(str(tmp_path / "plain"))
         execution = claim_execution(store, run_name=spec.name)
         closing.callback(lambda: execution.release("done"))
-        show = Show(SilentProgress(), LiveStatus(spec.name, total=0), RunMetrics(run=spec.name))
+        show = RunDisplay(SilentProgress(), LiveStatus(spec.name, total=0), RunMetrics(run=spec.name))
         inputs, names = Inputs(resolved.run.spec, {}, RetryPolicy(), []), resolve_names(resolved.run, None)
         given = CallerOptions()
-        materials = open_episode_materials(resolved.run, names, inputs, given, show, closing)
+        materials = open_episode_inputs(resolved.run, names, inputs, given, show, closing)
         parts = build_parts(
             resolved, store, execution, show, given=given, inputs=inputs, materials=materials, closing=closing
         )

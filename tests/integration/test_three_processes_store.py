@@ -25,9 +25,9 @@ from orbit_runtime.loop.run import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.server import HTTPServer
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.depot import Depot, spooled, try_to_share
 from orbit_runtime.services.engine_host import EngineCalls
 from orbit_runtime.services.host import Host, start_host
+from orbit_runtime.services.shared_store import SharedStore, spooled, try_to_share
 from orbit_runtime.services.trainer_host import TrainerCalls
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Part, open_store
@@ -64,7 +64,7 @@ def cover(side: Side) -> None:
 
 
 def test_a_folder_of_the_same_name_on_another_machine_is_not_shared(tmp_path: Path) -> None:
-    ours, depot = open_store(str(tmp_path / "ours")), Depot()
+    ours, depot = open_store(str(tmp_path / "ours")), SharedStore()
     theirs = str(tmp_path / "theirs")
 
     def tell(_: str, uri: str, key: str, word: str) -> bool:
@@ -75,7 +75,7 @@ def test_a_folder_of_the_same_name_on_another_machine_is_not_shared(tmp_path: Pa
     open_store(theirs).put("handover/e000001/other", b"a word")
     assert not try_to_share(tell, ours, 1)
     # It reads the store and writes to another one.
-    reading = Depot()
+    reading = SharedStore()
 
     def half(_: str, uri: str, key: str, word: str) -> bool:
         assert reading.share(uri, key, word)
@@ -110,7 +110,7 @@ def test_what_was_changed_in_the_store_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
-    store, depot = open_store(str(tmp_path)), Depot()
+    store, depot = open_store(str(tmp_path)), SharedStore()
     assert try_to_share(lambda _, *given: depot.share(*given), store, 1)
     store.put("a", b"as it was")
     (piece,) = tuple(map(piece_of, [b"as it was"]))
@@ -142,7 +142,7 @@ from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.storage import CheckpointParts
 from orbit_runtime.loop.publish import write_adapter_bundle
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.depot import try_to_share
+from orbit_runtime.services.shared_store import try_to_share
 from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.remote_trainer import RemoteTrainer
 from orbit_runtime.storage import claim_execution, newest_readable, open_store, write_bundle

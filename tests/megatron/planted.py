@@ -29,7 +29,7 @@ from orbit_runtime.adapters.part import WHOLE
 from orbit_runtime.adapters.state import config_json, slot_files
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
-from orbit_runtime.loop.looking import FaultFinder
+from orbit_runtime.loop.fault_finder import FaultFinder
 from orbit_runtime.loop.publish import BackgroundWriter, Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS

@@ -38,7 +38,7 @@ def test_all_kernels_compile_without_spilling_and_multiply_with_the_devices_matr
     capability: int, instruction: str
 ) -> None:
     kernels = compiled(capability, *LAYOUTS)
-    turning = [each for each in kernels if each["name"] == "turn_kernel"]
+    turning = [each for each in kernels if each["name"] == "rotation_kernel"]
     assert [each["layout"] for each in turning] == ["R of 8", "R of 32", "R of 128"]
     kernels = [each for each in kernels if each not in turning]
     assert {(each["layout"], each["name"], each["grouped"]) for each in kernels} == {

@@ -20,10 +20,10 @@ from orbit_runtime.environments.branching import Branching
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.evaluation.player import RequestLimiter, _InTurn
 from orbit_runtime.loop.advantages import build_batch, mean_advantages
-from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snapshots
 from orbit_runtime.loop.collect import count_groups, teaches
 from orbit_runtime.loop.collector import Collector
+from orbit_runtime.loop.multiplexer import RequestMultiplexer
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.types import Completion, Group, Prompt, Request, Rollout, Sampling
 from orbit_runtime.workers.child.signals import StopFlag
@@ -148,7 +148,7 @@ def test_an_end_reaches_requests_that_were_not_submitted_yet() -> None:
     engine = TokenEngine(lambda request: 5)
 
     async def run() -> None:
-        asking = Asking(engine)  # type: ignore[arg-type]
+        asking = RequestMultiplexer(engine)  # type: ignore[arg-type]
         await asking.switch(policy(0))
         serving = asyncio.create_task(asking.serve())
 

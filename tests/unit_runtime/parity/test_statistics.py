@@ -8,7 +8,7 @@ import random
 import pytest
 
 from orbit_runtime.errors import GateError
-from orbit_runtime.loop.row import check_parity
+from orbit_runtime.loop.metrics_row import check_parity
 from orbit_runtime.parity.statistics import (
     DISAGREEMENT,
     TAIL_TOKENS,

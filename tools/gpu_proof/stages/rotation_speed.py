@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.harness import compare
 from orbit_runtime.adapters.oft import rotate
-from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
+from orbit_runtime.sglang_plugin.rotation_kernel import rotate_rows
 from tools.gpu_proof.record import Record
 
 SLOTS = 8
@@ -45,7 +45,7 @@ def run(record: Record) -> None:
             ):
                 row = compare(
                     f"{named}, against {name}",
-                    ("one kernel", repeated(lambda x=x, slots=slots: turn_rows(x, R, slots), calls)),
+                    ("one kernel", repeated(lambda x=x, slots=slots: rotate_rows(x, R, slots), calls)),
                     (name, repeated(loop, calls)),
                     repetitions=1 if record.is_tiny else REPETITIONS,
                 )

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orbit_runtime.adapters.oft import rotate
-from orbit_runtime.sglang_plugin import turn_kernel
-from orbit_runtime.sglang_plugin.turn_kernel import turn_rows
+from orbit_runtime.sglang_plugin import rotation_kernel
+from orbit_runtime.sglang_plugin.rotation_kernel import rotate_rows
 
 SLOTS = 5
 
@@ -56,7 +56,7 @@ def test_every_row_is_turned_by_its_own_slot(size: int, dtype: torch.dtype, devi
     R, x = made(size, blocks, dtype, device), inputs(70, blocks * size, dtype, device)
     for runs in (False, True):
         slots = mixed(70, device, runs=runs)
-        found = turn_rows(x, R, slots)
+        found = rotate_rows(x, R, slots)
         assert found.dtype == dtype
         check(found, x, R, slots)
         same = slots < 0
@@ -66,7 +66,7 @@ def test_every_row_is_turned_by_its_own_slot(size: int, dtype: torch.dtype, devi
 @pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 130])
 def test_any_number_of_rows(rows: int, device: str) -> None:
     R, x, slots = made(16, 2, torch.float32, device), inputs(rows, 32, torch.float32, device), mixed(rows, device)
-    found = turn_rows(x, R, slots)
+    found = rotate_rows(x, R, slots)
     assert found.shape == x.shape
     check(found, x, R, slots)
 
@@ -74,33 +74,33 @@ def test_any_number_of_rows(rows: int, device: str) -> None:
 def test_it_equals_its_twin_and_what_else_is_in_the_batch_changes_no_bit(device: str) -> None:
     R, x = made(32, 4, torch.bfloat16, device), inputs(96, 128, torch.bfloat16, device)
     slots = torch.full((96,), 3, dtype=torch.int32, device=device)
-    alone = turn_rows(x, R, slots)
+    alone = rotate_rows(x, R, slots)
     # The twin's sums may have another order: of two results half a unit apart, one may round up.
     torch.testing.assert_close(alone, rotate(x, R[3]), rtol=2**-7, atol=1e-5)
     slots[1::2] = 0
     slots[70:] = -1
-    among = turn_rows(x, R, slots)
+    among = rotate_rows(x, R, slots)
     own = slots == 3
     assert torch.equal(among[own], alone[own])
-    assert torch.equal(turn_rows(x[6:7], R, slots[6:7]), alone[6:7])
+    assert torch.equal(rotate_rows(x[6:7], R, slots[6:7]), alone[6:7])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 def test_slots_that_no_row_uses_are_not_read(device: str) -> None:
     R, x, slots = made(16, 2, torch.float32, device), inputs(40, 32, torch.float32, device), mixed(40, device)
-    clean = turn_rows(x, R, slots)
+    clean = rotate_rows(x, R, slots)
     R[[2, 4]] = float("nan")
-    assert torch.equal(turn_rows(x, R, slots), clean)
+    assert torch.equal(rotate_rows(x, R, slots), clean)
     # Nor do values of one row reach another.
     x[slots == 1] = float("inf")
-    spoilt = turn_rows(x, R, slots)
+    spoilt = rotate_rows(x, R, slots)
     assert torch.equal(spoilt[slots != 1], clean[slots != 1])
 
 
 def test_parts_of_wider_tensors_are_read_in_place(device: str) -> None:
     R, wide = made(16, 6, torch.bfloat16, device), inputs(20, 80, torch.bfloat16, device)
     slots, x, part = mixed(20, device), wide[:, 16:64], R[:, 2:5]
-    assert torch.equal(turn_rows(x, part, slots), turn_rows(x.contiguous(), part.contiguous(), slots))
+    assert torch.equal(rotate_rows(x, part, slots), rotate_rows(x.contiguous(), part.contiguous(), slots))
 
 
 class Operations(TorchDispatchMode):
@@ -124,9 +124,9 @@ def test_a_layer_is_one_launch_however_many_slots_there_are(monkeypatch: pytest.
             launches.append(grid)
             return lambda *arguments, **settings: None
 
-    monkeypatch.setattr(turn_kernel, "turn_kernel", Counted())
+    monkeypatch.setattr(rotation_kernel, "rotation_kernel", Counted())
     R, x, slots = made(32, 4, torch.bfloat16, device), inputs(64, 128, torch.bfloat16, device), mixed(64, device)
     with Operations() as seen:
-        turn_rows(x, R, slots)
+        rotate_rows(x, R, slots)
     assert launches == [(1, 4)]
     assert seen.names == ["aten.empty.memory_format"]

@@ -49,7 +49,7 @@ def sweep(store: Store) -> None:
 # --- a side's end ---
 
 
-class Depot:
+class SharedStore:
     """The store from a side's view, once it is shared."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Depot:
         return data
 
 
-class DepotWriter:
+class SharedStoreWriter:
     """A `StateWriter` that has written everything when it returns."""
 
     def __init__(self, store: Store, folder: str, execution: int) -> None:

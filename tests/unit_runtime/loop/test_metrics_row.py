@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from orbit_runtime.environments.episodes import combine
-from orbit_runtime.loop.row import reward_parts
+from orbit_runtime.loop.metrics_row import reward_parts
 from orbit_runtime.types import Rollout
 from orbit_runtime.workers.user_code.reward_protocol import RewardResult
 

@@ -22,12 +22,12 @@ from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.build import build_scorer
 from orbit_runtime.environments.targets import environment_target, fields_read, process_limits
 from orbit_runtime.evaluation.tasks import EvalTask
+from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.measure import open_held_out
-from orbit_runtime.loop.show import Show
 from orbit_runtime.sides.content import PREFIX, Names
-from orbit_runtime.sides.here import Here
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.interface import Sides
+from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.teacher import check_servers, open_teacher
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
@@ -48,7 +48,7 @@ class CallerOptions:
     """Replaces the function that `spec.algorithm.advantage.entrypoint` names."""
     search_path: Sequence[str] = field(default=())
     """Folders searched for entry points after `environment.code`."""
-    sides: Sides = field(default_factory=Here)
+    sides: Sides = field(default_factory=LocalSides)
 
     @property
     def functions(self) -> list[str]:
@@ -111,8 +111,8 @@ class DemonstrationInputs(RunInputs):
     """The others, which the policy is measured on."""
 
 
-def open_episode_materials(
-    run: OrbitRun, names: Names, inputs: Inputs, given: CallerOptions, show: Show, closing: ExitStack
+def open_episode_inputs(
+    run: OrbitRun, names: Names, inputs: Inputs, given: CallerOptions, show: RunDisplay, closing: ExitStack
 ) -> EpisodeInputs:
     """Fetches and reads the prompts, and starts rewards and environment, also of the run's evaluations. Pushes what
     must be closed on `closing`.
@@ -143,8 +143,8 @@ def open_episode_materials(
     return EpisodeInputs(names, table, scorer, pool, tuple(read), held_out, open_teacher(spec))
 
 
-def open_demonstration_materials(spec: RunSpec, names: Names, inputs: Inputs, show: Show) -> DemonstrationInputs:
-    """Like `open_episode_materials`."""
+def open_demonstration_inputs(spec: RunSpec, names: Names, inputs: Inputs, show: RunDisplay) -> DemonstrationInputs:
+    """Like `open_episode_inputs`."""
     show.stage("reading demonstrations")
     table = load_prompts(_prompt_sources(spec, names, inputs), limit=spec.data.limit)
     read = read_demonstrations(table, spec.data.prompts, last_only=spec.data.chat.answers == "Last")

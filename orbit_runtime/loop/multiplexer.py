@@ -44,9 +44,9 @@ class OnePolicy:
 
 
 @asynccontextmanager
-async def asking_one(engine: Engine, policy: SamplingPolicy) -> AsyncIterator[Asking]:
+async def requesting_one(engine: Engine, policy: SamplingPolicy) -> AsyncIterator[RequestMultiplexer]:
     """Gives exclusive use of the engine, under one policy."""
-    asking = Asking(engine)
+    asking = RequestMultiplexer(engine)
     serving = asyncio.create_task(asking.serve())
     try:
         await asking.switch(policy)
@@ -61,7 +61,7 @@ async def asking_one(engine: Engine, policy: SamplingPolicy) -> AsyncIterator[As
 class EpisodeTokens:
     """The `TokenSource` of one episode: first the tokens that were already paid for, then the engine's."""
 
-    asking: Asking
+    asking: RequestMultiplexer
     buffer: RolloutBuffer
     step: int
     number: int
@@ -112,7 +112,7 @@ class WaitingRequest:
     """Text sampled so far."""
 
 
-class Asking:
+class RequestMultiplexer:
     """Sends requests from one event loop to an engine, always under the newest policy.
 
     All requests made before the engine's next step are submitted together, in the order they were made. The samples of

@@ -10,8 +10,8 @@ from orbit_runtime.environments.episodes import EpisodeTimeout, FinishedEpisode
 from orbit_runtime.errors import RewardsFailingError
 from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snapshots
 from orbit_runtime.loop.collect import MAX_STOPPED, CollectedStep, gather_stopped
+from orbit_runtime.loop.display import RunDisplay, StartTimes, show_timeouts
 from orbit_runtime.loop.keep import keep_failure
-from orbit_runtime.loop.show import Show, StartTimes, show_timeouts
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import LiveStatus
@@ -66,7 +66,7 @@ class Notes(SilentProgress):
 
 def told(found: CollectedStep) -> list[str]:
     progress = Notes()
-    show_timeouts(Show(progress, LiveStatus("r"), RunMetrics(run="r")), 3, found)
+    show_timeouts(RunDisplay(progress, LiveStatus("r"), RunMetrics(run="r")), 3, found)
     return progress.notes
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.model import Policy
 
 
-class Here:
+class LocalSides:
     """`Sides` of one run: its methods are called once each, in the interface's order."""
 
     loads_beside = True

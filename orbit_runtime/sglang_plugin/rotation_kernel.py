@@ -33,7 +33,7 @@ def values(x, IS_BF16: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def turn_kernel(
+def rotation_kernel(
     x,
     R,
     slots,
@@ -80,7 +80,7 @@ def turn_kernel(
         tl.store(place, tl.where(is_turned, turned, kept), mask=wanted)
 
 
-def turn_rows(x_TK: Tensor, R_Snbb: Tensor, slots_T: Tensor) -> Tensor:
+def rotate_rows(x_TK: Tensor, R_Snbb: Tensor, slots_T: Tensor) -> Tensor:
     """Each row rotated by the R of its slot: `x[t] @ blockdiag(R[slots[t]])`; rows of a negative slot unchanged.
 
     Args:
@@ -100,7 +100,7 @@ def turn_rows(x_TK: Tensor, R_Snbb: Tensor, slots_T: Tensor) -> Tensor:
     if not num_rows:
         return y_TK
     step = min(LARGEST_STEP, max(SMALLEST_STEP, triton.next_power_of_2(size)))
-    turn_kernel[triton.cdiv(num_rows, ROWS), blocks * triton.cdiv(size, step)](
+    rotation_kernel[triton.cdiv(num_rows, ROWS), blocks * triton.cdiv(size, step)](
         x_TK,
         R_Snbb,
         slots_T,

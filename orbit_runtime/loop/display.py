@@ -18,7 +18,7 @@ from orbit_runtime.observability.trackers import Tracking
 from orbit_runtime.workers.child.signals import StopFlag
 
 
-class Show:
+class RunDisplay:
     """The run's displays. Call them from the loop's thread only, except for `stopping`."""
 
     def __init__(
@@ -128,7 +128,7 @@ def stop_sentence(stage: str, step: int | None, *, keeps_rollouts: bool = False)
     return f"stopping: finishing step {step} ({stage}) first; press Ctrl-C again to drop it"
 
 
-def show_timeouts(show: Show, step: int, collected: CollectedStep) -> None:
+def show_timeouts(show: RunDisplay, step: int, collected: CollectedStep) -> None:
     """Names the stages that stopped and the file with the evidence; silent if no episode stopped."""
     if not collected.stopped:
         return
