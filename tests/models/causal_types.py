@@ -87,9 +87,37 @@ TYPES: dict[str, dict[str, Any]] = {
     "mamba2": {"state_size": 16, "num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 8},
     "minimax": {**LOCAL, "head_dim": 16, "block_size": 8, "layer_types": ["linear_attention", "full_attention"]},
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32},
+    "laguna": {}, "mellum": {}, "ministral3": {}, "granite_swa": {}, "granitemoe_swa": LOCAL, "xglm": {},
+    "hy_v3": EXPERTS,
+    "cohere2_moe": EXPERTS, "exaone_moe": EXPERTS, "solar_open": EXPERTS, "mimo_v2_flash": {}, "aria_text": {},
+    "jetmoe": LOCAL, "axk1": MLA, "axk2": DSA, "vaultgemma": {"head_dim": 16}, "gpt_neox_japanese": {},
     "qwen3_5_text": DELTA, "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32},
 }  # fmt: skip
 """Type → settings beside the common sizes. Sequences are longer than the windows."""
+
+
+LEFT_OUT: dict[str, str] = {
+    "encoders: a token sees later ones": (
+        "bert bert-generation big_bird camembert cpmant data2vec-text electra ernie megatron-bert reformer rembert "
+        "roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod"
+    ),
+    "half of an encoder and a decoder": (
+        "bart bigbird_pegasus blenderbot blenderbot-small blt marian mbart moshi musicgen musicgen_melody mvp pegasus "
+        "plbart prophetnet trocr whisper"
+    ),
+    "beside another modality, whose text part has a type of its own": (
+        "emu3 fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant gemma4_unified_text "
+        "git got_ocr2 llama4 minimax_m3_vl_text mllama phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp"
+    ),
+    "a class or configuration of another type in this table": "gpt-sw3",
+    "a state outside transformers' cache": "openai-gpt rwkv xlstm",
+    "its logits are not those of its output layer": "modernbert-decoder",
+    "no small configuration is made yet": (
+        "cohere_compass_text dbrx gemma3n_text hrm_text hy_v4 inkling_text kimi_linear longcat_flash minicpm3 mpt "
+        "olmo_hybrid qwen4_exp_text zamba zamba2 zaya"
+    ),
+}
+"""Why, and the types that no checkpoint is made of."""
 
 
 def make_type(folder: Path, name: str) -> Path:
