@@ -29,13 +29,15 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.buffer import AdapterBuffer
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
 from orbit_runtime.rollout.transport import Transport, shared_memory
-from orbit_runtime.sglang_plugin.arrival import files_of
+from orbit_runtime.sglang_plugin.adapter_loading import files_of
 from orbit_runtime.types import AdapterFiles, AdapterManifest
 
 MEASURES = (
-    "orbit_runtime/rollout/transport.py", "orbit_runtime/sglang_plugin/arrival.py", "orbit_runtime/adapters/state.py",
+    "orbit_runtime/rollout/transport.py",
+    "orbit_runtime/sglang_plugin/adapter_loading.py",
+    "orbit_runtime/adapters/state.py",
     "orbit_runtime/adapters/ticket.py",
-)  # fmt: skip
+)
 COPIES = ("the engine",)
 
 
@@ -105,13 +107,13 @@ def take_files(folder: Path) -> int:
 
 def measure_load(repetitions: int) -> harness.Comparison:
     from benchmarks.sglang_rig import Chosen, started
-    from orbit_runtime.rollout.transport import FolderDesk
+    from orbit_runtime.rollout.transport import FolderMailbox
 
     chosen, numbers = Chosen(), itertools.count()
     with started("LoRA", transport=chosen) as rig:
         rig.move(0, 0.02)
         adapter, desk = rig.publish().adapter, rig.engine.desk
-        assert isinstance(desk, FolderDesk)
+        assert isinstance(desk, FolderMailbox)
 
         def load(transport: Transport | None) -> Callable[[], None]:
             def once() -> None:

@@ -26,7 +26,7 @@ from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
-from orbit_runtime.rollout.transport import FolderDesk, Handover, Transport
+from orbit_runtime.rollout.transport import AdapterTransfer, FolderMailbox, Transport
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.types import AdapterFiles, Sampling
@@ -97,7 +97,7 @@ class Chosen:
 
     def __call__(
         self, adapter: AdapterFiles, folder: Path, copies: Iterable[str]
-    ) -> AbstractContextManager[Handover | None]:
+    ) -> AbstractContextManager[AdapterTransfer | None]:
         return nullcontext() if self.now is None else self.now(adapter, folder, copies)
 
 
@@ -123,7 +123,7 @@ def started(adapter: str, transport: Transport | None = None) -> Iterator[Rig]:
         server = SGLangServer(settings, log=folder / "sglang.log")
         try:
             engine = start_engine(
-                [server], tokenizer, desk=FolderDesk(folder / "adapters", transport), max_running_requests=RUNNING
+                [server], tokenizer, desk=FolderMailbox(folder / "adapters", transport), max_running_requests=RUNNING
             )
             yield _rig(policy, tokenizer, engine, folder / "run")
             engine.close()

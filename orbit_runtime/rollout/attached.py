@@ -25,7 +25,7 @@ from orbit_runtime.rollout.replica import Replica, Whose
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.server_types import Api, LostError, ServerFacts
 from orbit_runtime.rollout.sglang_api import SGLangApi
-from orbit_runtime.rollout.transport import FolderDesk
+from orbit_runtime.rollout.transport import FolderMailbox
 from orbit_runtime.rollout.vllm_api import VllmApi
 from orbit_runtime.rollout.wire import REFUSED, Wire, build_client, is_serving, why_not_serving
 from orbit_runtime.types import Sampling, Tokenizer
@@ -190,7 +190,7 @@ def attach_engine(
         ModelError: one serves another model or tokenizer (66).
     """
     client = build_client()
-    desk = FolderDesk(folder)
+    desk = FolderMailbox(folder)
     engine = ServedEngine(tokenizer, client, desk=desk, max_running_requests=max_running_requests)
     try:
         wants = [replace(wanted, where=f"{wanted.where}[{index}]") for index, _ in enumerate(endpoints)]

@@ -29,7 +29,7 @@ from orbit_runtime.rollout.server_types import (
     Sleeping,
     TokenPiece,
 )
-from orbit_runtime.rollout.transport import Handover
+from orbit_runtime.rollout.transport import AdapterTransfer
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 from orbit_runtime.workers.child.heartbeat import sign
 from orbit_runtime.workers.servers.process import PINNED_SGLANG
@@ -272,7 +272,7 @@ class Replica:
     async def _load_files(self, name: str, loaded: LoadedAdapter) -> None:
         await self.api.load(name, loaded.adapter, await asyncio.to_thread(loaded.files))
 
-    async def _take(self, name: str, adapter: AdapterFiles, handover: Handover) -> bool:
+    async def _take(self, name: str, adapter: AdapterFiles, handover: AdapterTransfer) -> bool:
         """Whether the adapter came by the transport."""
         if not handover.take(self.name):
             return False

@@ -29,7 +29,7 @@ from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, chec
 from orbit_runtime.rollout.server_types import LoadedAdapter, ServerFacts, ServerHandle, Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers, SGLangApi, merge_facts
 from orbit_runtime.rollout.streaming import TokenDeltas
-from orbit_runtime.rollout.transport import Desk
+from orbit_runtime.rollout.transport import AdapterMailbox
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.types import BASE_VERSION, AdapterFiles, Completion, Request, Scored, ServerReading, Tokenizer
 
@@ -50,7 +50,7 @@ class ServedEngine:
         tokenizer: Tokenizer,
         client: httpx.AsyncClient,
         *,
-        desk: Desk,
+        desk: AdapterMailbox,
         max_running_requests: int,
         sleeping: Sequence[Sleeping] = (),
     ) -> None:
@@ -388,7 +388,7 @@ def start_engine(
     servers: Sequence[OwnServer],
     tokenizer: Tokenizer,
     *,
-    desk: Desk,
+    desk: AdapterMailbox,
     max_running_requests: int,
     at_once: int = 1,
     patience: float = PATIENCE_SECONDS,

@@ -21,7 +21,7 @@ import numpy as np
 from orbit_runtime.adapters.files import adapter_bytes
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.streaming import LEAST_LOGPROB, Alternatives
-from orbit_runtime.rollout.transport import Handover
+from orbit_runtime.rollout.transport import AdapterTransfer
 from orbit_runtime.types import (
     FLOATS,
     TOKENS,
@@ -48,7 +48,7 @@ class LoadedAdapter:
     adapter: AdapterFiles
     files: Callable[[], Path]
     """Puts its files where servers see them, and returns their folder there. Safe to call twice, from any thread."""
-    handover: Handover | None = None
+    handover: AdapterTransfer | None = None
     """The other transport, while it is open."""
 
     @property

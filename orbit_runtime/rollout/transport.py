@@ -1,7 +1,7 @@
 """How published adapters reach an engine's servers: as files in a folder that both see, or in the host's memory.
 
 Belongs here: folders and files, which copies may still receive an adapter by memory, and when that is over. Does not
-belong here: receiving (`sglang_plugin.arrival`), the call that makes a server load one (`replica`).
+belong here: receiving (`sglang_plugin.adapter_loading`), the call that makes a server load one (`replica`).
 
 Memory needs Orbit's plug-in in the servers. SGLang keeps adapters in the host's memory and copies them into its slots
 itself, so passing GPU memory would only move the bytes twice more.
@@ -25,7 +25,7 @@ from orbit_runtime.types import AdapterFiles
 from orbit_runtime.workers.servers.protocol import EXPLAIN_FILE
 
 
-class Handover:
+class AdapterTransfer:
     """One publish in transit."""
 
     def __init__(self, folder: Path, copies: Iterable[str]) -> None:
@@ -40,7 +40,7 @@ class Handover:
         return expected
 
 
-Transport = Callable[[AdapterFiles, Path, Iterable[str]], AbstractContextManager[Handover | None]]
+Transport = Callable[[AdapterFiles, Path, Iterable[str]], AbstractContextManager[AdapterTransfer | None]]
 """Keeps an adapter's bytes available within the context to the copies of these names; None if it cannot.
 
 Its second argument is a new folder for the ticket.
@@ -48,17 +48,17 @@ Its second argument is a new folder for the ticket.
 
 
 @contextmanager
-def shared_memory(adapter: AdapterFiles, folder: Path, copies: Iterable[str]) -> Iterator[Handover]:
+def shared_memory(adapter: AdapterFiles, folder: Path, copies: Iterable[str]) -> Iterator[AdapterTransfer]:
     """The memory into which the trainer wrote the adapter: servers map it, and nothing is copied.
 
     It is freed when the last process unmaps it, or when the run ends, however that happens.
     """
     memory = shared(adapter)
     write_ticket(folder, adapter, opening_of(memory), {name: memory.places[name] for name in adapter.files})
-    yield Handover(folder, copies)
+    yield AdapterTransfer(folder, copies)
 
 
-class Desk(Protocol):
+class AdapterMailbox(Protocol):
     """Safe to use from several threads; each adapter is taken and dropped once."""
 
     def take(self, name: str, adapter: AdapterFiles) -> None:
@@ -73,7 +73,7 @@ class Desk(Protocol):
         """
         ...
 
-    def carry(self, name: str, copies: Iterable[str]) -> AbstractContextManager[Handover | None]:
+    def carry(self, name: str, copies: Iterable[str]) -> AbstractContextManager[AdapterTransfer | None]:
         """Keeps its bytes available to these copies other than as files; None if they come as files."""
         ...
 
@@ -85,7 +85,7 @@ class Desk(Protocol):
     def drop(self, name: str) -> None: ...
 
 
-class FolderDesk:
+class FolderMailbox:
     """A folder of this machine, which the servers see under the same path."""
 
     def __init__(self, folder: Path, transport: Transport | None = None) -> None:
@@ -113,7 +113,7 @@ class FolderDesk:
     def files(self, name: str) -> Path:
         return self._write(name, self.home(name))
 
-    def carry(self, name: str, copies: Iterable[str]) -> AbstractContextManager[Handover | None]:
+    def carry(self, name: str, copies: Iterable[str]) -> AbstractContextManager[AdapterTransfer | None]:
         if self._transport is None:
             return nullcontext()
         return self._transport(self._adapters[name], self.ticket(name), copies)

@@ -22,7 +22,7 @@ from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.remote_engine import RemoteEngine
-from orbit_runtime.services.remote_servers import RemoteDesk, RemoteServer
+from orbit_runtime.services.remote_servers import RemoteMailbox, RemoteServer
 from orbit_runtime.services.remote_trainer import RemoteTrainer
 from orbit_runtime.services.shared_store import sweep, try_to_share
 from orbit_runtime.sides.engines import build_servers, place_of, routed_layers
@@ -122,11 +122,11 @@ class RemoteSides:
             return build_servers(order, facts)
         assert self._inference is not None
         if order.settings.rollout.engine == "SGLang":
-            return _start_remote(self._inference, RemoteDesk(self._inference, self._share), order, facts)
+            return _start_remote(self._inference, RemoteMailbox(self._inference, self._share), order, facts)
         return RemoteEngine(self._inference, self._share)
 
 
-def _start_remote(inference: Connection, desk: RemoteDesk, order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
+def _start_remote(inference: Connection, desk: RemoteMailbox, order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
     rollout = order.settings.rollout
     check_served(facts.served(place_of(order.settings)))
     routed = routed_layers(facts) if rollout.router_replay != "None" else None

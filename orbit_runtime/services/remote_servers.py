@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_server import local_host
-from orbit_runtime.rollout.transport import Handover
+from orbit_runtime.rollout.transport import AdapterTransfer
 from orbit_runtime.rollout.wire import is_serving, requires_token
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.shared_store import travelling
@@ -72,7 +72,7 @@ class RemoteServer:
         return told[self._index] if told else None
 
 
-class RemoteDesk:
+class RemoteMailbox:
     """A `Desk` on the inference process's machine."""
 
     def __init__(self, connection: Connection, share: Callable[[Callable[..., Any]], bool]) -> None:
@@ -92,10 +92,10 @@ class RemoteDesk:
         return Path(self._connection.call("files", name))
 
     @contextmanager
-    def carry(self, name: str, copies: Iterable[str]) -> Iterator[Handover | None]:
+    def carry(self, name: str, copies: Iterable[str]) -> Iterator[AdapterTransfer | None]:
         folder = self._connection.call("carry", name)
         try:
-            yield None if folder is None else Handover(Path(folder), copies)
+            yield None if folder is None else AdapterTransfer(Path(folder), copies)
         finally:
             self._connection.call("carried")
 

@@ -21,7 +21,7 @@ from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.planner.support.served import check_served
 from orbit_runtime.rollout.served_engine import start_servers
 from orbit_runtime.rollout.sglang_server import SGLangServer
-from orbit_runtime.rollout.transport import FolderDesk, shared_memory
+from orbit_runtime.rollout.transport import FolderMailbox, shared_memory
 from orbit_runtime.services.host import Host
 from orbit_runtime.services.shared_store import SharedStore
 from orbit_runtime.services.side_manifest import SideManifest, common_facts
@@ -50,7 +50,7 @@ class _Started:
 class ServerCalls:
     """Calls of servers, for one thread."""
 
-    def __init__(self, servers: Sequence[SGLangServer], desk: FolderDesk) -> None:
+    def __init__(self, servers: Sequence[SGLangServer], desk: FolderMailbox) -> None:
         """Args: servers: they respond by now."""
         self._servers = [_Started(each) for each in servers]
         self._desk = desk
@@ -146,7 +146,7 @@ def build_server_host(asked: SideManifest, address: str, note: Callable[[str], N
     note(f"starting {len(servers)} SGLang server{'s' if len(servers) > 1 else ''}")
     start_servers(servers, starts_at_once(settings))
     transport = shared_memory if settings.rollout.adapter_transport == "SharedMemory" else None
-    calls = ServerCalls(servers, FolderDesk(scratch / "adapters", transport))
+    calls = ServerCalls(servers, FolderMailbox(scratch / "adapters", transport))
     weights = cached_weights_digest(asked.folder, Cache(default_cache(os.environ)))
     told = {**common_facts("inference", asked, weights, {}), "servers": len(servers)}
     return Host(told, calls.calls(), calls.reset, calls.looks())

@@ -2,7 +2,7 @@
 
 Belongs here: the hooks that every adapter needs, and those without which SGLang 0.5.23 would sample or compute
 otherwise than the trainer whatever the adapter. Does not belong here: what is read of the slots (`readback`), how
-adapters arrive (`arrival`), the hooks of OFT (`oft_hooks`) and of routed experts (`experts`), settings that are refused
+adapters arrive (`adapter_loading`), the hooks of OFT (`oft_hooks`) and of routed experts (`experts`), refused settings
 (`planner.support.sampling`), formats that SGLang has a flag or a variable for (`planner.support.kernels`).
 
 *The adapter that sampled.* A completion's tokens are sent with it. SGLang's responses name none: a client that relied
@@ -34,7 +34,7 @@ import torch
 
 from orbit_runtime.algorithms.distribution import truncate
 from orbit_runtime.sglang_plugin import (
-    arrival,
+    adapter_loading,
     cpu,
     deepseek_v4,
     experts,
@@ -67,7 +67,7 @@ def register(settings: PluginSettings) -> None:
             "AFTER",
         ),
         (f"{LORA}.lora_manager.LoRAManager.prepare_lora_batch", _note_batch, "AFTER"),
-        (f"{LORA}.lora.LoRAAdapter.initialize_weights", arrival.load_lora, "AROUND"),
+        (f"{LORA}.lora.LoRAAdapter.initialize_weights", adapter_loading.load_lora, "AROUND"),
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter", ranks.agree_on_load, "AFTER"),
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter_from_tensors", ranks.agree_on_load, "AFTER"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
@@ -105,7 +105,7 @@ def _received(own: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopiedAdapters:
     """Copies from which this rank computes facts about some adapters, whenever and wherever the holder likes."""
 
     adapters: list[readback.HeldAdapter]
@@ -124,9 +124,9 @@ class Copied:
         return _describe(self.adapters, every)
 
 
-def _take_copies(runner: Any, names: Collection[str], standing: Collection[str]) -> Copied:
+def _take_copies(runner: Any, names: Collection[str], standing: Collection[str]) -> CopiedAdapters:
     adapters, failure = _take(runner, names, standing, copied=True)
-    return Copied(adapters, failure, _copies_made())
+    return CopiedAdapters(adapters, failure, _copies_made())
 
 
 def _copies_made() -> Callable[[], None]:

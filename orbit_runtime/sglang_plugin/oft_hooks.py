@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.sglang_plugin.arrival import files_of
+from orbit_runtime.sglang_plugin.adapter_loading import files_of
 from orbit_runtime.sglang_plugin.experts import fused_layers
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, RotationTable
 from orbit_runtime.sglang_plugin.weights import language_model, name_in_files

@@ -35,14 +35,14 @@ from orbit_runtime.adapters.state import config_file, held_digest, published_ten
 from orbit_runtime.digests import Pieces
 from orbit_runtime.sglang_plugin.experts import expert_buffers
 from orbit_runtime.sglang_plugin.ranks import are_on_one_machine, count, own_rank
-from orbit_runtime.sglang_plugin.rotation import Published, RotationTable, parts
-from orbit_runtime.sglang_plugin.shards import Joined, ShardPiece, borrow, join, lend, pack, with_pieces
+from orbit_runtime.sglang_plugin.rotation import OFTFiles, RotationTable, parts
+from orbit_runtime.sglang_plugin.shards import ShardPiece, SplitTensor, borrow, join, lend, pack, with_pieces
 from orbit_runtime.sglang_plugin.weights import HeldTensor, name_in_files
 from orbit_runtime.workers.servers.protocol import EXPLAIN_FILE
 
 
 @dataclass(frozen=True, eq=False)
-class Passed:
+class PreparedBatch:
     """The preparation of the newest batch with this adapter."""
 
     slot: int
@@ -91,7 +91,7 @@ class RankReport:
     """The memory of these pieces' values, if rank 0 may map it."""
 
 
-_passed: dict[str, Passed] = {}
+_passed: dict[str, PreparedBatch] = {}
 
 
 def note_batch(manager: Any, adapters: Iterable[str]) -> None:
@@ -102,7 +102,7 @@ def note_batch(manager: Any, adapters: Iterable[str]) -> None:
         return
     scalings = batch.scalings.clone()
     for adapter in named:
-        _passed[adapter] = Passed(manager.memory_pool.get_buffer_id(adapter), scalings)
+        _passed[adapter] = PreparedBatch(manager.memory_pool.get_buffer_id(adapter), scalings)
 
 
 def take_adapters(
@@ -233,11 +233,11 @@ def _difference(folder: Path, held: Mapping[str, bytes], reports: Sequence[RankR
     return "; ".join(differences) or explain_difference(published, held)
 
 
-def _hashed(tensors: Mapping[str, Joined]) -> dict[str, Pieces]:
+def _hashed(tensors: Mapping[str, SplitTensor]) -> dict[str, Pieces]:
     return tensorfile.tensor_pieces((name, each.whole()) for name, each in tensors.items())
 
 
-def _joined(reports: Sequence[RankReport | None], slots: Sequence[int | None]) -> Mapping[str, Joined]:
+def _joined(reports: Sequence[RankReport | None], slots: Sequence[int | None]) -> Mapping[str, SplitTensor]:
     """The contents of these slots, one per rank, joined over all ranks; None for a rank where it is in no slot."""
     pieces = [
         () if each is None or slot is None else each.pieces.get(slot, ())
@@ -247,7 +247,10 @@ def _joined(reports: Sequence[RankReport | None], slots: Sequence[int | None]) -
 
 
 def _slot_digest(
-    adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Joined], pieces: Mapping[str, Pieces]
+    adapter: HeldAdapter,
+    reports: Sequence[RankReport | None],
+    held: Mapping[str, SplitTensor],
+    pieces: Mapping[str, Pieces],
 ) -> str:
     """Digest of what the slots of all ranks hold: the published digest if that is what was published.
 
@@ -273,7 +276,7 @@ def _settings(adapter: HeldAdapter) -> bytes:
 
 
 def _slot_files(
-    adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Joined]
+    adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, SplitTensor]
 ) -> dict[str, bytes]:
     """The published files, rebuilt in order to describe how they differ."""
     published, settings, suffix = _published(adapter.adapter), _settings(adapter), _suffix(reports)
@@ -288,7 +291,7 @@ def _slot_files(
 
 
 def _applied_digest(
-    reports: Sequence[RankReport | None], tensors: Mapping[str, Joined], pieces: Mapping[str, Pieces]
+    reports: Sequence[RankReport | None], tensors: Mapping[str, SplitTensor], pieces: Mapping[str, Pieces]
 ) -> str:
     return digest_applied(
         {name: each.shape for name, each in tensors.items()}, pieces, {each.scaling for each in reports if each}
@@ -304,9 +307,9 @@ def _mark(manager: Any, adapter: Any, slot: int) -> str:
     return f"{mark}.rotated" if rotations is not None and rotations.holds[slot] else mark
 
 
-def _published(adapter: Any) -> Published | None:
+def _published(adapter: Any) -> OFTFiles | None:
     """OFT's values besides SGLang's tensors; None for LoRA."""
-    found: Published | None = getattr(adapter, "published", None)
+    found: OFTFiles | None = getattr(adapter, "published", None)
     return found
 
 

@@ -143,7 +143,7 @@ class LayerRotation:
 
 
 @dataclass(frozen=True)
-class Published:
+class OFTFiles:
     """An OFT adapter's files, on the CPU."""
 
     parameters: Mapping[str, Tensor]
@@ -182,7 +182,7 @@ class RotationTable:
         )  # fmt: skip
         return self.layers[name]
 
-    def fill(self, slot: int, published: Published) -> None:
+    def fill(self, slot: int, published: OFTFiles) -> None:
         for name, layer in self.layers.items():
             layer.buffer[slot].copy_(published.rotations[name].view_as(layer.buffer[slot]))
         self.holds[slot] = True
@@ -198,7 +198,7 @@ class RotationTable:
         """Call before a pass with the slot and number of rows of each of its sequences, OFT or not."""
         self.rows.prepare([slot if self.holds[slot] else UNTURNED for slot in slots], lengths)
 
-    def load(self, files: Mapping[str, Buffer]) -> Published:
+    def load(self, files: Mapping[str, Buffer]) -> OFTFiles:
         """Raises ModelError naming what does not fit this model. The read-back shows whether R is the right one."""
         settings = json.loads(bytes(files[CONFIG_FILE]))
         if settings.get("oft_block_size") != self.block_size:
@@ -220,4 +220,4 @@ class RotationTable:
             for other in others:
                 check_shared(ROTATIONS_FILE, turned, other, first)
             rotations[name] = turned[first]
-        return Published(parameters, rotations)
+        return OFTFiles(parameters, rotations)

@@ -33,7 +33,7 @@ class ShardPiece:
 
     name: str
     """`<module>.<kind>`, as in files without prefix and ending."""
-    data: Tensor | Lent | str
+    data: Tensor | SharedTensor | str
     """Values in any dtype, where another process's values lie, or their digest."""
     axis: int | None = None
     """Axis along which the tensor is divided over ranks, in equal parts; None if it is whole here."""
@@ -44,7 +44,7 @@ class ShardPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class SharedTensor:
     """A tensor in memory that another process of this machine maps."""
 
     start: int
@@ -53,7 +53,7 @@ class Lent:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Joined:
+class SplitTensor:
     """A tensor whose parts several ranks hold; it exists as one only while it is used."""
 
     parts: tuple[Tensor, ...]
@@ -89,7 +89,7 @@ def pack(pieces: Iterable[ShardPiece], *, whole: bool, copied: bool = True) -> l
     ]
 
 
-def join(ranks: Sequence[Sequence[ShardPiece]]) -> dict[str, Joined]:
+def join(ranks: Sequence[Sequence[ShardPiece]]) -> dict[str, SplitTensor]:
     """Tensors by name. A part that two ranks hold differently, or one lacks, changes the name, which then matches
     nothing published.
 
@@ -116,7 +116,7 @@ def join(ranks: Sequence[Sequence[ShardPiece]]) -> dict[str, Joined]:
     joined = {}
     for name, parts in held.items():
         mark = "".join(f".rank={rank}" for rank in sorted(wrong[name]))
-        joined[name + mark] = Joined(tuple(parts[part] for part in sorted(parts)), axes[name])
+        joined[name + mark] = SplitTensor(tuple(parts[part] for part in sorted(parts)), axes[name])
     return joined
 
 
@@ -147,17 +147,17 @@ def with_pieces(
     return found if changed else None
 
 
-def _digest(data: Tensor | Lent | str) -> str:
+def _digest(data: Tensor | SharedTensor | str) -> str:
     return tensor_digest(data) if isinstance(data, Tensor) else str(data)
 
 
-def _digests(given: Sequence[Tensor | Lent | str]) -> list[str]:
+def _digests(given: Sequence[Tensor | SharedTensor | str]) -> list[str]:
     """Hashing lets other threads run meanwhile."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(_digest, given))
 
 
-def _own(data: Tensor | Lent | str) -> Tensor | Lent | str:
+def _own(data: Tensor | SharedTensor | str) -> Tensor | SharedTensor | str:
     # A pickled view would include its whole buffer.
     return data.detach().cpu().clone(memory_format=torch.contiguous_format) if isinstance(data, Tensor) else data
 
@@ -183,12 +183,12 @@ def lend(slots: Reports) -> tuple[dict[int, list[ShardPiece]], MemoryOpening | N
         return {slot: list(pieces) for slot, pieces in slots.items()}, None
     memory = AdapterBuffer()
     position = memory.reserve("pieces", _ALIGNMENT + sum(sizes)) + _ALIGNMENT
-    lent: dict[int, Lent] = {}
+    lent: dict[int, SharedTensor] = {}
     for tensor, size in zip(tensors, sizes, strict=True):
         if size:
             values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             write_place(memory.descriptor, memoryview(values.numpy()), position, position + size)
-        lent[id(tensor)] = Lent(position, tuple(tensor.shape), tensor.dtype)
+        lent[id(tensor)] = SharedTensor(position, tuple(tensor.shape), tensor.dtype)
         position += size
     with _lock:
         _kept.append((time.monotonic(), memory))
@@ -223,8 +223,8 @@ def _is_over(since: float, memory: AdapterBuffer) -> bool:
     return os.pread(memory.descriptor, 1, 0) == _OPENED or time.monotonic() - since > KEPT_SECONDS
 
 
-def _take(mapped: mmap.mmap, data: Tensor | Lent | str) -> Tensor | Lent | str:
-    if not isinstance(data, Lent):
+def _take(mapped: mmap.mmap, data: Tensor | SharedTensor | str) -> Tensor | SharedTensor | str:
+    if not isinstance(data, SharedTensor):
         return data
     if not math.prod(data.shape):
         return torch.empty(data.shape, dtype=data.dtype)

@@ -111,7 +111,7 @@ def place_of(settings: EngineSettings) -> Place:
 def _start(order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
     from orbit_runtime.rollout.served_engine import start_engine
     from orbit_runtime.rollout.sglang_server import sleeping_parts
-    from orbit_runtime.rollout.transport import FolderDesk, shared_memory
+    from orbit_runtime.rollout.transport import FolderMailbox, shared_memory
 
     rollout = order.settings.rollout
     scratch = Path(order.closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
@@ -121,7 +121,9 @@ def _start(order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
     return start_engine(
         servers,
         order.tokenizer,
-        desk=FolderDesk(scratch / "adapters", shared_memory if rollout.adapter_transport == "SharedMemory" else None),
+        desk=FolderMailbox(
+            scratch / "adapters", shared_memory if rollout.adapter_transport == "SharedMemory" else None
+        ),
         max_running_requests=rollout.max_running_requests,
         at_once=starts_at_once(order.settings),
         sleeping=sleeping_parts(rollout.sleep),

@@ -25,7 +25,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.attached import Endpoint, ServerRequirements, attach_engine
 from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets, server_arguments
-from orbit_runtime.rollout.transport import FolderDesk, Transport
+from orbit_runtime.rollout.transport import FolderMailbox, Transport
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE, run_token
@@ -63,7 +63,7 @@ def start_server(
         adder, folder, oft_block_size=oft_block_size, base=base, replicas=replicas, tensor_parallel=tensor_parallel,
         context=context,
     )  # fmt: skip
-    desk = FolderDesk(folder / "adapters", transport)
+    desk = FolderMailbox(folder / "adapters", transport)
     engine = start_engine(servers, adder[1], desk=desk, max_running_requests=16, patience=10)
     yield engine
     engine.close()
@@ -161,8 +161,8 @@ def post_to(engine: ServedEngine, path: str, body: Mapping[str, Any], index: int
     return httpx.post(f"{server.url}{path}", json=body, headers=dict(server.headers), timeout=120, trust_env=False)
 
 
-def desk_of(engine: ServedEngine) -> FolderDesk:
-    assert isinstance(engine.desk, FolderDesk)
+def desk_of(engine: ServedEngine) -> FolderMailbox:
+    assert isinstance(engine.desk, FolderMailbox)
     return engine.desk
 
 

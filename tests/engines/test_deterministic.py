@@ -13,7 +13,7 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import start_engine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
-from orbit_runtime.rollout.transport import FolderDesk
+from orbit_runtime.rollout.transport import FolderMailbox
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 from tests.engines.servers import LORA, OFT, load_adder
@@ -34,7 +34,7 @@ def test_completions_depend_on_no_order_and_no_neighbour(tmp_path: Path, kind: s
         oft_block_size=OFT.block_size if kind == "OFT" else 0, deterministic=True,
     )  # fmt: skip
     engine = start_engine(
-        [SGLangServer(settings, log=tmp_path / "sglang.log")], tokenizer, desk=FolderDesk(tmp_path / "adapters"),
+        [SGLangServer(settings, log=tmp_path / "sglang.log")], tokenizer, desk=FolderMailbox(tmp_path / "adapters"),
         max_running_requests=32,
     )  # fmt: skip
     try:

@@ -29,7 +29,7 @@ from orbit_runtime.rollout.sglang_server import (
     SGLangServer,
     lora_targets,
 )
-from orbit_runtime.rollout.transport import FolderDesk, shared_memory
+from orbit_runtime.rollout.transport import FolderMailbox, shared_memory
 from orbit_runtime.sides.engines import routed_layers
 from orbit_runtime.types import AdapterFiles, Request, Sampling
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
@@ -153,7 +153,7 @@ def serve(
     )  # fmt: skip
     routed = routed_layers(facts) if tells_experts else None
     server = SGLangServer(settings, log=folder / "server" / "sglang.log", routed=routed)
-    desk = FolderDesk(folder / "adapters", shared_memory)
+    desk = FolderMailbox(folder / "adapters", shared_memory)
     engine = start_engine([server], tokenizer, desk=desk, max_running_requests=16)
     try:
         yield policy, engine

@@ -15,7 +15,7 @@ from orbit_runtime.adapters.ticket import NOT_ARRIVED, read_ticket
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.transport import Handover, Transport, shared_memory
+from orbit_runtime.rollout.transport import AdapterTransfer, Transport, shared_memory
 from orbit_runtime.types import AdapterFiles
 from tests.engines.servers import OFT, Adder, desk_of, post_to, start_server
 from tests.engines.test_sglang_faults import canary, policy_scores
@@ -33,11 +33,13 @@ class Chosen:
 
     def __call__(
         self, adapter: AdapterFiles, folder: Path, copies: Iterable[str]
-    ) -> AbstractContextManager[Handover | None]:
+    ) -> AbstractContextManager[AdapterTransfer | None]:
         return nullcontext() if self.now is None else self.now(adapter, folder, copies)
 
 
-def spoiled(adapter: AdapterFiles, folder: Path, copies: Iterable[str]) -> AbstractContextManager[Handover | None]:
+def spoiled(
+    adapter: AdapterFiles, folder: Path, copies: Iterable[str]
+) -> AbstractContextManager[AdapterTransfer | None]:
     """One bit of what it carries is another one."""
     name = max(adapter.files)
     data = bytes(adapter.files[name])

@@ -27,7 +27,7 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
-from orbit_runtime.rollout.transport import FolderDesk
+from orbit_runtime.rollout.transport import FolderMailbox
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.serve.open import ServedModels
 from orbit_runtime.serve.policies import Base, Policies
@@ -72,7 +72,7 @@ def write_adapter(folder: Path, value: float, *, rank: int = 2) -> Path:
 def front_of(server: FakeServer, folder: Path) -> Iterator[Front]:
     tokenizer = ChatTokenizer(FOLDER)
     client = build_client()
-    engine = ServedEngine(tokenizer, client, desk=FolderDesk(folder / "handed"), max_running_requests=64)
+    engine = ServedEngine(tokenizer, client, desk=FolderMailbox(folder / "handed"), max_running_requests=64)
     server.start()
     wire = Wire(client, server)
     engine.attach([Replica("the engine", server, SGLangApi(wire), engine.loaded, patience=5)])

@@ -19,7 +19,7 @@ from orbit_runtime.errors import EngineDiedError, GateError, ModelError
 from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.rollout.transport import FolderDesk
+from orbit_runtime.rollout.transport import FolderMailbox
 from orbit_runtime.services.host import Host
 from orbit_runtime.services.server_host import ServerCalls
 from orbit_runtime.services.side_manifest import SideManifest, common_facts
@@ -48,7 +48,7 @@ class Inference(Side):
     def build(self, asked: SideManifest) -> Host:
         self.made.append(PolicyServer())
         self.server.start()
-        desk = FolderDesk(self.folder / f"process-{len(self.made)}")
+        desk = FolderMailbox(self.folder / f"process-{len(self.made)}")
         calls = ServerCalls([self.server], desk)  # type: ignore[list-item]
         weights = cached_weights_digest(asked.folder, Cache(self.folder))
         facts = {**common_facts("inference", asked, weights, {}), "servers": 1}

@@ -22,7 +22,7 @@ from orbit_runtime.rollout.sglang_server import (
     deterministic_attention,
     server_arguments,
 )
-from orbit_runtime.rollout.transport import FolderDesk
+from orbit_runtime.rollout.transport import FolderMailbox
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request
@@ -47,7 +47,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
     def start(*servers: FakeServer, capacity: int = 64, deterministic: bool = True) -> ServedEngine:
         client = build_client()
-        desk = FolderDesk(tmp_path / str(len(made)))
+        desk = FolderMailbox(tmp_path / str(len(made)))
         engine = ServedEngine(Words(), client, desk=desk, max_running_requests=capacity)
         made.append(engine)
         replicas = []

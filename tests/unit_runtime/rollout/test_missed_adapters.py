@@ -17,7 +17,7 @@ from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
-from orbit_runtime.rollout.transport import FolderDesk, shared_memory
+from orbit_runtime.rollout.transport import FolderMailbox, shared_memory
 from orbit_runtime.rollout.wire import Wire, build_client
 from tests.unit_runtime.rollout.test_served_engine import Words, adapter
 
@@ -30,7 +30,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
     def start(*servers: FakeServer) -> ServedEngine:
         client = build_client()
-        desk = FolderDesk(tmp_path / "adapters", shared_memory)
+        desk = FolderMailbox(tmp_path / "adapters", shared_memory)
         engine = ServedEngine(Words(), client, desk=desk, max_running_requests=64)
         made.append(engine)
         for server in servers:

@@ -27,7 +27,7 @@ from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.server_types import LostError, Sleeping
 from orbit_runtime.rollout.sglang_api import SGLangApi
-from orbit_runtime.rollout.transport import FolderDesk
+from orbit_runtime.rollout.transport import FolderMailbox
 from orbit_runtime.rollout.vllm_api import VllmApi
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.types import AdapterFiles, Completion, Request, Sampling, Scored
@@ -76,7 +76,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
         if timeout is not None:
             client.timeout = httpx.Timeout(timeout)
         engine = ServedEngine(
-            Words(), client, desk=FolderDesk(tmp_path / "adapters"), max_running_requests=capacity, sleeping=sleeping
+            Words(), client, desk=FolderMailbox(tmp_path / "adapters"), max_running_requests=capacity, sleeping=sleeping
         )
         made.append(engine)
         replicas = []

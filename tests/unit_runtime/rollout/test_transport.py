@@ -22,8 +22,8 @@ from orbit_runtime.adapters.files import adapter_bytes, files_digest
 from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, read_ticket
 from orbit_runtime.digests import hash_pieces
 from orbit_runtime.errors import GateError, ModelError
-from orbit_runtime.rollout.transport import EXPLAIN_FILE, FolderDesk, shared_memory
-from orbit_runtime.sglang_plugin.arrival import files_of, receive
+from orbit_runtime.rollout.transport import EXPLAIN_FILE, FolderMailbox, shared_memory
+from orbit_runtime.sglang_plugin.adapter_loading import files_of, receive
 from orbit_runtime.storage import Part, StoredFiles, open_store
 from orbit_runtime.types import AdapterFiles
 
@@ -149,7 +149,7 @@ def test_an_adapter_larger_than_dev_shm_goes_through_memory(tmp_path: Path) -> N
         "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', '/dev/shm'], check=True)\n"
         "from orbit_runtime.adapters.files import files_digest\n"
         "from orbit_runtime.rollout.transport import shared_memory\n"
-        "from orbit_runtime.sglang_plugin.arrival import files_of\n"
+        "from orbit_runtime.sglang_plugin.adapter_loading import files_of\n"
         "from orbit_runtime.types import AdapterFiles\n"
         "files = {'adapter_config.json': b'{}', 'adapter_model.safetensors': bytes(range(256)) * 20_000}\n"
         "try:\n    Path('/dev/shm/a').write_bytes(files['adapter_model.safetensors'])\n"
@@ -182,7 +182,7 @@ def read(folder: Path) -> dict[str, bytes]:
 
 
 def test_files_are_written_once_a_server_asks_and_are_gone_when_it_is_dropped(tmp_path: Path) -> None:
-    desk = FolderDesk(tmp_path / "desk")
+    desk = FolderMailbox(tmp_path / "desk")
     desk.take("policy-v1", AdapterFiles(1, FILES, "tree:1"))
     assert read(desk.home("policy-v1")) == {}
     folder = desk.files("policy-v1")
@@ -200,7 +200,7 @@ def test_files_are_written_once_a_server_asks_and_are_gone_when_it_is_dropped(tm
 
 
 def test_a_file_that_was_changed_in_the_store_is_not_handed_over(tmp_path: Path) -> None:
-    adapter, desk = stored(tmp_path / "run"), FolderDesk(tmp_path / "desk")
+    adapter, desk = stored(tmp_path / "run"), FolderMailbox(tmp_path / "desk")
     assert adapter_bytes(adapter) == sum(map(len, FILES.values()))
     desk.take("policy-v1", adapter)
     key = "adapters/policy-v1/adapter_model.safetensors"

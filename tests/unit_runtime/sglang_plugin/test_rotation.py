@@ -13,8 +13,8 @@ from safetensors.torch import save
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE
 from orbit_runtime.adapters.oft import rotate, rotations
 from orbit_runtime.errors import InternalError, ModelError
-from orbit_runtime.sglang_plugin.arrival import files_of
-from orbit_runtime.sglang_plugin.rotation import UNTURNED, LayerRotation, Published, RotationTable, parts
+from orbit_runtime.sglang_plugin.adapter_loading import files_of
+from orbit_runtime.sglang_plugin.rotation import UNTURNED, LayerRotation, OFTFiles, RotationTable, parts
 
 SIZE, WIDTH = 4, 16
 Turn = Callable[[LayerRotation, torch.Tensor], torch.Tensor]
@@ -33,8 +33,8 @@ def random_R(seed: int) -> torch.Tensor:
     return rotations(parameters, SIZE, "Cayley", 0).to(torch.bfloat16)
 
 
-def published(seed: int) -> Published:
-    return Published({}, {name: random_R(seed + index) for index, name in enumerate(LAYERS)})
+def published(seed: int) -> OFTFiles:
+    return OFTFiles({}, {name: random_R(seed + index) for index, name in enumerate(LAYERS)})
 
 
 def turned_by_kernel(layer: LayerRotation, x: torch.Tensor) -> torch.Tensor:
