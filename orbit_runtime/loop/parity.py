@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.parity.preflight import Preflight, build_sequences, check_preflight, measure_preflight
-from orbit_runtime.parity.statistics import ParityLimits, build_limits
+from orbit_runtime.parity.statistics import ParityLimits, build_limits, resolve_limit
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
@@ -69,14 +70,20 @@ class ParityComparison:
 
 def measure_parity(parts: Parts, publication: Publication, when: str = "preflight") -> list[Preflight]:
     """Measures every copy with the adapter that its slot holds now."""
+    absolute = absolute_limits(parts)
     return measure_preflight(
         parts.engine,
         parts.trainer,
         _sequences(parts, publication.name),
         adapter=publication.name,
         probing=parts.side.probing,
-        factor=parts.spec.parity.floor_factor,
-        absolute=absolute_limits(parts),
+        limit=partial(
+            resolve_limit,
+            factor=parts.spec.parity.floor_factor,
+            absolute=absolute.mean,
+            compute_dtype=parts.side.facts.compute_dtype,
+        ),
+        absolute=absolute,
         when=when,
     )
 

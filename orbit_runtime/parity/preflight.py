@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.errors import GateError
-from orbit_runtime.parity.statistics import Difference, ParityLimits, build_difference, resolve_limit
+from orbit_runtime.parity.statistics import Difference, ParityLimits, build_difference
 from orbit_runtime.types import FLAGS, TOKENS, Copy, Engine, Probe, Sample, Scored, Trainer
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def measure_preflight(
     *,
     adapter: str,
     probing: Callable[[Probe], AbstractContextManager[None]],
-    factor: float,
+    limit: Callable[[float], float],
     absolute: ParityLimits,
     when: str = "preflight",
 ) -> list[Preflight]:
@@ -114,7 +114,8 @@ def measure_preflight(
         sequences: token ids, at least two each; real prompts with their chat template.
         adapter: the engine's slot that holds the trainer's current values.
         probing: a context within which the trainer holds another adapter.
-        absolute: upper limits, whatever the floor; the mean's limit may be lower.
+        limit: the mean's limit for a floor, as `resolve_limit` with the rest of its arguments.
+        absolute: limits of everything but the mean.
         when: prefix for the names of the untrained adapters; an engine accepts each name once.
     """
     readings = [_read_copy(copy, sequences, adapter) for copy in engine.copies()]
@@ -132,10 +133,7 @@ def measure_preflight(
             random=random[index],
             policy=build_difference(_joined(trainer_on), reading.on, (_top(trainer_on), reading.on_top)),
             random_effect=random_effect,
-            limits=replace(
-                absolute,
-                mean=resolve_limit(max(trainer_floor.mean, reading.floor.mean), factor=factor, absolute=absolute.mean),
-            ),
+            limits=replace(absolute, mean=limit(max(trainer_floor.mean, reading.floor.mean))),
         )
         for index, reading in enumerate(readings)
     ]

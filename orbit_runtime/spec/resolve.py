@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from orbit_runtime.spec.block import Block, FieldSet, inner_blocks
 from orbit_runtime.spec.fields import field_sets, later_defaults
+from orbit_runtime.spec.model import ComputePrecision
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import OrbitRun
 
@@ -50,7 +51,10 @@ class Resolved:
     `observability.logFormat`, which depends on who watches each start.
     """
     device: Literal["cpu", "cuda"]
-    compute_dtype: Literal["float32", "bfloat16"]
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        return "bfloat16" if self.run.spec.model.compute_precision == "BF16" else "float32"
 
     @property
     def trainer(self) -> str:
@@ -109,9 +113,15 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         training=_changed(training, trainer=trainer, attention=attention),
         placement=_changed(spec.placement, base_copies=_decide_copies(rollout, spec.placement.base_copies)),
     )
-    if machine.has_cuda:
-        return Resolved(run, decided, "cuda", "bfloat16")
-    return Resolved(run, decided, "cpu", "float32")
+    compute = _decide_compute(spec.model.compute_precision, machine)
+    decided = _with_spec(decided, model=_changed(decided.spec.model, compute_precision=compute))
+    return Resolved(run, decided, "cuda" if machine.has_cuda else "cpu")
+
+
+def _decide_compute(asked: ComputePrecision, machine: MachineFacts) -> ComputePrecision:
+    if asked != "Auto":
+        return asked
+    return "BF16" if machine.has_cuda else "FP32"
 
 
 _READ_FROM_PATHS = ("model", "adapter", "algorithm", "data", "environment", "evaluation")
@@ -160,6 +170,9 @@ def with_trainer(resolved: Resolved, trainer: str) -> Resolved:
 def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
     """Keeps the first start's decisions on resume, even if `steps` has changed since, or the model has moved."""
     run, spec = resolved.run, earlier.get("spec", {})
+    computed = spec.get("model", {}).get("computePrecision")
+    if resolved.asked.spec.model.compute_precision == "Auto" and computed is not None:
+        run = _with_spec(run, model=_changed(run.spec.model, compute_precision=computed))
     precision = spec.get("model", {}).get("precision")
     if run.spec.model.precision == "Auto" and precision is not None:
         # A folder that is left to say what it is: it must be what it was then, and is checked against it.

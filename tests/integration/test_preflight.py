@@ -12,7 +12,7 @@ from fakes.faulty_engine import zero_one
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.preflight import GATED, Preflight, build_sequences, check_preflight, measure_preflight
-from orbit_runtime.parity.statistics import TAIL_TOKENS, build_limits
+from orbit_runtime.parity.statistics import TAIL_TOKENS, build_limits, resolve_limit
 from orbit_runtime.types import Engine
 from tests.fakes.held_state import hold_state
 from tests.integration.test_publish_proof import Rig
@@ -29,7 +29,7 @@ def measure(rig: Rig, engine: Engine | None = None) -> Preflight:
         SEQUENCES,
         adapter=rig.publication.name,
         probing=partial(masters.probing, seed=0),
-        factor=4.0,
+        limit=partial(resolve_limit, factor=4.0, absolute=build_limits("INT4").mean, compute_dtype="float32"),
         absolute=build_limits("INT4"),
     )
     return result
