@@ -17,9 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 from orbit_runtime.spec.block import Block, FieldSet, inner_blocks
 from orbit_runtime.spec.fields import field_sets, later_defaults
-from orbit_runtime.spec.model import ComputePrecision
 from orbit_runtime.spec.rollout import Rollout
-from orbit_runtime.spec.run import OrbitRun
+from orbit_runtime.spec.run import ComputePrecision, OrbitRun
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 AUTO_BUILTIN_PRECISION: Literal["INT4"] = "INT4"

@@ -63,6 +63,9 @@ LATER_DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display", "orbitLater
 changes what is trained, what stands in its `environments` included."""
 
 
+ComputePrecision = Literal["Auto", "BF16", "FP32"]
+
+
 class Model(Block):
     """The base model: frozen, at its deployment precision."""
 
@@ -77,6 +80,9 @@ class Model(Block):
     """`WeightOnly` does not round activations. `FP8` (W8A8) and `NVFP4` (W4A4) round the inputs of linear layers whose
     weights are in that format, like an engine that multiplies in it; the gradient passes straight through. On a GPU,
     SGLang is asked for kernels that do the same."""
+    compute_precision: Annotated[ComputePrecision, LAYOUT] = "Auto"
+    """Dtype of activations and products on both sides; norms, softmax, log-probs, loss and optimizer are FP32 in any
+    case. `Auto`: BF16 on a GPU, FP32 on a CPU. A resumed run computes as its first start did."""
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
     """Maximum length of prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
 
