@@ -7,7 +7,7 @@ Does not belong here: a family's module names and the layout of its experts (`fa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -128,7 +128,7 @@ def _read_projection(
     return FrozenExpertLinear(_read_stack(reader, quant, sources[held.start : held.stop]), reads_tokens=reads_tokens)
 
 
-def _read_stack(reader: CheckpointReader, quant: QuantFormat, sources: list[str]) -> ExpertStack:
+def _read_stack(reader: CheckpointReader, quant: QuantFormat, sources: Sequence[str]) -> ExpertStack:
     """Copies one expert at a time into tensors for all, so only one expert is held in addition to the stack."""
     layout = layout_of(quant, sources[0], reader)
     tensors: dict[str, torch.Tensor] = {}
