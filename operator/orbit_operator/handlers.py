@@ -9,7 +9,6 @@ import kopf
 
 from orbit_operator.cache import Key
 from orbit_operator.intake import Intake
-from orbit_operator.kopf_storage import NoDiffBase, NoProgress
 from orbit_operator.namespaces import NamespaceView
 from orbit_operator.read import run_name_of
 from orbit_operator.resync import CHILDREN
@@ -72,3 +71,35 @@ def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.label_selectors[JOB] = CHILDREN
     chosen.watching.label_selectors[POD] = CHILDREN
     return chosen
+
+
+class NoDiffBase(kopf.DiffBaseStorage):
+    """Always returns an empty object, so that nothing ever differs."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+
+class NoProgress(kopf.ProgressStorage):
+    """Stores no handler's progress."""
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+    def purge(self, **_: Any) -> None:
+        return None
+
+    def touch(self, **_: Any) -> None:
+        return None
+
+    def clear(self, *, essence: Any) -> Any:
+        return essence

@@ -17,7 +17,7 @@ from orbit_operator.manifests.cleanup import COMPONENT as CLEANUP
 from orbit_operator.manifests.pod import ENGINE_CONTAINER, RUN_CONTAINER
 from orbit_operator.manifests.source import ATTEMPT, RUN_NAME, RUN_UID
 from orbit_operator.timestamps import read_time
-from orbit_runtime.spec import lifecycle as spec_lifecycle
+from orbit_runtime.spec import run as spec_run
 from orbit_runtime.spec.status import MAX_COUNT
 
 GPU_CONDITIONS = ("GPU", "XID", "NVLink", "NVML", "InfiniBand")
@@ -53,8 +53,8 @@ def run_uid_of(child: Object) -> str:
 def lifecycle_of(spec: Object) -> Lifecycle:
     """The block as the API server has it; a field that its CRD lacks gets its default."""
     raw = spec.get("lifecycle") or {}
-    known = {field.alias or name for name, field in spec_lifecycle.Lifecycle.model_fields.items()}
-    read = spec_lifecycle.Lifecycle.model_validate({name: value for name, value in raw.items() if name in known})
+    known = {field.alias or name for name, field in spec_run.Lifecycle.model_fields.items()}
+    read = spec_run.Lifecycle.model_validate({name: value for name, value in raw.items() if name in known})
     return Lifecycle(
         suspend=read.suspend,
         queue_name=read.queue_name,

@@ -19,7 +19,7 @@ from orbit_runtime.data.rows import PromptSource, needs_arrow
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.spec.data import Prompts
-from orbit_runtime.spec.quantities import read_quantity
+from orbit_runtime.spec.placement import read_quantity
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.inputs import code_digest
 from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool

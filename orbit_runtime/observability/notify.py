@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, GateError, UsageError
 
 if TYPE_CHECKING:
-    from orbit_runtime.spec import observability as given
+    from orbit_runtime.spec import run as given
 
 ATTEMPTS, TIMEOUT_SECONDS, PAUSE_SECONDS = 3, 5.0, 1.0
 GATES = (GateError.exit_code, DivergedError.exit_code)

@@ -25,7 +25,7 @@ from orbit_runtime.errors import CredentialsError, UnsupportedError
 from orbit_runtime.observability.metrics import MetricsRow
 
 if TYPE_CHECKING:
-    from orbit_runtime.spec.observability import TrackerType
+    from orbit_runtime.spec.run import TrackerType
 
 QUEUE_ROWS = 1024
 """Most steps that may wait; a tracker that falls further behind is abandoned."""

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from orbit_runtime.errors import UsageError
 from orbit_runtime.model_info.gpus import CARDS, GPUCard, find_gpu
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.spec.placement import Placement
-from orbit_runtime.spec.quantities import read_quantity
+from orbit_runtime.spec.placement import Placement, read_quantity
 from orbit_runtime.spec.run import RunSpec
 
 

@@ -1,7 +1,7 @@
 """The whole manifest.
 
-Belongs here: `OrbitRun`, its metadata, the blocks `model`, `parity`, `evaluation` and `checkpoint`, and rules between
-blocks. Does not belong here: the fields of larger blocks, or reading a file (`load`).
+Belongs here: `OrbitRun`, its metadata, its small blocks (`model`, `parity`, `evaluation`, `checkpoint`, `lifecycle`,
+`observability`), and rules between blocks. Does not belong here: the fields of larger blocks, reading a file (`load`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from orbit_runtime.spec.block import (
     IDENTITY,
     LAYOUT,
     SHOWN,
+    VARIABLE_PATTERN,
     AsTuple,
     Block,
     Contradiction,
@@ -30,8 +31,6 @@ from orbit_runtime.spec.block import (
 )
 from orbit_runtime.spec.data import Data, Prompts
 from orbit_runtime.spec.environment import Environment
-from orbit_runtime.spec.lifecycle import Lifecycle
-from orbit_runtime.spec.observability import Observability
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.rule import (
@@ -45,6 +44,102 @@ from orbit_runtime.spec.rule import (
 )
 from orbit_runtime.spec.storage import Storage
 from orbit_runtime.spec.training import Training
+
+TrackerType = Literal["TensorBoard", "WandB", "MLflow"]
+Event = Literal["Done", "Stopped", "Failed", "Gate"]
+"""Ways in which a run ends, for notifications."""
+
+
+class Tracker(Block):
+    """A service or a folder that also receives every step's metrics. A tracker that fails never stops a run."""
+
+    type: Annotated[TrackerType, DISPLAY, Field(examples=["TensorBoard"])]
+    """The tracker's package is not installed with Orbit: `pip install 'orbit-rl[trackers]'`. Keys come from variables
+    that the service itself reads, such as `WANDB_API_KEY`; on a cluster from a Secret in `placement.envFromSecrets`."""
+    project: Annotated[str, DISPLAY, Field(min_length=1, max_length=128)] = "orbit"
+    """Project in Weights & Biases, experiment in MLflow; the run in it has the manifest's name."""
+    uri: Annotated[Uri | None, DISPLAY] = None
+    """For TensorBoard a local folder, by default `tensorboard` in the run folder if that is local. For MLflow and
+    Weights & Biases the server's address; if unset, their own variables decide."""
+
+
+class Webhook(Block):
+    """An address that is notified of the end of a run, by an HTTP POST in JSON."""
+
+    url: Annotated[str | None, DISPLAY, Field(max_length=1024, pattern=r"^https?://")] = None
+    """The address; alternatively, set `urlEnv`."""
+    url_env: Annotated[
+        str | None, DISPLAY, Field(max_length=256, pattern=VARIABLE_PATTERN, examples=["SLACK_WEBHOOK"])
+    ] = None
+    """Environment variable that holds the address, if that is a secret. On a cluster it comes from a Secret in
+    `placement.envFromSecrets`."""
+    events: Annotated[tuple[Event, ...], AsTuple, DISPLAY, Field(min_length=1, max_length=4)] = (
+        "Done",
+        "Failed",
+        "Gate",
+    )
+    """`Stopped`: on request, to be continued. `Gate`: a measured limit stopped the run (exit codes 84 and 85)."""
+
+    rules = (
+        Rule(
+            "url",
+            "has(self.url) != has(self.urlEnv)",
+            "a webhook has either an address or a variable that holds it",
+            "write `url` or `urlEnv`, and not both",
+        ),
+    )
+
+
+class Observability(Block):
+    """Metrics and logs."""
+
+    metrics_port: Annotated[int, DISPLAY, Field(ge=-1, le=65535)] = 0
+    """Port of `/metrics`, `/status`, `/healthz` and `/readyz`: 0 takes any free port (on a cluster 9400), -1 opens
+    none."""
+    log_level: Annotated[Literal["Debug", "Info", "Warning", "Error"], DISPLAY] = "Info"
+    """Lowest level that is logged."""
+    log_format: Annotated[Literal["Auto", "Text", "JSON"], DISPLAY] = "Auto"
+    """Format of progress and log: `Auto` is a live display on a terminal, JSON lines in a pod, and lines of text
+    elsewhere."""
+    trackers: Annotated[tuple[Tracker, ...], AsTuple, DISPLAY, Field(max_length=4)] = ()
+    """Services that also receive every step's metrics."""
+    notify: Annotated[tuple[Webhook, ...], AsTuple, DISPLAY, Field(max_length=8)] = ()
+    """Addresses that are notified of the end of the run."""
+
+
+LONGEST_SECONDS = 2**31 - 1
+MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?$"
+
+
+# Only the operator reads this block; `orbit run` accepts it and starts at once, so one file does for both. On a cluster
+# `suspend`, `queueName` (while suspended) and `ttlSecondsAfterFinished` may change after the run was created, and
+# nothing else of its spec.
+class Lifecycle(Block):
+    """The lifecycle of the run on a cluster; has no effect elsewhere."""
+
+    suspend: Annotated[bool, DISPLAY] = False
+    """`true` stops the run at a checkpoint and releases its GPUs; `false` continues it from there."""
+    queue_name: Annotated[LabelValue | None, DISPLAY, Field(min_length=1, examples=["team-a"])] = None
+    """Kueue LocalQueue that decides when the run may start; if unset, no queue."""
+    managed_by: Annotated[
+        str | None,
+        DISPLAY,
+        Field(min_length=3, max_length=63, pattern=MANAGER_PATTERN, examples=["kueue.x-k8s.io/multikueue"]),
+    ] = None
+    """Another controller that runs this object, such as `kueue.x-k8s.io/multikueue`; if unset, Orbit's operator."""
+    ttl_seconds_after_finished: Annotated[int | None, DISPLAY, Field(ge=0, le=LONGEST_SECONDS)] = None
+    """The object is deleted this long after its run ended; the content of `storage.uri` stays. If unset, never."""
+    active_deadline_seconds: Annotated[int | None, DISPLAY, Field(ge=1, le=LONGEST_SECONDS)] = None
+    """Total time that the run's pods may take, not counting waiting and suspension; if unset, no limit."""
+    startup_deadline_seconds: Annotated[int | None, DISPLAY, Field(ge=1, le=LONGEST_SECONDS)] = None
+    """Time from the placement of an attempt's pod to its first step: images, model, warm-up. If unset, no limit."""
+    termination_grace_period_seconds: Annotated[int, DISPLAY, Field(ge=1, le=86_400)] = 300
+    """Time for a last checkpoint before the pod is killed."""
+    max_user_retries: Annotated[int, DISPLAY, Field(ge=0, le=100)] = 0
+    """New attempts after failures that the manifest or the user's code caused."""
+    max_infra_restarts: Annotated[int, DISPLAY, Field(ge=0, le=1000)] = 10
+    """New attempts after failures of node, GPU, network or store."""
+
 
 API_VERSION = "orbitrl.dev/v1alpha1"
 COLLECTING = {"contradictions": "collect"}

@@ -25,7 +25,7 @@ from orbit_runtime.observability.notify import build_body, build_webhooks, notif
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.trackers import QUEUE_ROWS, RequestedTracker, Tracking, check_trackers
 from orbit_runtime.spec import load_manifest
-from orbit_runtime.spec.observability import Webhook as Given
+from orbit_runtime.spec.run import Webhook as Given
 
 QUICKSTART = Path(__file__).parents[2] / "examples/quickstart.yaml"
 SMALL = [

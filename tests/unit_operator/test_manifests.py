@@ -21,8 +21,7 @@ from orbit_operator.manifests.network_policy import build_network_policy
 from orbit_operator.manifests.source import Object, RunSource, labels
 from orbit_operator.settings import Settings
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.spec.placement import Egress, Toleration
-from orbit_runtime.spec.quantities import halve, read_quantity
+from orbit_runtime.spec.placement import Egress, Toleration, halve, read_quantity
 from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE
 from orbit_runtime.workers.servers.process import AGENT_VARIABLE
 

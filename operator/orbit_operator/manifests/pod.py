@@ -14,8 +14,7 @@ from orbit_operator.manifests.mounts import build_mounts
 from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels, ray_address
 from orbit_operator.settings import Settings
 from orbit_runtime.planner.job import split_devices
-from orbit_runtime.spec.placement import Placement, Toleration
-from orbit_runtime.spec.quantities import halve
+from orbit_runtime.spec.placement import Placement, Toleration, halve
 
 RUN_CONTAINER, ENGINE_CONTAINER = "run", "engine"
 GPU = "nvidia.com/gpu"
