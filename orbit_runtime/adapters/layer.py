@@ -27,7 +27,7 @@ from orbit_runtime.seeds import stream_key
 TRAINER_SLOT = "trainer"
 """The slot whose values come from the trainer's masters, with gradient."""
 CRITIC_SLOT = "critic"
-"""The same for the masters of a critic, if there is one."""
+"""The slot whose values come from the masters of a critic, if there is one."""
 
 Slot = LoRASlot | OFTSlot
 Segment = tuple[str | None, int, int]

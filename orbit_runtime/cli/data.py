@@ -60,13 +60,13 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Make a run's prompts from a well-known file. Records digests of both; repeating the command does nothing."""
-    from orbit_runtime.data.preparation import Preparation
+    from orbit_runtime.data.preparation import PreparationSettings
     from orbit_runtime.data.shapes import RequestedShape
 
     named = {"prompt": prompt, "answer": answer, "choices": choices, "tests": tests}
     columns = {name: tuple(given) for name, given in named.items() if given}
     asked = RequestedShape(_shape(shape, columns, tuple(keep or ()), extract, instruction), seed, not keep_order)
-    _run(source, out, Preparation(asked, limit, deduplicate, skip_broken), force=force, as_json=as_json)
+    _run(source, out, PreparationSettings(asked, limit, deduplicate, skip_broken), force=force, as_json=as_json)
 
 
 def _shape(
@@ -93,12 +93,12 @@ def _shape(
 def _run(source: str, out: Path, preparation: object, *, force: bool, as_json: bool) -> None:
     from orbit_runtime.cli.bars import bytes_bar, steps_bar
     from orbit_runtime.cli.output import print_json
-    from orbit_runtime.data.preparation import Preparation, manifest_path, prepare
+    from orbit_runtime.data.preparation import PreparationSettings, manifest_path, prepare
     from orbit_runtime.data.rows import PromptSource
     from orbit_runtime.storage.download import RetryPolicy
     from orbit_runtime.storage.inputs import FetchedInput, fetch_input
 
-    assert isinstance(preparation, Preparation)
+    assert isinstance(preparation, PreparationSettings)
     with bytes_bar("fetching") as show:
         patience = RetryPolicy(tell=lambda each: show(each.done, each.total, each.what))
         fetched = (

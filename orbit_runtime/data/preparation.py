@@ -30,7 +30,7 @@ TOLD = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Preparation:
+class PreparationSettings:
     """Settings for preparing a source."""
 
     asked: RequestedShape
@@ -66,7 +66,7 @@ class PreparedData:
 def prepare(
     source: PromptSource,
     target: Path,
-    preparation: Preparation,
+    preparation: PreparationSettings,
     *,
     revision: str | None = None,
     force: bool = False,
@@ -124,7 +124,11 @@ def manifest_path(target: Path) -> Path:
 
 
 def _write(
-    opened: OpenedSource, source: PromptSource, part: Path, preparation: Preparation, tell: Callable[[int, int], None]
+    opened: OpenedSource,
+    source: PromptSource,
+    part: Path,
+    preparation: PreparationSettings,
+    tell: Callable[[int, int], None],
 ) -> tuple[Counter[str], str]:
     """Returns counts, and the digest of what was written."""
     store, digest, counts = opened.store, hashlib.sha256(), Counter[str](rows=0)

@@ -13,7 +13,7 @@ from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.evaluation.tasks import EvalTask
-from orbit_runtime.loop.measure import EngineEpisode
+from orbit_runtime.loop.measure import CountedTokenSource
 from orbit_runtime.loop.multiplexer import OnePolicy, requesting_one
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.sides.engines import build_torch_engine
@@ -43,13 +43,13 @@ class LocalSubject:
         return {"kind": "local", "weights": self.weights, "adapter": adapter}
 
     @asynccontextmanager
-    async def asking(self) -> AsyncIterator[Callable[[], EngineEpisode]]:
+    async def asking(self) -> AsyncIterator[Callable[[], CountedTokenSource]]:
         slot = f"evaluated-{self.name}" if self.adapter else None
         if self.adapter and slot:
             self.engine.load_adapter(slot, self.adapter)
         try:
             async with requesting_one(self.engine, OnePolicy(slot, self.version)) as asking:
-                yield lambda: EngineEpisode(asking)
+                yield lambda: CountedTokenSource(asking)
         finally:
             if slot:
                 self.engine.unload_adapter(slot)

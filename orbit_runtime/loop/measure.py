@@ -50,7 +50,7 @@ SUMMARY = "summary.json"
 
 
 @dataclass
-class EngineEpisode:
+class CountedTokenSource:
     """Token source of one episode that counts its usage."""
 
     asking: RequestMultiplexer
@@ -81,8 +81,8 @@ class _RunsPolicy:
         return {"kind": "policy", "adapter": self.adapter}
 
     @asynccontextmanager
-    async def asking(self) -> AsyncIterator[Callable[[], EngineEpisode]]:
-        yield lambda: EngineEpisode(self.asks)
+    async def asking(self) -> AsyncIterator[Callable[[], CountedTokenSource]]:
+        yield lambda: CountedTokenSource(self.asks)
 
 
 def open_held_out(

@@ -257,7 +257,7 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="orbit-keeper")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="orbit-writer")
         self._pending: list[Future[None]] = []
         self._has_failed = False
 

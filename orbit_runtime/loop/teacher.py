@@ -19,7 +19,7 @@ from orbit_runtime.data.samples import build_samples
 from orbit_runtime.environments.episodes import Episode, FinishedEpisode
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.collect import build_groups
-from orbit_runtime.loop.measure import EngineEpisode
+from orbit_runtime.loop.measure import CountedTokenSource
 from orbit_runtime.loop.multiplexer import OnePolicy, requesting_one
 from orbit_runtime.sides.teacher import CONTENT, FIELD, teacher_digest
 from orbit_runtime.types import BASE_VERSION, TEACHER_SLOT, AdapterFiles, Engine, Trainer
@@ -169,7 +169,9 @@ def _play_taught(parts: Parts, episodes: Sequence[Episode]) -> list[FinishedEpis
 
 async def _play(parts: Parts, engine: Engine, episodes: Sequence[Episode], policy: OnePolicy) -> list[FinishedEpisode]:
     async with requesting_one(engine, policy) as asking:
-        return list(await asyncio.gather(*(parts.environment.play(each, EngineEpisode(asking)) for each in episodes)))
+        return list(
+            await asyncio.gather(*(parts.environment.play(each, CountedTokenSource(asking)) for each in episodes))
+        )
 
 
 def _enter(parts: Parts, adapter: AdapterFolder) -> str | None:

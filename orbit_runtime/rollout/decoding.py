@@ -46,7 +46,7 @@ class ScoreReadings:
     forced_top: dict[int, list[int]] = field(default_factory=dict)
 
 
-class Decoding:
+class DecodingBatch:
     """One batch and the requests that wait for it. Not thread-safe."""
 
     def __init__(

@@ -27,7 +27,7 @@ from orbit_runtime.adapters.state import applied_digest, load_slot, remove_slot,
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.rollout.decoding import Decoding, ScoreReadings
+from orbit_runtime.rollout.decoding import DecodingBatch, ScoreReadings
 from orbit_runtime.rollout.requests import answer_text, check_held_slot, check_new_slot, check_request
 from orbit_runtime.rollout.rows import ActiveRequest, FinishedRequest
 from orbit_runtime.rollout.streaming import Alternatives, TokenDeltas
@@ -85,8 +85,8 @@ class TorchEngine:
         self._tokenizer = tokenizer
         self._clock = clock
         notes = policy.routing if notes_experts else None
-        self._decoding = Decoding(policy, tokenizer, self._version, max_running_requests, notes=notes)
-        self._scoring = Decoding(policy, tokenizer, self._version, max_running_requests)
+        self._decoding = DecodingBatch(policy, tokenizer, self._version, max_running_requests, notes=notes)
+        self._scoring = DecodingBatch(policy, tokenizer, self._version, max_running_requests)
         self._under_way: set[int] = set()
         self._due: dict[int, float] = {}
         """Deadlines, by request id."""

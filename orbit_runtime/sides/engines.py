@@ -247,7 +247,7 @@ class ServerPlacement:
     first_gpu: int
     """Index of the first server's GPU, counted by the driver in its container."""
     server_gpus: int
-    """GPUs of each server, one after the other; on a CPU its processes."""
+    """Number of GPUs of each server, and so of its tensor-parallel ranks; on a CPU the number of its processes."""
     memory: ServerMemory | None
     """Memory of a server on a GPU; None on a CPU."""
 

@@ -45,7 +45,7 @@ class Inputs:
         return self._fetch(uri, "model", "spec.model.uri").path
 
     def prompts(self, index: int) -> Path | None:
-        """`None` for prompts that ship with Orbit."""
+        """The local path of a source of prompts, fetched; `None` for those that ship with Orbit."""
         uri = self.spec.data.prompts[index].uri
         if uri.startswith("builtin://"):
             return None

@@ -23,14 +23,14 @@ import sys, threading
 from orbit_runtime.workers.child import heartbeat
 heartbeat.STALL_SECONDS, heartbeat.LOOK_SECONDS, heartbeat.WATCHED = 2.0, 0.2, frozenset({"cpu"})
 from orbit_runtime.rollout import decoding
-whole, calls = decoding.Decoding.step, []
+whole, calls = decoding.DecodingBatch.step, []
 def step(self, told=None):
     calls.append(told)
     # Scoring in preflight is not sampling.
     if calls.count(None) == 12:
         threading.Event().wait()
     return whole(self, told)
-decoding.Decoding.step = step
+decoding.DecodingBatch.step = step
 from orbit_runtime.cli.main import main
 main(sys.argv[1:])
 """

@@ -43,7 +43,7 @@ _COLLECTIVE_WORDS = ("gloo", "nccl", "ProcessGroup", "c10d", "Connection closed 
 
 @dataclass(frozen=True, slots=True)
 class RankNote:
-    """The last note of a rank."""
+    """What a rank last reported of its progress."""
 
     stage: str | None = None
     """Such as `train`; the name of the called method unless the rank is more specific."""
