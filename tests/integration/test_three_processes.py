@@ -101,7 +101,7 @@ class Processes:
         deadline = time.monotonic() + seconds
         while (code := self._launcher.ended(self._pids[kind])) is None:
             if time.monotonic() > deadline:
-                self._launcher.tell_stacks(self._pids[kind])
+                self._launcher.dump_stacks_on_signal(self._pids[kind])
                 pytest.fail(f"the {kind} goes on")
             time.sleep(0.02)
         return code
