@@ -145,6 +145,7 @@ def test_the_sets_are_those_of_the_design() -> None:
 
     assert of("layout") == [
         "model.uri",
+        "model.computePrecision",
         "adapter.initFrom",
         "algorithm.teacher.uri",
         "algorithm.teacher.endpoints[].url",
