@@ -71,7 +71,8 @@ def test_an_ending_that_is_final(team: Team, code: int, reason: str, owner: str,
 def test_a_run_that_does_not_fit_its_gpus_gets_no_pod(team: Team) -> None:
     """Kimi-K2.6 on eight H100: the condition has the number. DeepSeek-V4-Flash: no trainer here divides it."""
     model = {"uri": "hf://moonshotai/Kimi-K2.6", "precision": "INT4"}
-    adapter = {"type": "LoRA", "targets": ["q_a_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+    attention = ["q_a_proj", "kv_a_proj_with_mqa", "o_proj"]
+    adapter = {"type": "LoRA", "targets": [*attention, "gate_proj", "up_proj", "down_proj"]}
     model |= {"maxSequenceLength": 16384}
     asked = {"model": model, "adapter": adapter}
     team.start_run("too-big", **asked, placement={"gpus": 8, "gpuProduct": "NVIDIA-H100-80GB-HBM3"})
