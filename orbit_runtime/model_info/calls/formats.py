@@ -10,7 +10,7 @@ from orbit_runtime.model_info.calls.format import CallFormat
 FORMATS = {
     each.name: each for each in (kimi.FORMAT, harmony.FORMAT, dsml.FORMAT, qwen_coder.FORMAT, glm.FORMAT, hermes.FORMAT)
 }
-"""All formats; those with more specific openings come first."""
+"""All formats; those whose `signs` say more come first."""
 
 
 def format_of(template: str) -> CallFormat | None:
