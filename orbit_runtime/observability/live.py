@@ -33,8 +33,7 @@ from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.run_folder import FolderSource, add_rows, rollout_files
 from orbit_runtime.storage import open_store
 from orbit_runtime.storage.store import NotFound
-from orbit_runtime.workers.child.frames import Frames, frame
-from orbit_runtime.workers.child.process import start_module
+from orbit_runtime.workers.child.process import Frames, frame, start_module
 
 ANSWER_SECONDS = 60.0
 IDLE_SECONDS = 600.0

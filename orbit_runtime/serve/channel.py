@@ -20,7 +20,7 @@ from orbit_runtime.rollout.streaming import Alternatives, TokenDeltas
 from orbit_runtime.serve.names import ServedModel
 from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.types import FinishReason, Sampling
-from orbit_runtime.workers.child.frames import Frames, frame
+from orbit_runtime.workers.child.process import Frames, frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,11 @@ def in_use() -> set[str]:
 
 
 @pytest.fixture
-def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], dict[int, str]]]:
+def marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], dict[int, str]]]:
     """Tells the living processes of this test; afterwards there must be none, and no file of theirs.
 
     The temporary folder is the test's own, so that what another run of these tests leaves there is not taken for its.
+    pytest's own comes first, since it lies where temporary files go when the first test asks for it.
     Its name is short: that of a session of Ray is part of a socket's.
     """
     mark = uuid.uuid4().hex

@@ -1,7 +1,7 @@
-"""A child process from both sides: how it is started and ended, its stacks, and what it prints.
+"""A child process from both sides: how it is started and ended, the messages in its pipes, its stacks, what it prints.
 
-Belongs here: what is the same for every kind. Does not belong here: what a child is told (`frames`), or when it counts
-as stopped.
+Belongs here: what is the same for every kind. Does not belong here: what a child is told, or when it counts as
+stopped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.workers.child.run_token import SERVE_VARIABLE, SERVICE_VARIABLE
+
+if TYPE_CHECKING:
+    # A reward worker, which reads by blocking, starts without it.
+    import asyncio
 
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 """The folder that Orbit is imported from."""
@@ -31,6 +35,8 @@ MAX_STACK = 1 << 14
 """Bytes of stacks to keep."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _LOOK_SECONDS = 0.02
+HEADER = 4
+"""Bytes before each message in a pipe."""
 
 # --- from the parent's side ---
 
@@ -171,3 +177,47 @@ def thread_stack(thread: threading.Thread) -> str:
 def write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+# --- messages in a pipe: each is 4 bytes of length, big-endian, then its body ---
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(HEADER, "big") + body
+
+
+def read_frame(read: Callable[[int], bytes]) -> bytes | None:
+    """The next body, or None at the end of the stream. Args: read: blocks until it has so many bytes, or the stream
+    ends."""
+    header = read(HEADER)
+    if len(header) < HEADER:
+        return None
+    size = int.from_bytes(header, "big")
+    body = read(size)
+    return body if len(body) == size else None
+
+
+async def receive_frame(reader: asyncio.StreamReader) -> bytes:
+    """The next body. Raises asyncio.IncompleteReadError at the end of the stream."""
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(HEADER), "big"))
+
+
+class Frames:
+    """Bodies out of bytes that arrive in any pieces."""
+
+    def __init__(self) -> None:
+        self._unread = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that are complete with this piece."""
+        self._unread += data
+        found, start = [], 0
+        while len(self._unread) >= start + HEADER:
+            begin = start + HEADER
+            end = begin + int.from_bytes(self._unread[start:begin], "big")
+            if len(self._unread) < end:
+                break
+            found.append(bytes(self._unread[begin:end]))
+            start = end
+        del self._unread[:start]
+        return found

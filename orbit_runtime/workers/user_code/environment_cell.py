@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.workers.child.frames import frame, receive_frame
-from orbit_runtime.workers.child.process import end_with_parent
+from orbit_runtime.workers.child.process import end_with_parent, frame, receive_frame
 from orbit_runtime.workers.user_code.confine import forbid_processes
 from orbit_runtime.workers.user_code.entrypoints import describe
 from orbit_runtime.workers.user_code.environment_protocol import (

@@ -26,13 +26,14 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from orbit_runtime.errors import ManifestError, OrbitError, RewardsFailingError
-from orbit_runtime.workers.child.frames import frame, receive_frame
 from orbit_runtime.workers.child.process import (
     OutputRelay,
     Stacks,
     describe_exit,
+    frame,
     import_path,
     kill_group,
+    receive_frame,
     start_module,
 )
 from orbit_runtime.workers.user_code.environment_protocol import (

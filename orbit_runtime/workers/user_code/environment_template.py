@@ -29,8 +29,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from orbit_runtime.workers.child.frames import read_frame
-from orbit_runtime.workers.child.process import adopt_orphans, dump_stacks_on_signal, end_with_parent, kill_group
+from orbit_runtime.workers.child.process import (
+    adopt_orphans,
+    dump_stacks_on_signal,
+    end_with_parent,
+    kill_group,
+    read_frame,
+)
 from orbit_runtime.workers.user_code.confine import confine_user_code
 from orbit_runtime.workers.user_code.entrypoints import TargetError, describe, load_object
 from orbit_runtime.workers.user_code.environment_cell import LoadedEnvironment, serve

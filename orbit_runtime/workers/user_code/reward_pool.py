@@ -26,11 +26,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from orbit_runtime.errors import InternalError, ManifestError, OrbitError, RewardsFailingError
-from orbit_runtime.workers.child.frames import frame
 from orbit_runtime.workers.child.process import (
     OutputRelay,
     Stacks,
     describe_exit,
+    frame,
     import_path,
     kill_group,
     start_module,

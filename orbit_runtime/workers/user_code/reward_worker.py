@@ -16,8 +16,7 @@ import os
 import sys
 from typing import Any
 
-from orbit_runtime.workers.child.frames import read_frame
-from orbit_runtime.workers.child.process import dump_stacks_on_signal, end_with_parent, write_all
+from orbit_runtime.workers.child.process import dump_stacks_on_signal, end_with_parent, read_frame, write_all
 from orbit_runtime.workers.user_code.confine import confine_user_code
 from orbit_runtime.workers.user_code.entrypoints import TargetError
 from orbit_runtime.workers.user_code.reward_protocol import call_reward, load_target

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from orbit_runtime.workers.child.frames import Frames, frame, read_frame
+from orbit_runtime.workers.child.process import Frames, frame, read_frame
 
 BODIES = [b"a", b"", b"x" * 300]
 STREAM = b"".join(map(frame, BODIES))
