@@ -75,12 +75,12 @@ def trainer_parts(micro_batch: int = 4096, answer: int = 64) -> tuple[Path, Any,
     from orbit_runtime.adapters.config import AdapterConfig
     from orbit_runtime.algorithms.constants import PolicyLossSettings
     from orbit_runtime.model_info.builtin_models import builtin_folder
+    from orbit_runtime.spec.training import Training
     from orbit_runtime.training.settings import TrainerSettings
     from orbit_runtime.types import Sampling
 
     settings = TrainerSettings(
-        peak_learning_rate=1e-4, schedule="Constant", warmup_steps=0, decay_steps=1000, weight_decay=0.0,
-        max_grad_norm=1.0, micro_batch_tokens=micro_batch, mini_batch_prompts=None, update_epochs=1,
+        Training(steps=1000, learning_rate=1e-4, micro_batch_tokens=micro_batch), decay_steps=1000,
         loss=PolicyLossSettings(), reduction="Token", constant_length=answer, correction=None,
         sampling=Sampling(max_new_tokens=answer), base_model="base", seed=0, router_replay="None",
     )  # fmt: skip

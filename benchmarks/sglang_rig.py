@@ -27,6 +27,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.transport import AdapterTransfer, FolderMailbox, Transport
+from orbit_runtime.spec.training import Training
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.types import AdapterFiles, Sampling
@@ -38,15 +39,8 @@ ADAPTERS = {
 }
 RUNNING = 64
 SETTINGS = TrainerSettings(
-    peak_learning_rate=1e-3,
-    schedule="Constant",
-    warmup_steps=0,
+    Training(steps=1, learning_rate=1e-3, micro_batch_tokens=4096),
     decay_steps=1,
-    weight_decay=0.0,
-    max_grad_norm=1.0,
-    micro_batch_tokens=4096,
-    mini_batch_prompts=None,
-    update_epochs=1,
     loss=PolicyLossSettings(),
     reduction="Token",
     constant_length=4,

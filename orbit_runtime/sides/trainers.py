@@ -153,7 +153,7 @@ def _build_ranks(
         order.folder,
         adapter_config(spec),
         sizes,
-        replace(_trainer_settings(resolved, order.model), micro_batch_tokens=division.micro_batch_tokens),
+        _trainer_settings(resolved, order.model, micro_batch_tokens=division.micro_batch_tokens),
         policy=_policy_settings(resolved),
         recompute=division.recompute,
         loss=loss,
@@ -376,22 +376,15 @@ def _own(settings: AlgorithmSpec, field: str, search_path: Callable[[], Sequence
     return load_own(settings, field, search_path()) if field in own_targets(settings) else None
 
 
-def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
+def _trainer_settings(resolved: Resolved, base_model: str, **divided: int) -> TrainerSettings:
     from orbit_runtime.training.settings import TrainerSettings
 
     spec = resolved.run.spec
-    training, algorithm, sampling = spec.training, spec.algorithm, spec.rollout.sampling
+    algorithm, sampling = spec.algorithm, spec.rollout.sampling
     is_sampled = algorithm.type != "SFT"
     return TrainerSettings(
-        peak_learning_rate=training.learning_rate,
-        schedule=training.schedule.type,
-        warmup_steps=training.schedule.warmup_steps,
-        decay_steps=resolved.decay_steps or training.steps,
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
-        micro_batch_tokens=training.micro_batch_tokens,
-        mini_batch_prompts=training.mini_batch_prompts,
-        update_epochs=training.update_epochs,
+        training=spec.training.model_copy(update=divided),
+        decay_steps=resolved.decay_steps or spec.training.steps,
         loss=loss_settings(algorithm),
         reduction=algorithm.objective.reduction,
         constant_length=sampling.max_new_tokens,

@@ -20,14 +20,14 @@ class Critic:
 
     def __init__(self, passes: ValuePasses, settings: TrainerSettings, critic: CriticSettings) -> None:
         self._passes = passes
-        self._max_grad_norm = settings.max_grad_norm
+        self._max_grad_norm = settings.training.max_grad_norm
         self.settings = critic
         self.parameters, self.owned, self.values = passes.parameters, passes.owned, passes.values
         self.optimizer = torch.optim.AdamW(
             # A rank may own nothing: a group of parameters may be empty, a list of them may not.
             [{"params": list(self.owned.values())}],
             lr=critic.peak_learning_rate,
-            weight_decay=settings.weight_decay,
+            weight_decay=settings.training.weight_decay,
             fused=True,
         )
         self.updates = 0

@@ -10,9 +10,9 @@ from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
 from orbit_runtime.policy.distance import Measure
 from orbit_runtime.spec.objectives import Reduction
 from orbit_runtime.spec.teacher import TeacherType
+from orbit_runtime.spec.training import Schedule, Training
 from orbit_runtime.types import Sampling
 
-Schedule = Literal["Constant", "Linear", "Cosine"]
 RouterReplay = Literal["None", "Record", "Replay"]
 
 
@@ -44,15 +44,9 @@ class TeacherSettings:
 class TrainerSettings:
     """Everything the arithmetic of a step depends on, in the units of the manifest."""
 
-    peak_learning_rate: float
-    schedule: Schedule
-    warmup_steps: int
+    training: Training
     decay_steps: int
-    weight_decay: float
-    max_grad_norm: float
-    micro_batch_tokens: int
-    mini_batch_prompts: int | None
-    update_epochs: int
+    """The step at which the schedule ends: the one that the first start decided."""
     loss: PolicyLossSettings
     reduction: Reduction
     constant_length: int
@@ -72,17 +66,18 @@ class TrainerSettings:
     teacher: TeacherSettings | None = None
 
 
-def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, decay_steps: int) -> float:
+def learning_rate(step: int, schedule: Schedule, *, peak: float, decay_steps: int) -> float:
     """Rate of step number `step`, counted from 0; all optimizer updates of a step share it.
 
     Warm-up rises linearly and reaches `peak` at step `warmup_steps`. `Linear` then falls to 0 at `decay_steps`,
     `Cosine` as `peak * (1 + cos(pi * progress)) / 2` (Loshchilov and Hutter, arXiv:1608.03983, eq. 5 with one period).
     """
+    warmup_steps = schedule.warmup_steps
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
-    if schedule == "Constant":
+    if schedule.type == "Constant":
         return peak
     progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
-    if schedule == "Linear":
+    if schedule.type == "Linear":
         return peak * (1.0 - progress)
     return peak * 0.5 * (1.0 + math.cos(math.pi * progress))

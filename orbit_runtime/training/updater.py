@@ -151,8 +151,8 @@ class Updater:
         self.optimizer = torch.optim.AdamW(
             # A rank may own nothing: a group of parameters may be empty, a list of them may not.
             [{"params": list(passes.owned.values())}],
-            lr=settings.peak_learning_rate,
-            weight_decay=settings.weight_decay,
+            lr=settings.training.learning_rate,
+            weight_decay=settings.training.weight_decay,
             fused=True,
         )
         self.updates = 0
@@ -184,9 +184,9 @@ class Updater:
             return UpdateResult({}, 0, 0)
         mini_batches = [
             self._micro_batches(samples_D, indexes)
-            for indexes in split_mini_batches(samples_D, settings.mini_batch_prompts)
+            for indexes in split_mini_batches(samples_D, settings.training.mini_batch_prompts)
         ]
-        updates = len(mini_batches) * settings.update_epochs
+        updates = len(mini_batches) * settings.training.update_epochs
         # With a single update, the old policy is the current one, and its log-probs need no extra pass.
         old_needed = settings.correction is not None and updates > 1
         old = [
@@ -199,7 +199,7 @@ class Updater:
         norms = value_losses = 0.0
         # A policy that waits for its critic to warm up is measured as usual, but not changed.
         is_held = self.critic is not None and self.steps < self.critic.settings.warmup_steps
-        for epoch in range(settings.update_epochs):
+        for epoch in range(settings.training.update_epochs):
             for number, micro in enumerate(mini_batches):
                 first = epoch == 0 and number == 0
                 loss_of = MiniBatchLoss(self._loss, settings, old[number], totals, parity if first else None)
@@ -266,7 +266,7 @@ class Updater:
         value = float(norm)
         if not math.isfinite(value):
             self._discard(f"the gradient norm is {value}")
-        torch.nn.utils.clip_grads_with_norm_(self._passes.owned.values(), settings.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(self._passes.owned.values(), settings.training.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self.let_be_read()
@@ -301,9 +301,8 @@ class Updater:
         settings = self._settings
         return learning_rate(
             self.steps,
-            peak=settings.peak_learning_rate if peak is None else peak,
-            schedule=settings.schedule,
-            warmup_steps=settings.warmup_steps,
+            settings.training.schedule,
+            peak=settings.training.learning_rate if peak is None else peak,
             decay_steps=settings.decay_steps,
         )
 
@@ -324,7 +323,7 @@ class Updater:
         lengths = [count_trained(samples_D[index].loss_mask_T) for index in indexes]
         weights = token_weights(lengths, settings.reduction, settings.constant_length)
         weight_of = dict(zip(indexes, weights, strict=True))
-        parts = pack_micro_batches(samples_D, settings.micro_batch_tokens, indexes)
+        parts = pack_micro_batches(samples_D, settings.training.micro_batch_tokens, indexes)
         return [
             self._micro_batch(samples_D, parts[number], weight_of, number=number, counts=counts)
             for number, counts in deal(len(parts), self._passes.replica)
@@ -403,7 +402,7 @@ class Updater:
         """See `Trainer.column`: values of the samples that this replica computes, by their index."""
         read = self._reader(name)
         columns: dict[int, array[float]] = {}
-        parts = pack_micro_batches(samples_D, self._settings.micro_batch_tokens)
+        parts = pack_micro_batches(samples_D, self._settings.training.micro_batch_tokens)
         for number, counts in deal(len(parts), self._passes.replica):
             part = parts[number]
             micro = self._micro_batch(samples_D, part, dict.fromkeys(part, 0.0), number=number, counts=counts)

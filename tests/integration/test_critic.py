@@ -17,7 +17,7 @@ from orbit_runtime.training.critic import explained_variance
 from orbit_runtime.training.settings import CriticSettings
 from orbit_runtime.types import Sample
 from tests.fakes.held_state import hold_state
-from tests.integration.test_torch_trainer import ADAPTERS, SETTINGS, samples_of
+from tests.integration.test_torch_trainer import ADAPTERS, SETTINGS, changed, samples_of
 from tests.integration.tiny_models import make_checkpoint
 
 CRITIC = CriticSettings(peak_learning_rate=1e-2, value_clip=10.0, warmup_steps=0)
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path, adapter: str = "LoRA", critic: CriticSettings | None = CRITIC) -> TorchTrainer:
-    return TorchTrainer(load_policy(folder, ADAPTERS[adapter]), replace(SETTINGS, critic=critic, micro_batch_tokens=40))
+    return TorchTrainer(load_policy(folder, ADAPTERS[adapter]), changed(SETTINGS, critic=critic, micro_batch_tokens=40))
 
 
 def valued(trainer: TorchTrainer, samples: list[Sample]) -> list[Sample]:

@@ -30,7 +30,7 @@ from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.settings import TeacherSettings
 from orbit_runtime.types import TEACHER_SLOT, AdapterFiles, Sample
 from tests.fakes.held_state import hold_state
-from tests.integration.test_torch_trainer import ADAPTERS, SETTINGS, samples_of, with_advantage
+from tests.integration.test_torch_trainer import ADAPTERS, SETTINGS, changed, samples_of, with_advantage
 from tests.integration.tiny_models import make_checkpoint
 
 BETAS = [0.0, 0.3, 0.5, 1.0]
@@ -243,7 +243,7 @@ def test_it_is_added_to_any_loss_and_stands_alone() -> None:
 
 def build(folder: Path, teacher: TeacherSettings | None, adapter: str = "LoRA", **changes: Any) -> TorchTrainer:
     loss = PolicyLossSettings(teacher_coefficient=1.0 if teacher else 0.0)
-    settings = replace(SETTINGS, teacher=teacher, loss=loss, micro_batch_tokens=40, **changes)
+    settings = changed(SETTINGS, teacher=teacher, loss=loss, micro_batch_tokens=40, **changes)
     return TorchTrainer(load_policy(folder, ADAPTERS[adapter]), settings)
 
 
@@ -258,7 +258,7 @@ def taught_by(folder: Path, files: dict[str, Any], adapter: str = "LoRA", **chan
     policy = load_policy(folder, ADAPTERS[adapter])
     load_foreign(policy.injected.layers, TEACHER_SLOT, json.loads(bytes(files["adapter_config.json"])), files, "there")
     loss = PolicyLossSettings(teacher_coefficient=1.0)
-    settings = replace(SETTINGS, teacher=TeacherSettings("Adapter", FULL), loss=loss, micro_batch_tokens=40, **changes)
+    settings = changed(SETTINGS, teacher=TeacherSettings("Adapter", FULL), loss=loss, micro_batch_tokens=40, **changes)
     return TorchTrainer(policy, settings)
 
 
@@ -361,7 +361,7 @@ def test_cutting_into_micro_batches_changes_no_gradient(folder: Path) -> None:
     digests = []
     for tokens in (1, 4096):
         student = taught_by(folder, files)
-        student._updater._settings = replace(student._settings, micro_batch_tokens=tokens)
+        student._updater._settings = changed(student._settings, micro_batch_tokens=tokens)
         student.update(samples_of(1))
         digests.append({name: each.detach().clone() for name, each in student._masters.parameters.items()})
     for name, value in digests[0].items():

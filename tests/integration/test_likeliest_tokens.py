@@ -22,7 +22,7 @@ from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.settings import TeacherSettings
 from orbit_runtime.types import FLOATS, TEACHER_SLOT, TOKENS, Sample
 from tests.integration.test_distillation import BETAS, naive_divergence, taught_by, trained_files
-from tests.integration.test_torch_trainer import ADAPTERS, SETTINGS, gradients, samples_of
+from tests.integration.test_torch_trainer import ADAPTERS, SETTINGS, changed, gradients, samples_of
 from tests.integration.tiny_models import load_reference, make_checkpoint
 
 K = 8
@@ -70,7 +70,7 @@ def naive(student_V: Tensor, teacher_V: Tensor, beta: float) -> Tensor:
 
 
 def build(folder: Path, beta: float, **changes: object) -> TorchTrainer:
-    settings = replace(
+    settings = changed(
         SETTINGS,
         teacher=TeacherSettings("Served", Measure(beta, K)),
         loss=PolicyLossSettings(teacher_coefficient=1.0, teacher_beta=beta),
@@ -150,7 +150,7 @@ def test_how_micro_batches_are_cut_changes_no_gradient_and_the_student_comes_nea
             mask[len(mask) - len(told) + 1] = 0
         gapped += with_top([replace(sample, loss_mask_T=mask)], [told[torch.from_numpy(kept)]])
     whole, single = build(folder, 1.0), build(folder, 1.0)
-    single._updater._settings = replace(single._settings, micro_batch_tokens=1)
+    single._updater._settings = changed(single._settings, micro_batch_tokens=1)
     one, two = gradients(whole, gapped), gradients(single, gapped)
     largest = max(float(each.abs().max()) for each in one.values())
     for name, value in one.items():

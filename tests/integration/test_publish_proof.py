@@ -25,20 +25,14 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import load_policy
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.spec.training import Training
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.types import AdapterManifest, AdapterSink, Sampling, Scored
 from tests.integration.tiny_models import TARGETS
 
 SETTINGS = TrainerSettings(
-    1e-3,
-    "Constant",
-    0,
-    1,
-    0.0,
-    1.0,
-    4096,
-    None,
+    Training(steps=1, learning_rate=1e-3, micro_batch_tokens=4096),
     1,
     PolicyLossSettings(),
     "Token",

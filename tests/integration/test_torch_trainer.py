@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Buffer, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -19,6 +20,7 @@ from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
 from orbit_runtime.data.samples import spread, with_column
 from orbit_runtime.errors import DivergedError, ModelError
 from orbit_runtime.policy import load_policy
+from orbit_runtime.spec.training import Schedule, Training
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.training.megatron.rank_parameters import RankParameters
 from orbit_runtime.training.settings import learning_rate
@@ -28,15 +30,8 @@ from tests.fakes.held_state import HeldState, hold_state
 from tests.integration.tiny_models import TARGETS, make_checkpoint
 
 SETTINGS = TrainerSettings(
-    peak_learning_rate=1e-2,
-    schedule="Constant",
-    warmup_steps=0,
+    Training(steps=10, learning_rate=1e-2, weight_decay=0.01, micro_batch_tokens=4096),
     decay_steps=10,
-    weight_decay=0.01,
-    max_grad_norm=1.0,
-    micro_batch_tokens=4096,
-    mini_batch_prompts=None,
-    update_epochs=1,
     loss=PolicyLossSettings(),
     reduction="Token",
     constant_length=16,
@@ -59,8 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-def build(folder: Path, adapter: str = "LoRA", **changes: object) -> TorchTrainer:
-    return TorchTrainer(load_policy(folder, (ADAPTERS | VARIANTS)[adapter]), replace(SETTINGS, **changes))  # type: ignore[arg-type]
+def changed(settings: TrainerSettings, **changes: Any) -> TrainerSettings:
+    """The settings with these values; those of `training` are given by their own names."""
+    training = {name: changes.pop(name) for name in Training.model_fields if name in changes}
+    return replace(settings, training=settings.training.model_copy(update=training), **changes)
+
+
+def build(folder: Path, adapter: str = "LoRA", **changes: Any) -> TorchTrainer:
+    return TorchTrainer(load_policy(folder, (ADAPTERS | VARIANTS)[adapter]), changed(SETTINGS, **changes))
 
 
 def samples_of(seed: int, groups: int = 3, size: int = 4) -> list[Sample]:
@@ -141,7 +142,7 @@ def test_however_any_batch_is_packed_its_loss_and_gradient_are_the_same(
 
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS | VARIANTS))
 def test_state_restored_into_a_new_trainer_continues_bit_for_bit(folder: Path, adapter: str) -> None:
-    changes = {"mini_batch_prompts": 1, "update_epochs": 2, "schedule": "Cosine", "warmup_steps": 1}
+    changes = {"mini_batch_prompts": 1, "update_epochs": 2, "schedule": Schedule(type="Cosine", warmup_steps=1)}
     straight = build(folder, adapter, **changes)
     for seed in range(4):
         straight.update(samples_of(seed))
@@ -292,7 +293,7 @@ def test_truncated_importance_weights_scale_the_gradient_by_the_cap(folder: Path
 def test_the_schedule_warms_up_and_decays() -> None:
     def rates(schedule: str, steps: range) -> list[float]:
         return [
-            learning_rate(step, peak=1.0, schedule=schedule, warmup_steps=2, decay_steps=6)  # type: ignore[arg-type]
+            learning_rate(step, Schedule(type=schedule, warmup_steps=2), peak=1.0, decay_steps=6)  # type: ignore[arg-type]
             for step in steps
         ]
 

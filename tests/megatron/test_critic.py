@@ -21,7 +21,7 @@ from orbit_runtime.training.settings import CriticSettings, TrainerSettings
 from orbit_runtime.training.state import CRITIC_PART, PART
 from orbit_runtime.types import Sample
 from tests.fakes.held_state import hold_state
-from tests.integration.test_torch_trainer import samples_of
+from tests.integration.test_torch_trainer import changed, samples_of
 from tests.megatron.cases import folder_of
 from tests.megatron.ranks import Failed, World, world
 from tests.megatron.test_trainer import TRAINING, apart, with_experts
@@ -109,7 +109,7 @@ def test_ranks_value_and_learn_values_as_one_process_does(ranks: tuple[World, Ca
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_with_the_critic_of_one_process_also_in_a_warm_up_and_with_given_experts(root: Path) -> None:
     """From the torch trainer to stages, several passes of which are under way, of replicas that divide experts."""
-    settings = replace(
+    settings = changed(
         TRAINING,
         critic=replace(CRITIC, warmup_steps=2),
         micro_batch_tokens=12,

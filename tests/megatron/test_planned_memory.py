@@ -9,7 +9,7 @@ fullest rank counts: it is the one that runs out of memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -27,7 +27,7 @@ from orbit_runtime.spec import OrbitRun
 from orbit_runtime.training.megatron.groups import Groups, GroupSizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.types import Sample
-from tests.integration.test_torch_trainer import SETTINGS
+from tests.integration.test_torch_trainer import SETTINGS, changed
 from tests.megatron.ranks import World, world
 from tests.megatron.trainers import WorldRanks, rank_here
 from tests.models.test_planned_memory import angles, living_tensors, storage_bytes
@@ -244,5 +244,5 @@ def measure_held(groups: Groups, recompute: Recompute) -> int:
 
 
 def start(ranks: World, case: Case, dtype: torch.dtype) -> None:
-    folder, training = builtin_folder(case.model, case.precision), replace(SETTINGS, micro_batch_tokens=256)
+    folder, training = builtin_folder(case.model, case.precision), changed(SETTINGS, micro_batch_tokens=256)
     WorldRanks(ranks, RankSettings(folder, case.config, ranks.sizes, training, policy={"compute_dtype": dtype}))

@@ -33,7 +33,14 @@ from orbit_runtime.training.settings import TeacherSettings
 from orbit_runtime.training.state import PART
 from orbit_runtime.types import FLOATS, TOKENS, Sample
 from tests.fakes.held_state import hold_state
-from tests.integration.test_torch_trainer import SETTINGS, num_parameters, samples_of, with_advantage, with_reference
+from tests.integration.test_torch_trainer import (
+    SETTINGS,
+    changed,
+    num_parameters,
+    samples_of,
+    with_advantage,
+    with_reference,
+)
 from tests.megatron.cases import folder_of
 from tests.megatron.ranks import Failed, World, world
 from tests.megatron.trainers import WorldRanks, spoil
@@ -48,15 +55,15 @@ DIVISIONS = {
     "CP2": GroupSizes(2, context=2),
 }
 CASES = (Case("qwen3_moe", "INT4", "LoRA", "PerExpert"), Case("qwen3_moe", "BF16", "OFT", "SharedOuter"))
-TRAINING = replace(
+TRAINING = changed(
     SETTINGS,
     micro_batch_tokens=25,
     correction=Correction("TokenTruncated", 2.0),
-    peak_learning_rate=1e-3,
+    learning_rate=1e-3,
 )
 """Three prompts in one update, of an odd number of micro-batches. Behind a second one of the same step nothing can be
 compared to rounding: a master that rounding moved across a boundary of BF16 is published as another value."""
-TRAINING_SFT = replace(TRAINING, correction=None, loss=loss_settings(Algorithm(type="SFT")), weight_decay=0.0)
+TRAINING_SFT = changed(TRAINING, correction=None, loss=loss_settings(Algorithm(type="SFT")), weight_decay=0.0)
 
 
 @pytest.fixture(scope="module", params=sorted(DIVISIONS))
@@ -152,7 +159,7 @@ def test_ranks_learn_from_a_served_teachers_likeliest_tokens_as_one_process_does
 
 @pytest.mark.timeout(900)
 def test_ranks_make_several_updates_of_a_step_as_one_process_does(ranks: World, root: Path) -> None:
-    case, settings = CASES[0], replace(TRAINING, mini_batch_prompts=2)
+    case, settings = CASES[0], changed(TRAINING, mini_batch_prompts=2)
     one = TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), settings)
     many = MegatronTrainer(
         WorldRanks(ranks, RankSettings(folder_of(root, case), adapter_of(case), ranks.sizes, settings)), "base"
@@ -233,7 +240,7 @@ def test_ranks_leave_out_what_one_process_leaves_out(ranks: World, root: Path) -
 def test_a_layer_runs_again_in_the_pass_it_belongs_to(recompute: Recompute, root: Path) -> None:
     """Stages have several passes under way, of different lengths, and replicas whose tokens meet in the experts."""
     case, sizes = CASES[0], GroupSizes(4, pipeline=2, expert=2)
-    settings = replace(TRAINING, micro_batch_tokens=12)
+    settings = changed(TRAINING, micro_batch_tokens=12)
     one = TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), settings)
     with world(sizes) as made:
         given = RankSettings(folder_of(root, case), adapter_of(case), sizes, settings, recompute=recompute)

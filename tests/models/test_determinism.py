@@ -24,7 +24,7 @@ from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.types import Request, Sampling
-from tests.integration.test_torch_trainer import SETTINGS, samples_of, with_reference
+from tests.integration.test_torch_trainer import SETTINGS, changed, samples_of, with_reference
 from tests.integration.tiny_families import make_family
 from tests.models.determinism import RepeatedSums
 from tests.models.family_matrix import Case, adapter_of, tokens_of
@@ -43,7 +43,7 @@ CASES = [
     Case("deepseek_v4", "MXFP4V4", "LoRA", "SharedOuter"),
 ]
 # Everything that adds a pass of its own: reference and old log-probs, several updates, both epochs.
-UPDATES = replace(
+UPDATES = changed(
     SETTINGS, mini_batch_prompts=2, update_epochs=2, correction=Correction("TokenTruncated", 2.0),
     sampling=replace(SETTINGS.sampling, temperature=0.8, top_p=0.9),
     loss=PolicyLossSettings(kl_coefficient=0.1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -35,7 +35,7 @@ from orbit_runtime.rollout.requests import sample
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.types import Request, Sample, Sampling
-from tests.integration.test_torch_trainer import SETTINGS, num_parameters
+from tests.integration.test_torch_trainer import SETTINGS, changed, num_parameters
 from tests.integration.tiny_models import TARGETS, make_checkpoint
 
 PROMPT, NEW, RUNNING = 12, 20, 8
@@ -93,7 +93,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         facts,
         made,
         policy,
-        TorchTrainer(policy, replace(SETTINGS, micro_batch_tokens=256)),
+        TorchTrainer(policy, changed(SETTINGS, micro_batch_tokens=256)),
         ChatTokenizer(folder),
     )
 

@@ -30,7 +30,7 @@ from orbit_runtime.rollout.requests import sample
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.types import Request, Sample, Sampling
 from tests.integration.engine_inputs import by_id, random_adapter
-from tests.integration.test_torch_trainer import SETTINGS
+from tests.integration.test_torch_trainer import SETTINGS, changed
 from tests.integration.tiny_families import make_family
 from tests.integration.tiny_models import load_reference, reference_logprobs
 from tests.models.family_matrix import tokens_of
@@ -231,7 +231,7 @@ def test_an_engine_that_is_not_asked_tells_none(made: tuple[Policy, Path, Path])
 
 
 def settings(replay: str) -> TrainerSettings:
-    return replace(SETTINGS, router_replay=replay, micro_batch_tokens=25)  # type: ignore[arg-type]
+    return changed(SETTINGS, router_replay=replay, micro_batch_tokens=25)  # type: ignore[arg-type]
 
 
 def samples(policy: Policy, choose: Callable[[list[int]], np.ndarray] | None) -> list[Sample]:
