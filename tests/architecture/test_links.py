@@ -68,6 +68,10 @@ def test_every_page_has_one_place_on_the_site() -> None:
 
 def test_a_moved_page_keeps_its_links_and_loses_those_to_code() -> None:
     places = {"docs/guides/a.md": "guides/a.md", "CHANGELOG.md": "changelog.md", "docs/README.md": "index.md"}
-    text = "[log](../../CHANGELOG.md#x) [`run`](../../run.py) [host](https://example.com)\n```mermaid\n[n](m)\n```"
-    expected = "[log](../changelog.md#x) `run` [host](https://example.com)\n```text\n[n](m)\n```"
+    diagram = "[n](m)\n```"
+    text = (
+        "[log](../../CHANGELOG.md#x) [`run`](../../run.py) [host](https://a.com) ![p](../pictures/p.png)\n```mermaid\n"
+        + diagram
+    )
+    expected = "[log](../changelog.md#x) `run` [host](https://a.com) ![p](../pictures/p.png)\n```text\n" + diagram
     assert moved(text, "docs/guides/a.md", places) == expected

@@ -36,7 +36,7 @@ def find_faults(site: Path) -> list[str]:
     for path, page in pages.items():
         name = path.relative_to(site.resolve())
         faults += [f"{name}: loads {each}" for each in page.loaded if re.match(r"(https?:)?//", each)]
-        for link in page.links:
+        for link in [*page.links, *page.loaded]:
             fault = _fault(path, link, pages)
             if fault and path.name != "404.html":
                 faults.append(f"{name}: {link}: {fault}")

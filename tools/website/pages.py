@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,7 +24,7 @@ OUTSIDE = {
 """Pages that are not in `docs`, and where the site has them."""
 FOLDERS = {"docs/decisions": "decisions/index.md", "docs/guides": "index.md"}
 """Folders that pages link to."""
-_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -46,6 +47,7 @@ def write_pages(target: Path, root: Path = ROOT) -> None:
         if source.endswith(".ipynb"):
             text = notebook_text(text, source)
         _write(target / place, moved(text, source, places, root))
+    shutil.copytree(root / "docs/pictures", target / "pictures")
     _write(target / "decisions/index.md", _decisions(root))
     _write(target / "python/names.md", _names())
 
@@ -61,6 +63,8 @@ def moved(text: str, source: str, places: Mapping[str, str], root: Path = ROOT) 
         path, hash_, anchor = target.partition("#")
         repository = os.path.normpath(os.path.join(os.path.dirname(source), path))
         place = places.get(repository) or FOLDERS.get(repository)
+        if repository.endswith(".png"):
+            place = repository.removeprefix("docs/")
         if place is None:
             return words if "`" in words else f"{words} (`{repository}`)"
         relative = os.path.relpath(place, os.path.dirname(here) or ".")
