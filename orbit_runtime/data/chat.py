@@ -6,9 +6,13 @@ from them. Does not belong here: which prompts there are.
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -16,10 +20,12 @@ from typing import Any
 
 from orbit_runtime.data.tiktoken_model import VOCABULARY, is_tiktoken, load_tiktoken
 from orbit_runtime.data.typescript import NotWritable, sorted_keys, write_tools
-from orbit_runtime.errors import ManifestError, ModelError
+from orbit_runtime.errors import DataError, ManifestError, ModelError, OrbitError
+from orbit_runtime.model_info.builtin_models import ROOT as BUILTIN
 from orbit_runtime.model_info.calls.formats import format_of
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.model_info.settings import check_folder, load_settings, own_template
+from orbit_runtime.spec.data import Chat
 
 Messages = Sequence[Mapping[str, Any]]
 """Chat messages: `role`, `content`, and other fields that the template reads, such as `tool_calls`."""
@@ -31,40 +37,93 @@ TOOLS_AS_TEXT = "tools_ts_str"
 PROBE = "orbit_probe"
 CALL_FORMS: tuple[tuple[str | None, Any], ...] = (("", {}), (None, {}), ("", "{}"), (None, "{}"))
 """Forms in which templates take the content beside a call and the call's arguments, the usual one first."""
+ARGUMENTS = "spec.data.chat.templateArguments"
+ROLES_FIX = "use a template that writes it, or roles that this one knows"
+TOOLS_FIX = (
+    "put a template that writes them into the model's folder as chat_template.jinja, or describe the tools in a "
+    "message, in an environment of your own"
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", VOCABULARY, "vocab.json", "tokenizer_config.json")
+
+
+class NoEmbedding(ModelError):
+    """A text holds a token for which the model has no embedding. `token`: the token's text."""
+
+    def __init__(self, token: str, number: int, rows: int, folder: Path) -> None:
+        self.token = token
+        super().__init__(
+            f"the token {token!r} has the number {number}, and the model's embedding has {rows} rows",
+            where=str(folder),
+            fix="use the tokenizer that the model was trained with, or a model that was resized to this one",
+        )
+
+
+def blamed(error: ModelError, messages: Messages, place: str) -> OrbitError:
+    """An error about one row of the data, with its place: a `DataError` where the row itself holds the token that the
+    model lacks."""
+    token = error.token if isinstance(error, NoEmbedding) else None
+    if token is not None and token in json.dumps([*map(dict, messages)], ensure_ascii=False, default=str):
+        return DataError(error.message, where=place, fix="leave the token out, or use a model that has it")
+    error.message = f"{error.message} ({place})"
+    return error
 
 
 class ChatTokenizer:
     """A model's own tokenizer and chat template.
 
     Args:
-        template_arguments: arguments of the template besides the messages, such as `enable_thinking`.
+        chat: arguments of the template besides the messages, such as `enable_thinking`; special tokens to keep.
+        started: seconds since 1970 that the template takes for now, in UTC; None for the clock of this machine.
 
     Raises:
-        ManifestError: one of `template_arguments` is an argument that is always set.
-        ModelError: the folder holds no tokenizer, no chat template, or names no end-of-sequence token.
+        ManifestError: a template's argument is one that is always set.
+        ModelError: the folder holds no tokenizer, no chat template, or names no end-of-sequence token; a token or an
+            argument is unknown to it.
     """
 
-    def __init__(self, folder: str | Path, template_arguments: Mapping[str, Any] | None = None) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str | Path, chat: Chat | None = None, *, started: float | None = None) -> None:
+        self._folder, chat = Path(folder), chat or Chat()
         self._tokenizer = _load_tokenizer(self._folder)
         self._backend = _find_backend(self._tokenizer)
         self._decoder = _find_decoder(self._tokenizer)
         self._calls = format_of(str(self._tokenizer.chat_template))
         special = {each.content: token for token, each in self._tokenizer.added_tokens_decoder.items() if each.special}
         markers, ends = (self._calls.markers, self._calls.ends) if self._calls else ((), ())
-        self._markers = {special[marker]: marker for marker in markers if marker in special}
-        eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
+        vocabulary = self._tokenizer.get_vocab()
+        for index, name in enumerate(chat.keep_tokens):
+            if name not in vocabulary:
+                where, fix = f"spec.data.chat.keepTokens[{index}]", "name one of the model's tokens, as it is written"
+                raise ModelError(f"the tokenizer has no token {name!r}", where=where, fix=fix)
+        self._markers = {special[name]: name for name in (*markers, *chat.keep_tokens) if name in special}
+        self._rows = _embedding_rows(self._folder)
+        self._has_more = self._rows is not None and max(vocabulary.values(), default=0) >= self._rows
+        eos_ids = _resolve_eos_ids(self._folder, self._tokenizer, self._rows)
         self._eos_ids = tuple(_unique([*eos_ids, *(special[end] for end in ends if end in special)]))
-        self._template_arguments = dict(template_arguments or {})
+        self._template_arguments: dict[str, Any] = {}
+        then = None if started is None else time.gmtime(started)
+        self._clock = {} if then is None else {"strftime_now": lambda form: time.strftime(form, then)}
         self._texts: dict[int, str] = {}
-        for name in OWN_ARGUMENTS:
-            if name in self._template_arguments:
-                raise ManifestError(
-                    f"the template's argument {name!r} is Orbit's own",
-                    where="spec.data.chat.templateArguments",
-                    fix="remove it",
-                )
+        self._give(chat.template_arguments, ARGUMENTS)
+
+    def _give(self, arguments: Mapping[str, Any], where: str) -> None:
+        template = str(self._tokenizer.chat_template)
+        for name in arguments:
+            if name in OWN_ARGUMENTS:
+                raise ManifestError(f"the template's argument {name!r} is Orbit's own", where=where, fix="remove it")
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                near = get_close_matches(name, re.findall(r"\w+", template), 1)
+                raise ModelError(
+                    f"the chat template reads no argument {name!r}", where=where,
+                    fix=f"did you mean {near[0]!r}?" if near else "remove it, or use a template that reads it",
+                )  # fmt: skip
+        self._template_arguments |= arguments
+
+    def given(self, arguments: Mapping[str, Any], where: str) -> ChatTokenizer:
+        """This tokenizer with more arguments of the template. Raises as the constructor does, naming `where`."""
+        made = copy.copy(self)
+        made._template_arguments = {**self._template_arguments}
+        made._give(arguments, where)
+        return made
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -117,8 +176,8 @@ class ChatTokenizer:
         # Where the template writes a call as a message of its own, only one with a call may have a result after it.
         calls = {name: each for name, each in self._fields(messages[answered]).items() if name == "tool_calls"}
         before = [*messages[:answered], {"role": "assistant", "content": mark, **calls}]
-        closing = self._after(mark, self.render(before, tools, answer=False))
-        following = self._after(mark, self.render([*before, *messages[answered + 1 :]], tools))
+        closing = self._after(mark, self._render(before, tools, answer=False))
+        following = self._after(mark, self._render([*before, *messages[answered + 1 :]], tools))
         if not following.startswith(closing):
             raise ModelError(
                 f"the chat template ends an answer with {closing[:40]!r}, and with {following[:40]!r} once messages "
@@ -127,7 +186,8 @@ class ChatTokenizer:
                 fix="use a template whose text with more messages starts with its text without them",
             )
         for message in messages[answered + 1 :]:
-            self._check_written(message, following)
+            if not _is_written(message, following):
+                raise self._left_out(f"a message of role {message.get('role')!r}", ROLES_FIX)
         if calls and self._calls:
             # The calls are in what was sampled, up to the token that ends them if a stop string cut it off.
             is_ended = last_id in self._eos_ids
@@ -136,6 +196,17 @@ class ChatTokenizer:
         if last_id in self._eos_ids:
             following = following.removeprefix(self.decode_all([last_id]))
         return self.encode_text(following)
+
+    def marker_after(self, answer: Mapping[str, Any]) -> int | None:
+        """The token with which the next message begins, where that is what ends an answer, as in GLM's templates."""
+        calls = self._fields(answer).get("tool_calls")
+        messages = [{"role": "user", "content": PROBE}, answer if calls else {"role": "assistant", "content": PROBE}]
+        following = {"role": "tool" if calls else "user", "content": PROBE}
+        with suppress(ModelError):
+            shorter, longer = (self._render([*messages, *more], (), answer=False) for more in ((), (following,)))
+            ids = self.encode_text(longer.removeprefix(shorter))
+            return ids[0] if ids and ids[0] in self._eos_ids else None
+        return None
 
     def _fields(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message with the text of a completion, in the fields that the template takes."""
@@ -195,8 +266,27 @@ class ChatTokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Ids of rendered text: the template already wrote the special tokens."""
         if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return self._known(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._known(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_raw(self, text: str) -> list[int]:
+        """Ids of text that no template wrote, behind the token with which the tokenizer begins texts, if it has one."""
+        ids, first = self.encode_text(text), self._first_ids
+        return ids if ids[: len(first)] == first else [*first, *ids]
+
+    @cached_property
+    def _first_ids(self) -> list[int]:
+        """Tokens that the tokenizer writes before a text by itself, such as the one that begins a sequence."""
+        whole, plain = list(self._tokenizer("a")["input_ids"]), self.encode_text("a")
+        return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(plain)] == plain), [])
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        """The ids, for each of which the model has an embedding."""
+        made = list(ids)
+        if self._has_more and self._rows is not None and max(made, default=0) >= self._rows:
+            number = next(each for each in made if each >= self._rows)
+            raise NoEmbedding(self.text_of(number), number, self._rows, self._folder)
+        return made
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_text` of each, in one call."""
@@ -204,8 +294,9 @@ class ChatTokenizer:
             # A batch is handed to the backend's own threads, which for one text takes longer than the text.
             return [self.encode_text(text) for text in texts]
         if self._backend is not None:
-            return [list(each.ids) for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-        return [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+            made = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [self._known(each.ids) for each in made]
+        return [self._known(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text with its special tokens."""
@@ -271,18 +362,8 @@ class ChatTokenizer:
         except NotWritable:
             return {"tools": sorted_keys(plain)}
 
-    def _check_written(self, message: Mapping[str, Any], text: str) -> None:
-        """Checks that the text contains the message: some templates drop, say, a tool's answer without a call field."""
-        content = message.get("content")
-        if not isinstance(content, str):
-            return
-        as_json = (json.dumps(content, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
-        if content.strip() not in text and not any(each in text for each in as_json):
-            raise ModelError(
-                f"the chat template leaves out a message of role {message.get('role')!r}",
-                where=str(self._folder),
-                fix="use a template that writes it, or roles that this one knows",
-            )
+    def _left_out(self, what: str, fix: str) -> ModelError:
+        return ModelError(f"the chat template leaves out {what}", where=str(self._folder), fix=fix)
 
     def _after(self, mark: str, text: str) -> str:
         if text.count(mark) != 1:
@@ -294,7 +375,54 @@ class ChatTokenizer:
         return text.partition(mark)[2]
 
     def render(self, messages: Messages, tools: Tools = (), *, answer: bool = True) -> str:
-        """The conversation as text; with `answer`, up to where the assistant's begins."""
+        """The conversation as text; with `answer`, up to where the assistant's begins.
+
+        Raises:
+            ModelError: the template refuses it, or leaves a message, a call or the tools out.
+        """
+        text = self._render(messages, tools, answer=answer)
+        if tools and not (
+            self._knows_tools or (self._writes_tools and all(_tool_name(tool) in text for tool in tools))
+        ):
+            raise self._left_out("the tools that may be called", TOOLS_FIX)
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, list) and not isinstance(joined_parts(content), str):
+                raise self._left_out(f"parts of message {index} that are not text", "write texts only")
+            if isinstance(calls := message.get("tool_calls"), list) and calls:
+                if not (self.writes_calls and all(_tool_name(call) in text for call in calls)):
+                    raise self._left_out(f"the calls of message {index}", TOOLS_FIX)
+            elif not (_is_written(message, text) or self._writes(messages, index, tools)):
+                raise self._left_out(f"message {index}, of role {message.get('role')!r}", ROLES_FIX)
+        return text
+
+    def _writes(self, messages: Messages, index: int, tools: Tools) -> bool:
+        """Whether the template writes a message at all: it may change its text, such as take out its reasoning."""
+        mark = _free_placeholder(messages)
+        marked = [*messages[:index], {**messages[index], "content": mark}, *messages[index + 1 :]]
+        try:
+            return mark in self._render(marked, tools, answer=False)
+        except ModelError:
+            return True
+
+    @property
+    def _knows_tools(self) -> bool:
+        """Whether tools may stay unwritten: the models that ship with Orbit were trained with those of its examples,
+        and for Kimi the manifest may describe them."""
+        return BUILTIN in self._folder.parents or TOOLS_AS_TEXT in self._template_arguments
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        """Whether the template writes which tools may be called, in some conversation."""
+        function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
+        messages = [{"role": "system", "content": ""}, {"role": "user", "content": ""}]
+        for asked in (messages[1:], messages):
+            with suppress(ModelError):
+                if PROBE in self._apply(asked, [{"type": "function", "function": function}], answer=True):
+                    return True
+        return False
+
+    def _render(self, messages: Messages, tools: Tools, *, answer: bool = True) -> str:
         plain = [plain_message(message) for message in messages]
         if any(isinstance(each["content"], list) for each in plain) and not self._takes_parts:
             plain = [{**each, "content": joined_parts(each["content"])} for each in plain]
@@ -309,6 +437,7 @@ class ChatTokenizer:
                     tokenize=False,
                     add_generation_prompt=answer,
                     **self._declared(tools),
+                    **self._clock,
                     **self._template_arguments,
                 )
             )
@@ -317,8 +446,26 @@ class ChatTokenizer:
                 f"the chat template refuses a prompt: {error}",
                 where=str(self._folder),
                 fix="use the roles that the template knows, in the order it expects, and arguments that it takes "
-                "(spec.data.chat.templateArguments)",
+                f"({ARGUMENTS})",
             ) from error
+
+
+def _is_written(message: Mapping[str, Any], text: str) -> bool:
+    """Whether the text contains that of the message, as it is or within JSON."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [each.strip() for part in parts if isinstance(each := part.get("text"), str)]
+    return all(
+        each in text or any(json.dumps(each, ensure_ascii=is_ascii)[1:-1] in text for is_ascii in (True, False))
+        for each in texts
+    )
+
+
+def _tool_name(declared: Any) -> str:
+    """Name of a tool or of a call; empty for one that has none, which templates judge."""
+    function = declared.get("function", declared) if isinstance(declared, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def _free_placeholder(messages: Messages) -> str:
@@ -458,12 +605,25 @@ def _summary(error: Exception) -> str:
     return " ".join(lines[:2]) or type(error).__name__
 
 
-def _resolve_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def _embedding_rows(folder: Path) -> int | None:
+    """Rows of the embedding, by config.json; None if that does not say."""
+    path = folder / "config.json"
+    config = load_settings(path) if path.is_file() else {}
+    text = config.get("text_config")
+    rows = (text if isinstance(text, dict) and "vocab_size" in text else config).get("vocab_size")
+    return rows if type(rows) is int and rows > 0 else None
+
+
+def _resolve_eos_ids(folder: Path, tokenizer: Any, rows: int | None) -> tuple[int, ...]:
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         value = load_settings(path).get("eos_token_id") if path.is_file() else None
-        found += [value] if isinstance(value, int) else list(value or ())
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if wrong := [each for each in listed if type(each) is not int or each < 0 or (rows and each >= rows)]:
+            what = f"the number of one of the model's {rows} tokens" if rows else "a token's number"
+            raise ModelError(f"eos_token_id is {wrong[0]!r}, not {what}", where=str(path), fix="correct it")
+        found += listed
     if tokenizer.eos_token_id is not None:
         found.append(int(tokenizer.eos_token_id))
     if not found:

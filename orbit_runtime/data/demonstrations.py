@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from orbit_runtime.data.chat import ChatTokenizer, Messages, Tools
+from orbit_runtime.data.chat import ChatTokenizer, Messages, Tools, blamed
 from orbit_runtime.data.prompts import PromptTable, listed_lengths
-from orbit_runtime.errors import DataError
+from orbit_runtime.errors import DataError, ModelError, OrbitError
 from orbit_runtime.spec.data import Prompts
 from orbit_runtime.types import FLAGS, TOKENS, Prompt
 
@@ -145,8 +145,12 @@ def encode_demonstrations(
     long: list[tuple[str, int]] = []
     for start in range(0, len(demonstrations), ENCODED_AT_ONCE):
         tell(start, len(demonstrations))
+        asked = demonstrations[start : start + ENCODED_AT_ONCE]
         with _located(place_of):
-            batch = _encode(demonstrations[start : start + ENCODED_AT_ONCE], tokenizer)
+            try:
+                batch = _encode(asked, tokenizer)
+            except ModelError as error:
+                raise _refused(asked, tokenizer, place_of) or error from None
         for demonstration, found in batch:
             if len(found.token_ids_T) > max_tokens:
                 long.append((demonstration.prompt_id, len(found.token_ids_T)))
@@ -160,6 +164,18 @@ def encode_demonstrations(
             fix="shorten or drop them, or raise spec.model.maxSequenceLength",
         )
     return encoded
+
+
+def _refused(
+    demonstrations: Sequence[Demonstration], tokenizer: ChatTokenizer, place_of: Callable[[str], str]
+) -> OrbitError | None:
+    """The error of the first one that template or tokenizer refuse, with its place."""
+    for each in demonstrations:
+        try:
+            _encode([each], tokenizer)
+        except ModelError as error:
+            return blamed(error, each.messages, place_of(each.prompt_id))
+    return None
 
 
 def _encode(
@@ -199,6 +215,13 @@ def _mask(
                 fix="begin each conversation with a question",
             )
         ended = [at for at in range(before, behind) if whole[at] in tokenizer.eos_ids]
+        if not ended and behind == len(whole):
+            marker = tokenizer.marker_after(demonstration.messages[answer])
+            whole = whole if marker is None else [*whole, marker]
+            mask_T.append(0)
+        if not ended and behind < len(whole) and whole[behind] in tokenizer.eos_ids:
+            # The next role's marker ends it.
+            ended = [behind]
         if not ended:
             raise DataError(
                 f"message {answer} ends without one of the model's end tokens "

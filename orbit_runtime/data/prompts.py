@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, overload
 
+from orbit_runtime.data.chat import blamed
 from orbit_runtime.data.permutation import shuffled
 from orbit_runtime.data.rows import OpenedSource, PromptSource, open_rows
 from orbit_runtime.data.scan import MAX_LISTED, listed
 from orbit_runtime.data.stores import OFFSETS
-from orbit_runtime.errors import DataError
+from orbit_runtime.errors import DataError, ModelError
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Prompt
 
+EncodeMany = Callable[[Sequence[Sequence[Mapping[str, Any]]]], list[list[int]]]
 ALL_ENCODED = 32_768
 """Number of prompts whose tokens are all counted before a run starts, which takes some seconds."""
 ENCODED_AT_ONCE = 1024
@@ -209,7 +211,7 @@ def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
 
 def check_lengths(
     table: PromptTable,
-    encode_many: Callable[[Sequence[Sequence[Mapping[str, Any]]]], list[list[int]]],
+    encode_many: EncodeMany,
     *,
     max_prompt_tokens: int,
 ) -> None:
@@ -219,14 +221,14 @@ def check_lengths(
     too long: a token covers at least a byte, and the template adds about as much as for the first prompt.
     """
     prompts_P = table.prompts_P
-    added = len(encode_many([prompts_P[0].messages])[0])
+    added = len(_encoded(prompts_P[:1], encode_many, prompts_P.place_of)[0])
     long: list[tuple[str, int]] = []
     for start in range(0, len(prompts_P), ENCODED_AT_ONCE):
         numbers: Iterable[int] = range(start, min(start + ENCODED_AT_ONCE, len(prompts_P)))
         if start >= ALL_ENCODED:
             numbers = [number for number in numbers if prompts_P.bound(number) + added > max_prompt_tokens]
         asked = [prompts_P[number] for number in numbers]
-        encoded = encode_many([prompt.messages for prompt in asked]) if asked else []
+        encoded = _encoded(asked, encode_many, prompts_P.place_of)
         long += [
             (prompt.prompt_id, len(ids))
             for prompt, ids in zip(asked, encoded, strict=True)
@@ -239,6 +241,19 @@ def check_lengths(
         where="spec.data.prompts",
         fix="shorten or drop them, raise spec.model.maxSequenceLength, or lower spec.rollout.sampling.maxNewTokens",
     )
+
+
+def _encoded(prompts_P: Sequence[Prompt], encode_many: EncodeMany, place_of: Callable[[str], str]) -> list[list[int]]:
+    """The prompts' tokens. A prompt that the template or the tokenizer refuses is named by its place."""
+    try:
+        return encode_many([prompt.messages for prompt in prompts_P]) if prompts_P else []
+    except ModelError as error:
+        for prompt in prompts_P:
+            try:
+                encode_many([prompt.messages])
+            except ModelError as own:
+                raise blamed(own, prompt.messages, place_of(prompt.prompt_id)) from None
+        raise error from None
 
 
 def listed_lengths(long: Sequence[tuple[str, int]], place_of: Callable[[str], str]) -> str:

@@ -81,7 +81,7 @@ def build_parts(
     with gc_paused():
         from orbit_runtime.data.chat import ChatTokenizer
 
-        tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
+        tokenizer = ChatTokenizer(folder, spec.data.chat, started=inputs.started)
         new_tokens = spec.rollout.sampling.max_new_tokens
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)

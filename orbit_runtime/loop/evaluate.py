@@ -70,7 +70,7 @@ def open_models(
     resolved = resolve(run, machine_facts())
     spec = resolved.run.spec
     folder = Inputs(spec, {}, RetryPolicy(), ()).model()
-    tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
+    tokenizer = ChatTokenizer(folder, spec.data.chat)
     for task in tasks:
         longest = spec.model.max_sequence_length - task.sampling.max_new_tokens
         check_lengths(task.table, tokenizer.encode_many, max_prompt_tokens=longest)

@@ -174,7 +174,7 @@ def _run(
     origin = find_origin(asked.run, before) if bundle is None else None
     initial = open_initial(asked.run.spec, before) if bundle is None else None
     patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)
-    inputs = Inputs(asked.run.spec, (before or {}).get("inputs", {}), patience, given.search_path)
+    inputs = Inputs(asked.run.spec, (before or {}).get("inputs", {}), patience, given.search_path, started)
     build = _open(asked, resolve_names(asked.run, before), inputs, given, show, closing)
     resolved = _kept(resolve_on(given.sides.machine(show.stage)), before)
     changes = check_same_run(store, before, resolved) if before else []

@@ -107,7 +107,7 @@ def build_sft(
     resolved = sides.settle(resolved, folder)
     spec = resolved.run.spec
     weights = cached_weights_digest(folder, Cache(default_cache(os.environ)))
-    tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
+    tokenizer = ChatTokenizer(folder, spec.data.chat, started=inputs.started)
     show.stage("tokenising demonstrations")
     encoded = encode_demonstrations(
         materials.demonstrations,

@@ -173,7 +173,9 @@ class Routes:
         prompts = asked.prompts()
         if prompts and isinstance(prompts[0], str):
             texts = [str(prompt) for prompt in prompts]
-            encoded = await self._encode(lambda: [self._tokenizer.encode_text(text) for text in texts], len(body))
+            encoded = await self._encode(
+                lambda: [self._tokenizer.encode_raw(text) for text in texts], len(body), "prompt"
+            )
         else:
             encoded = [list(map(int, prompt)) for prompt in prompts]
         form = self._form(served, asked, ())
@@ -186,9 +188,11 @@ class Routes:
         tools, schemas = asked.offered, asked.tool_schemas()
         messages = asked.conversation(writes_calls=self._tokenizer.writes_calls)
         try:
-            ids = await self._encode(lambda: [self._tokenizer.encode_chat(messages, tools=tools)], len(body))
+            param = "reasoning_effort" if asked.reasoning_effort else "chat_template_kwargs"
+            tokenizer = self._tokenizer.given(asked.template_arguments, param)
         except OrbitError as error:
-            raise APIError(400, str(error), param="messages") from None
+            raise APIError(400, str(error), param=param) from None
+        ids = await self._encode(lambda: [tokenizer.encode_chat(messages, tools=tools)], len(body), "messages")
         form = self._form(served, asked, schemas)
         choices = self._choices(asked, ids, asked.max_completion_tokens or asked.max_tokens)
         await self._answer(asked, form, choices, len(ids[0]), receive, send)
@@ -214,8 +218,11 @@ class Routes:
             )
         return served
 
-    async def _encode(self, encode: Callable[[], list[list[int]]], size: int) -> list[list[int]]:
-        return encode() if size < LONG_BODY else await asyncio.to_thread(encode)
+    async def _encode(self, encode: Callable[[], list[list[int]]], size: int, param: str) -> list[list[int]]:
+        try:
+            return encode() if size < LONG_BODY else await asyncio.to_thread(encode)
+        except OrbitError as error:
+            raise APIError(400, str(error), param=param) from None
 
     async def _answer(
         self,
@@ -266,9 +273,10 @@ class Routes:
             )
         sampling = asked.sampling(wanted)
         check_given(self._kind, sampling, asked)
-        known = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
-        if not all(0 <= token < self._vocabulary for token in known):
-            raise APIError(400, f"token ids are from 0 to {self._vocabulary - 1}", param="logit_bias")
+        known = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": [token for token, _ in sampling.logit_bias]}
+        for param, tokens_of in known.items():
+            if not all(0 <= token < self._vocabulary for token in tokens_of):
+                raise APIError(400, f"token ids are from 0 to {self._vocabulary - 1}", param=param)
         return [
             Choice(tuple(prompt), choice_key(asked.seed, at, sample), sampling, asked.alternatives)
             for at, prompt in enumerate(prompts)

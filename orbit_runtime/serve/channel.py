@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.rollout.streaming import Alternatives, TokenDeltas
 from orbit_runtime.serve.names import ServedModel
 from orbit_runtime.serve.requests import ServeLimits
+from orbit_runtime.spec.data import Chat
 from orbit_runtime.types import FinishReason, Sampling
 from orbit_runtime.workers.child.process import Frames, frame
 
@@ -39,8 +40,8 @@ class Setup:
     """The base's name."""
     kind: Kind
     """Engine kind, which decides the supported sampling settings."""
-    template_arguments: Mapping[str, Any]
-    """Arguments of the chat template."""
+    chat: Chat
+    """How messages become text."""
 
 
 @dataclass(frozen=True, slots=True)

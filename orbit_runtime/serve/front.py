@@ -61,7 +61,7 @@ class Front:
         engine = self._engine = EngineClient(
             self._line.send, setup.models, setup.base, concurrent=setup.limits.concurrent, ended=metrics.ended
         )
-        tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.template_arguments)
+        tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.chat)
         app = build_app(engine, tokenizer, setup.vocabulary, setup.limits, metrics, setup.token, setup.kind)
         config = uvicorn.Config(
             app,

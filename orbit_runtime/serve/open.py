@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -41,6 +41,7 @@ from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import adapter_config, build_policy
 from orbit_runtime.spec import OrbitRun, load_manifest, resolve
 from orbit_runtime.spec.adapter import OFT, Adapter, LoRA
+from orbit_runtime.spec.data import Chat
 from orbit_runtime.spec.resolve import in_one_process
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import Model, upgrade_manifest
@@ -85,8 +86,8 @@ class ServedModels:
     """The base's folder."""
     kind: Kind
     """Engine kind, which decides the supported sampling settings."""
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the run's chat template."""
+    chat: Chat = field(default_factory=Chat)
+    """How the run's messages become text."""
     watch: Callable[[], None] = lambda: None
     """Called periodically: restarts servers that died while idle."""
     closing: ExitStack = field(default_factory=ExitStack)
@@ -128,7 +129,7 @@ class _Source:
     limits: ServeLimits
     adapters: Mapping[str, str]
     updates_from: tuple[str, ...]
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    chat: Chat = field(default_factory=Chat)
 
 
 def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None]) -> ServedModels:
@@ -141,7 +142,7 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
     """
     check_one_source(asked.source, asked.model)
     source = _of_model(asked, limits, note) if asked.source is None else _of_run(asked, limits, note)
-    tokenizer = ChatTokenizer(source.folder, source.template_arguments)
+    tokenizer = ChatTokenizer(source.folder, source.chat)
     with ExitStack() as closing:
         if source.engine == "Torch":
             held = _open_torch(source, tokenizer)
@@ -162,7 +163,7 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
             served, proof = policies.load(adapter, where)
             note(f"{adapter}: {served.place}, {served.digest[:19]}…, {proof.verdict} live")
         return ServedModels(
-            policies, held.engine, source.limits, source.folder, held.kind, source.template_arguments, held.watch,
+            policies, held.engine, source.limits, source.folder, held.kind, source.chat, held.watch,
             closing.pop_all(),
         )  # fmt: skip
 
@@ -279,7 +280,7 @@ def _of_run(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None
     limits = _within(replace(limits, sequence=min(limits.sequence, spec.model.max_sequence_length)), model)
     return _Source(
         model, spec.model.uri, config, resolved.engine, settings, partial(build_policy, resolved, recompute="None"),
-        limits, adapters, (uri, *asked.updates_from), spec.data.chat.template_arguments,
+        limits, adapters, (uri, *asked.updates_from), spec.data.chat,
     )  # fmt: skip
 
 

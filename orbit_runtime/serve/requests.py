@@ -167,6 +167,10 @@ class ChatBody(SamplingBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     """`none`: as if there were no tools."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of the chat template, in addition to those of the run."""
+    reasoning_effort: str | None = None
+    """The template's argument of this name."""
 
     @property
     def asks_logprobs(self) -> bool:
@@ -183,6 +187,11 @@ class ChatBody(SamplingBody):
         `tool_calls`; if not, they become text."""
         messages = [_message(index, message) for index, message in enumerate(self.messages)]
         return messages if writes_calls else [_with_written_calls(message) for message in messages]
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
 
     @property
     def offered(self) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ def start_serving(opened: ServedModels, host: str, port: int, token: str | None)
         theirs.close()
     setup = Setup(
         str(opened.folder), policies.base.vocabulary, limits, token, host, port, tuple(policies.all()),
-        policies.base.name, opened.kind, opened.template_arguments,
+        policies.base.name, opened.kind, opened.chat,
     )  # fmt: skip
     sampler = Sampler(opened.engine, policies, seconds=limits.seconds)
     try:

@@ -107,7 +107,7 @@ def build_inference_host(asked: SideManifest, address: str, note: Callable[[str]
     if resolved.engine == "SGLang":
         return build_server_host(asked, address, note, closing)
     policy = build_policy(resolved, asked.folder, "None", note)
-    tokenizer = ChatTokenizer(asked.folder, spec.data.chat.template_arguments)
+    tokenizer = ChatTokenizer(asked.folder, spec.data.chat)
 
     build = partial(build_torch_engine, policy, tokenizer, spec.rollout)
     calls = EngineCalls(build, policy.injected.layers, asked.teacher)

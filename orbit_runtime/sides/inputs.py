@@ -36,6 +36,8 @@ class Inputs:
     patience: RetryPolicy
     folders: Sequence[str]
     """Folders searched for entry points after `environment.code`."""
+    started: float | None = None
+    """Seconds since 1970 at the run's first start: now, for chat templates that ask."""
     fetched: dict[str, FetchedInput] = field(default_factory=dict)
 
     def model(self) -> Path:

@@ -56,6 +56,11 @@ class Chat(Block):
         dict[str, JsonValue], LATER_IDENTITY, Field(max_length=32, examples=[{"enable_thinking": False}])
     ] = Field(default_factory=dict)
     """Arguments that the model's chat template is rendered with, besides messages and tools."""
+    keep_tokens: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+        AsTuple, LATER_IDENTITY, Field(max_length=64, examples=[["<think>", "</think>"]]),
+    ] = ()  # fmt: skip
+    """Special tokens that stay in the text that rewards and environments read; all others are left out of it."""
     answers: Annotated[Literal["All", "Last"], LATER_IDENTITY] = "All"
     """With `algorithm.type: SFT`: which answers of a conversation are learned; with `Last`, earlier ones are only read.
     """

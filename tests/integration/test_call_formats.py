@@ -66,7 +66,7 @@ def model(folder: Path, template: str, special: Sequence[str], ends: Sequence[st
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         kept = json.loads(path.read_text()) if path.is_file() else {}
-        path.write_text(json.dumps(kept | {"eos_token_id": ids}))
+        path.write_text(json.dumps(kept | {"eos_token_id": ids, "vocab_size": made.get_vocab_size()}))
     return ChatTokenizer(folder)
 
 

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from orbit_runtime.data.chat import ChatTokenizer, _find_backend, _find_decoder
-from orbit_runtime.errors import ManifestError, ModelError
+from orbit_runtime.data.prompts import check_lengths, load_prompts
+from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.errors import DataError, ManifestError, ModelError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.serve.requests import ChatBody, parse_body
+from orbit_runtime.spec.data import Chat
 
 TRL = find_spec("trl")
 assert TRL is not None
@@ -32,12 +35,12 @@ ADD = {
 def templated(tmp_path: Path) -> Callable[..., ChatTokenizer]:
     """The shipped model's tokenizer, which knows every ASCII character and the ends of ChatML, with a template."""
 
-    def build(template: str, **arguments: Any) -> ChatTokenizer:
+    def build(template: str, started: float | None = None, **arguments: Any) -> ChatTokenizer:
         folder = tmp_path / "model"
         if not folder.exists():
             shutil.copytree(builtin_folder("tiny-adder", "BF16"), folder)
         (folder / "chat_template.jinja").write_text(template)
-        return ChatTokenizer(folder, arguments)
+        return ChatTokenizer(folder, Chat(template_arguments=arguments), started=started)
 
     return build
 
@@ -171,6 +174,141 @@ def test_an_argument_that_is_orbits_own_is_refused(templated: Callable[..., Chat
         templated(published("qwen3"), tools=[])
 
 
+PLAIN = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role + ': ' + m.content }}{% endif %}"
+    "{% endfor %}{{ level }}"
+)
+"""As many small models': no tools, no calls, two roles."""
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+USER = {"role": "user", "content": "hi"}
+PARTS = [{"type": "image_url", "image_url": {"url": "x.png"}}, {"type": "text", "text": "What?"}]
+TAKES_PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "words"),
+    [
+        (PLAIN, [USER], [ADD], "the tools that may be called"),
+        (PLAIN, [{"role": "developer", "content": "Be brief."}, USER], [], "message 0, of role 'developer'"),
+        (PLAIN, [USER, CALL, {"role": "tool", "content": "2"}], [], "the calls of message 1"),
+        (PLAIN, [USER, {"role": "tool", "content": "two"}], [], "message 1, of role 'tool'"),
+        (TAKES_PARTS, [{"role": "user", "content": PARTS}], [], "parts of message 0 that are not text"),
+    ],
+)
+def test_what_a_template_would_drop_is_refused(
+    templated: Callable[..., ChatTokenizer], template: str, messages: list[Any], tools: list[Any], words: str
+) -> None:
+    tokenizer = templated(template)
+    with pytest.raises(ModelError, match=f"the chat template leaves out {words}") as caught:
+        tokenizer.encode_chat(messages, tools=tools)
+    assert (caught.value.exit_code, bool(caught.value.fix)) == (66, True)
+
+
+def test_an_answer_whose_reasoning_the_template_takes_out_is_no_answer_left_out(
+    templated: Callable[..., ChatTokenizer],
+) -> None:
+    messages = [*conversation("user"), {"role": "assistant", "content": "  so  \n"}]
+    text = templated(published("qwen3")).render(messages, answer=False)
+    assert ("<think>a" in text, "call" in text, "so" in text) == (False, True, True)
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused(templated: Callable[..., ChatTokenizer]) -> None:
+    with pytest.raises(ModelError, match="reads no argument 'enable_thinkng'") as caught:
+        templated(published("qwen3"), enable_thinkng=False)
+    assert (caught.value.where, caught.value.fix) == (
+        "spec.data.chat.templateArguments", "did you mean 'enable_thinking'?",
+    )  # fmt: skip
+    assert (caught.value.exit_code, templated(PLAIN, level="low").render([USER])) == (66, "user: hilow")
+
+
+def test_arguments_of_a_request_come_on_top_of_the_runs(templated: Callable[..., ChatTokenizer]) -> None:
+    tokenizer = templated(published("qwen3"), enable_thinking=True)
+    other = tokenizer.given({"enable_thinking": False}, "chat_template_kwargs")
+    assert other.render([USER]) == tokenizer.render([USER]) + "<think>\n\n</think>\n\n"
+    with pytest.raises(ModelError, match=r"chat_template_kwargs: .* no argument 'x_y'"):
+        tokenizer.given({"x_y": 1}, "chat_template_kwargs")
+
+
+def test_the_date_in_a_template_is_that_of_the_runs_first_start(templated: Callable[..., ChatTokenizer]) -> None:
+    dated = "{{ strftime_now('%Y-%m-%d %H:%M') }} {{ messages[0].content }}"
+    assert templated(dated, started=0.0).render([USER]) == "1970-01-01 00:00 hi"
+    assert not templated(dated).render([USER]).startswith("1970")
+
+
+def change(folder: Path, **fields: Any) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def with_token(templated: Callable[..., ChatTokenizer], text: str, **more: Any) -> Path:
+    """The shipped model's folder, with one more token than its embedding has rows."""
+    folder = templated(TAKES_PARTS)._folder
+    known = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    added = {"content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    change(folder, added_tokens=[*known, {"id": 104, "special": False, **added, **more}])
+    return folder
+
+
+def test_a_token_without_a_row_in_the_embedding_is_named(templated: Callable[..., ChatTokenizer]) -> None:
+    folder = with_token(templated, "<img>")
+    tokenizer = ChatTokenizer(folder)
+    assert tokenizer.encode_chat([USER]), "texts without it are fine"
+    with pytest.raises(ModelError, match="'<img>' has the number 104, and the model's embedding has 104 rows"):
+        tokenizer.encode_chat([{"role": "user", "content": "Use <img>"}])
+    (folder / "chat_template.jinja").write_text("<img>{{ messages[0].content }}")
+    (folder / "p.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "Use <img>"}\n')
+    table = load_prompts([PromptSource(str(folder / "p.jsonl"))])
+    with pytest.raises(DataError, match=r"p\.jsonl.* line 2") as caught:
+        check_lengths(table, tokenizer.encode_many, max_prompt_tokens=64)
+    assert (caught.value.exit_code, "104" in caught.value.message) == (65, True)
+    with pytest.raises(ModelError, match=r"\(.*p\.jsonl.* line 1") as by_template:
+        check_lengths(table, ChatTokenizer(folder).encode_many, max_prompt_tokens=64)
+    assert by_template.value.exit_code == 66
+
+
+@pytest.mark.parametrize("wrong", ["x", 99999, 104, -1, {"a": 1}, [1, "y"], True])
+def test_an_end_of_sequence_that_is_no_token_is_refused(templated: Callable[..., ChatTokenizer], wrong: Any) -> None:
+    file = templated(TAKES_PARTS)._folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id is .* 104 tokens") as caught:
+        templated(TAKES_PARTS)
+    assert caught.value.exit_code == 66
+
+
+def test_raw_text_begins_as_the_tokenizer_begins_texts_and_rendered_text_as_the_template_does(
+    templated: Callable[..., ChatTokenizer],
+) -> None:
+    tokenizer = templated(TAKES_PARTS)
+    plain = tokenizer.encode_text("12")
+    assert tokenizer.encode_raw("12") == plain
+    first = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    tokens = {"<|im_end|>": {"id": "<|im_end|>", "ids": [END], "tokens": ["<|im_end|>"]}}
+    change(tokenizer._folder, post_processor={
+        "type": "TemplateProcessing", "single": [first, sequence], "pair": [first, sequence, sequence],
+        "special_tokens": tokens,
+    })  # fmt: skip
+    begun = ChatTokenizer(tokenizer._folder)
+    assert begun.encode_raw("12") == [END, *plain]
+    assert begun.encode_raw("<|im_end|>12") == [END, *plain], "not twice"
+    assert begun.encode_text("12") == begun.encode_chat([{"role": "user", "content": "12"}]) == plain
+
+
+def test_special_tokens_that_are_to_be_kept_are_in_the_texts(templated: Callable[..., ChatTokenizer]) -> None:
+    folder = with_token(templated, "<think>", special=True)
+    change_config = folder / "config.json"
+    change_config.write_text(json.dumps(json.loads(change_config.read_text()) | {"vocab_size": 105}))
+    ids = ChatTokenizer(folder).encode_text("<think>12<|im_end|>")
+    assert ChatTokenizer(folder).decode(ids) == "12"
+    keeping = ChatTokenizer(folder, Chat(keep_tokens=("<think>",)))
+    assert (keeping.decode(ids), keeping.marker_ids) == ("<think>12", (104,))
+    with pytest.raises(ModelError, match=r"spec\.data\.chat\.keepTokens\[1\]: .* no token '<thnk>'"):
+        ChatTokenizer(folder, Chat(keep_tokens=("<think>", "<thnk>")))
+
+
 def test_a_placeholder_never_meets_a_message_that_says_the_same(templated: Callable[..., ChatTokenizer]) -> None:
     tokenizer = templated(published("qwen2_5"))
     messages = [{"role": "user", "content": "orbit0answer"}, {"role": "assistant", "content": "orbit1answer"}]
@@ -205,6 +343,8 @@ def test_ids_are_those_that_transformers_gives_whatever_tokenizer_json_asks_for(
     made.enable_truncation(5)
     made.enable_padding(length=7)
     made.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": made.get_vocab_size()}))
     ours, theirs = ChatTokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
     assert ours._backend is not None
     expected = [list(theirs(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]

@@ -16,6 +16,7 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.tiktoken_model import is_tiktoken, load_tiktoken, save_converted
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.content import file_digests
+from orbit_runtime.spec.data import Chat
 from tests.integration.tiny_kimi import IM_END, NAMED, RANKS, RESERVED, write_tokenizer
 
 PUBLISHED = "|".join((
@@ -102,9 +103,10 @@ def test_tools_are_described_in_typescript_as_the_models_code_describes_them(pub
     start = "<|im_system|>tool_declare<|im_middle|>"
     written = ChatTokenizer(published).render(QUESTION, [TOOL])
     assert written.startswith(f"{start}# Tools\n\n## functions\nnamespace functions {{\ntype add = (_: ")
-    told = ChatTokenizer(published, {"tools_ts_str": "# Tools"}).render(QUESTION, [TOOL])
+    told = ChatTokenizer(published, Chat(template_arguments={"tools_ts_str": "# Tools"})).render(QUESTION, [TOOL])
     assert told.startswith(f"{start}# Tools<|im_end|>")
-    assert '"name":"add"' in ChatTokenizer(published, {"tools_ts_str": ""}).render(QUESTION, [TOOL])
+    silent = ChatTokenizer(published, Chat(template_arguments={"tools_ts_str": ""}))
+    assert '"name":"add"' in silent.render(QUESTION, [TOOL])
 
 
 def test_tools_that_the_models_code_cannot_describe_are_json_with_sorted_keys(published: Path) -> None:

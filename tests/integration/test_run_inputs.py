@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from fakes.hub_server import Fault, HubServer
 
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.data.records import decompress_rollouts
 from tests.integration.killing import small_manifest
 from tests.integration.run_launcher import RunLauncher
 
@@ -105,3 +108,22 @@ def test_a_mistake_in_an_address_has_its_exit_code(
     made["spec"]["environment"]["code"] = {"uri": str(tmp_path / "none")}
     made["spec"]["data"] = {"prompts": [{"uri": "builtin://two-digit-addition"}]}
     assert launcher.run(made, str(tmp_path / "c"), environment) == 64
+
+
+def test_the_date_in_a_template_is_that_of_the_first_start_after_a_resume_too(
+    launcher: RunLauncher, tmp_path: Path
+) -> None:
+    model, out = shutil.copytree(TINY, tmp_path / "model"), tmp_path / "run"
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%H%M%S') }}" + template.read_text())
+    made = small_manifest(steps=1)
+    made["spec"]["model"] = {"uri": str(model)}
+    made["spec"]["training"]["schedule"] = {"type": "Constant"}
+    for steps in (1, 2):
+        made["spec"]["training"]["steps"] = steps
+        assert launcher.run(made, str(out)) == 0
+    started = time.strftime("%H%M%S", time.gmtime(json.loads((out / "run.json").read_text())["started"]))
+    tokenizer = ChatTokenizer(model)
+    files = sorted((out / "rollouts").glob("*.zst"))
+    prompts = [tokenizer.decode(decompress_rollouts(file.read_bytes())[0].token_ids_T) for file in files]
+    assert [prompt[:6] for prompt in prompts] == [started, started]

@@ -232,6 +232,8 @@ BAD = {
     "half a character as model": (b'{"model": "\\uD800", "prompt": "1"}', None),
     "temperature beyond fp32": (b'{"model": "policy", "prompt": "1", "temperature": 1e-40}', "temperature"),
     "one token twice": (b'{"model": "policy", "prompt": "1", "logit_bias": {"1": 1, "01": 2}}', "logit_bias"),
+    "bias of no token": (b'{"model": "policy", "prompt": "1", "logit_bias": {"99999": 1}}', "logit_bias"),
+    "stop at no token": (b'{"model": "policy", "prompt": "1", "stop_token_ids": [99999]}', "stop_token_ids"),
     "many choices": (b'{"model": "policy", "prompt": "1", "n": 100000}', "n"),
 }
 
@@ -254,6 +256,8 @@ def test_a_bad_body_is_400_and_names_the_field(raw: httpx.Client, name: str) -> 
         ("tool_choice", "required"),
         ("frequency_penalty", 0.5),
         ("modalities", ["audio"]),
+        ("chat_template_kwargs", {"enable_thinkng": False}),
+        ("reasoning_effort", "low"),
         ("max_completion_tokens", -1),
     ],
 )

@@ -13,6 +13,7 @@ from fakes.deepseek_v4_folder import write_deepseek_v4
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.demonstrations import encode_demonstrations, read_demonstration
 from orbit_runtime.errors import DataError, ModelError
+from orbit_runtime.spec.data import Chat
 from orbit_runtime.types import Prompt
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -86,7 +87,7 @@ RESULTS = [
 @pytest.fixture
 def built(tmp_path: Path) -> Callable[..., ChatTokenizer]:
     folder = write_deepseek_v4(tmp_path / "model")
-    return lambda **arguments: ChatTokenizer(folder, arguments)
+    return lambda **arguments: ChatTokenizer(folder, Chat(template_arguments=arguments))
 
 
 @pytest.mark.parametrize(

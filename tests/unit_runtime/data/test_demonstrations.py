@@ -23,7 +23,7 @@ from orbit_runtime.data.demonstrations import (
 from orbit_runtime.data.prompts import hold_out, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.data.samples import build_demonstration_samples
-from orbit_runtime.errors import DataError
+from orbit_runtime.errors import DataError, ModelError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.spec.data import Prompts
 from orbit_runtime.types import Prompt
@@ -230,3 +230,48 @@ def test_what_is_held_out_is_a_share_that_the_seed_chooses(tmp_path: Path) -> No
     assert len(hold_out(table, 1e-6, seed=3)[1]) == 1
     with pytest.raises(DataError, match="leaves none to train on"):
         hold_out(replace(table, prompts_P=table.prompts_P[:1]), 0.5, seed=0)
+
+
+GLM = (
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|im_end|>' if m.role == 'tool' else '#' }}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}#{% endif %}"
+)
+"""As GLM's: an answer ends with the marker of the next role, which is one of the model's end tokens."""
+
+
+def glm(tmp_path: Path) -> ChatTokenizer:
+    folder = with_template(tmp_path, GLM)._folder
+    ids = [ChatTokenizer(folder).encode_text(name)[0] for name in ("<|user|>", "<|im_end|>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return ChatTokenizer(folder)
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+def test_an_answer_that_the_next_roles_marker_ends_is_learned_with_it(tmp_path: Path, last_only: bool) -> None:
+    tokenizer = glm(tmp_path)
+    asked = demonstration("1+1=", "2", "2+2=", "4", last_only=last_only)
+    (found,) = encode_demonstrations([asked], tokenizer, max_tokens=64, place_of=str)
+    text = "<|user|>1+1=#2<|user|>2+2=#4<|user|>"
+    assert tokenizer.decode_all(found.token_ids_T) == text
+    learned = [token for token, is_learned in zip(found.token_ids_T, found.loss_mask_T, strict=True) if is_learned]
+    assert tokenizer.decode_all(learned) == ("4<|user|>" if last_only else "2<|user|>4<|user|>")
+
+
+def test_an_answer_that_calls_ends_with_the_marker_of_results(tmp_path: Path) -> None:
+    tokenizer = glm(tmp_path)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "7", "arguments": {}}}]}
+    asked = Demonstration("file/0", [*said("1"), call], (1,))
+    (found,) = encode_demonstrations([asked], tokenizer, max_tokens=64, place_of=str)
+    assert tokenizer.decode_all(found.token_ids_T) == "<|user|>1#7<|im_end|>"
+
+
+def test_a_demonstration_that_the_template_drops_a_part_of_is_named(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, QWEN3.replace("if message.role ==", "if message.role == 'developer' -%}\n"
+                                                      "{%- elif message.role =="))  # fmt: skip
+    bad = Demonstration("file/1", [{"role": "developer", "content": "x"}, *said("1", "2")], (2,))
+    good = Demonstration("file/0", said("1", "2"), (1,))
+    assert encode_demonstrations([good], tokenizer, max_tokens=64, place_of=str)
+    with pytest.raises(ModelError, match=r"leaves out message 0, of role 'developer' \(row file/1\)") as caught:
+        encode_demonstrations([good, bad], tokenizer, max_tokens=64, place_of=lambda name: f"row {name}")
+    assert caught.value.exit_code == 66

@@ -252,6 +252,7 @@ def test_display_layout_and_defaults_written_out_leave_the_identity_alone(overri
         "data.prompts=[{uri: p.jsonl}, {uri: q.jsonl}]",
         "data.prompts=[{uri: p.jsonl, promptField: question}]",
         "data.chat.templateArguments={enable_thinking: false}",
+        "data.chat.keepTokens=[<think>]",
         "environment={type: MultiTurn, tools: [a:f], rewards: [{name: correct, type: ExactMatch}]}",
         "environment.limits.turns=3",
         "environment.rewards[0].weight=2",
