@@ -91,6 +91,8 @@ def convert(
             fix=f"convert its BF16 original to {target.precision}, or this one to BF16, which is exact",
         )
     if not rewrite.linears and target.layout == "BF16":
+        config = {key: "bfloat16" if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
+    if not rewrite.linears and not rewrite.quantised:
         raise UsageError("the model is BF16 already", where="--precision", fix="name another format")
     return write(rewrite, config, folder, {"kind": "convert"}, show=show, shard_bytes=shard_bytes)
 

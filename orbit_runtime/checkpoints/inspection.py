@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orbit_runtime.errors import ModelError
-from orbit_runtime.model_info.checkpoint import Headers, headers_facts
+from orbit_runtime.errors import ModelError, UnsupportedError
+from orbit_runtime.model_info.checkpoint import Headers, PlainDtypeError, headers_facts
 from orbit_runtime.model_info.families import FAMILIES
 from orbit_runtime.model_info.layouts import StoredLinear, check_head, read_linears
 from orbit_runtime.model_info.quantization import PRECISIONS, QuantFormat, parse_quantization
 from orbit_runtime.model_info.weights import EXPERT, Architecture, ModelFacts, Weight
-from orbit_runtime.planner.support.combinations import MOE_FAMILIES, Combination, find_support
+from orbit_runtime.planner.support.combinations import Combination, find_support
 
 PLACES = (("Torch", "Torch", 1), ("Torch", "SGLang", 1), ("Megatron", "SGLang", 8))
 """Ways to run: trainer, engine and number of GPUs."""
@@ -93,8 +93,8 @@ def inspect_headers(headers: Headers) -> Inspection:
     else:
         linears = read_linears(headers.tensors, quant, config=config_file)
         check_head(headers.config, linears, config_file)
-    facts, unknown = _facts(headers)
-    if facts and refusal is None:
+    facts, unknown = _facts(headers, refusal)
+    if facts and refusal is None and not facts.architecture.passes:
         _check_family(headers, facts.architecture, quant, linears)
     groups = _groups(headers, linears, refusal)
     tied = bool(headers.config.get("tie_word_embeddings")) and not any(
@@ -115,7 +115,7 @@ def inspect_headers(headers: Headers) -> Inspection:
         head=next((group.format for group in groups if group.modules == "lm_head"), "BF16"),
         targets=facts.architecture.default_targets if facts else (),
         special=_special(facts.architecture, tied) if facts else (),
-        verdicts=_verdicts(facts.architecture.family, precision) if facts and refusal is None else (),
+        verdicts=_verdicts(facts.architecture, precision) if facts and refusal is None else (),
         notes=(*_notes(linears, headers, tied), *unknown),
     )
 
@@ -148,17 +148,19 @@ def inspect_facts(facts: ModelFacts) -> Inspection:
         head=next((s.format for s in facts.weights if s.weight.role == "head"), "BF16"),
         targets=architecture.default_targets,
         special=_special(architecture, tied),
-        verdicts=_verdicts(architecture.family, facts.precision),
+        verdicts=_verdicts(architecture, facts.precision),
         notes=("from a shipped card: the files themselves were not read",),
     )
 
 
-def _facts(headers: Headers) -> tuple[ModelFacts | None, tuple[str, ...]]:
-    """A family missing from the tables is not damage: the torch trainer builds it with transformers."""
-    if headers.config.get("model_type") not in FAMILIES:
-        kind = headers.config.get("model_type")
-        return None, (f"`{kind}` is not in Orbit's tables: `orbit plan` cannot size it; `orbit run` tries to load it",)
-    return headers_facts(headers, headers.place), ()
+def _facts(headers: Headers, refusal: str | None) -> tuple[ModelFacts | None, tuple[str, ...]]:
+    """A type that cannot be used, or that nothing is known of here, is not damage."""
+    if refusal is not None and headers.config.get("model_type") not in FAMILIES:
+        return None, ()
+    try:
+        return headers_facts(headers, headers.place), ()
+    except (PlainDtypeError, UnsupportedError) as error:
+        return None, (f"{error.message}; {error.fix}",)
 
 
 def _check_family(
@@ -239,16 +241,20 @@ def _special(architecture: Architecture, tied: bool) -> tuple[str, ...]:
         lines.append("multi-token prediction layers: not loaded")
     if "vision" in roles:
         lines.append("vision tower: not loaded")
+    if any(weight.role == "mixer" for weight in architecture.weights):
+        lines.append("layers with a state of their own: adapted like attention")
+    if architecture.passes:
+        lines.append(f"passes: {architecture.passes}")
     lines.append("output head: the embedding itself (tied)" if tied else "output head: never adapted by default")
     return tuple(lines)
 
 
-def _verdicts(family: str, precision: str) -> tuple[SupportVerdict, ...]:
+def _verdicts(shape: Architecture, precision: str) -> tuple[SupportVerdict, ...]:
     verdicts = []
     for trainer, engine, gpus in PLACES:
         for adapter in ("LoRA", "OFT"):
-            experts = ("SharedOuter" if adapter == "LoRA" else "Shared") if family in MOE_FAMILIES else "None"
-            found = find_support(Combination(precision, family, adapter, experts, engine, trainer, gpus))
+            experts = ("SharedOuter" if adapter == "LoRA" else "Shared") if shape.num_experts else "None"
+            found = find_support(Combination(precision, shape.family, adapter, experts, engine, trainer, gpus))
             verdicts.append(SupportVerdict(adapter, trainer, engine, found.state, found.reasons, found.fix))
     return tuple(verdicts)
 

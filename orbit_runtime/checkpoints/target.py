@@ -73,7 +73,7 @@ def build_target(precision: str, layout: str | None, group: int | None, ignore: 
 
 
 def choose_modules(config: Mapping[str, Any], dense: Mapping[str, TensorInfo], target: Target) -> list[str]:
-    """Modules to quantise, among those whose dense weight is `<module>.weight` of shape `[out, in]`.
+    """Modules to quantise, or to round to BF16: those whose dense weight is `<module>.weight` of shape `[out, in]`.
 
     Raises:
         ModelError: a weight is not BF16, or not a matrix that the format can hold.
@@ -81,7 +81,10 @@ def choose_modules(config: Mapping[str, Any], dense: Mapping[str, TensorInfo], t
         UsageError: a pattern of `ignore` names no module.
     """
     if target.layout == "BF16":
-        return []
+        wide = [name.removesuffix(".weight") for name, info in dense.items()
+                if name.endswith(".weight") and len(info.shape) == 2 and info.dtype in ("F16", "F32")]  # fmt: skip
+        # A few matrices, such as routers, are in F32 in BF16 models too.
+        return wide if any(not is_ignored(module, ()) for module in wide) else []
     _check_ignore(target.ignore, [name.removesuffix(".weight") for name in dense])
     kind = config.get("model_type")
     roles = {w.module: w.role for w in describe(config).weights if w.is_linear} if kind in FAMILIES else {}

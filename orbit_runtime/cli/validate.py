@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
 from orbit_runtime.cli.output import format_table, print_json
-from orbit_runtime.errors import OrbitError
+from orbit_runtime.errors import OrbitError, UnsupportedError
 
 if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
@@ -20,8 +20,10 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
     Raises:
         ManifestError: with every problem of the file; or a function of the user's cannot be imported or called.
         UnsupportedError: (78) what is supported on no machine, as `orbit plan` says it; or, where the model's headers
-            are on this machine, an adapter that servers cannot apply, or sizes that do not divide the model.
-        ModelError: (66) no model of that name, or in that precision, ships with Orbit.
+            are on this machine, a type of model that Orbit does not train, an adapter that servers cannot apply, or
+            sizes that do not divide the model.
+        ModelError: (66) no model of that name, or in that precision, ships with Orbit; or a folder is of a dtype that
+            Orbit does not read.
         DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
     from orbit_runtime.algorithms.custom_loss import check_own
@@ -71,13 +73,17 @@ def _check_model(run: OrbitRun, folder: Path) -> list[str]:
     Returns what of the manifest's parallel sizes only `orbit plan` can know, for it asks elsewhere, or is where the run
     will be."""
     from orbit_runtime.api.checks import local_facts
-    from orbit_runtime.planner.verdict import check_sizes, check_support, has_sizes, needs_model
+    from orbit_runtime.model_info.checkpoint import PlainDtypeError
+    from orbit_runtime.model_info.module_tree import UnknownTypeError
+    from orbit_runtime.planner.verdict import check_sizes, check_support, has_sizes
 
-    if not has_sizes(run) and not needs_model(run):
-        return []
     uri = run.spec.model.uri
     try:
         model, why = local_facts(run, folder), "which is not on this machine"
+    except UnknownTypeError as error:
+        return [error.message]
+    except (UnsupportedError, PlainDtypeError):
+        raise
     except OrbitError as error:
         model, why = None, f"whose headers cannot be read here: {error.message}"
     if model is not None:

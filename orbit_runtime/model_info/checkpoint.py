@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.model_info.families import describe
+from orbit_runtime.model_info.families import FAMILIES, describe
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
+from orbit_runtime.model_info.module_tree import describe_tensors, split_targets
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, quantisation_method
 from orbit_runtime.model_info.weights import ENDINGS, EXPERT, STORED, ModelFacts, StoredWeight, Weight
 
@@ -94,7 +95,9 @@ def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
 
 
 def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name: str, source: str) -> ModelFacts:
-    architecture = describe(config, where=f"{name}/config.json")
+    file = f"{name}/config.json"
+    is_row = config.get("model_type") in FAMILIES
+    architecture = describe(config, where=file) if is_row else describe_tensors(config, tensors, file)
     expected = {weight.module: weight for weight in architecture.weights}
     found: dict[str, _Found] = {}
     unknown: dict[str, int] = {}
@@ -116,9 +119,13 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name
             where=name,
             fix="config.json and the weights belong to different models, or files are missing: copy the model again",
         )
+    _check_dtypes(expected, found, name)
     stored = [
-        StoredWeight(expected[module], each.num_bytes, _format(each), _block(expected[module], each))
+        part
         for module, each in found.items()
+        for part in split_targets(
+            StoredWeight(expected[module], each.num_bytes, _format(each), _block(expected[module], each))
+        )
     ]
     stored += [StoredWeight(_unknown_weight(tensor), size, "BF16") for tensor, size in unknown.items()]
     return ModelFacts(
@@ -131,6 +138,22 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name
         unknown=tuple(sorted(unknown)),
         quantised_by=quantisation_method(config),
     )
+
+
+class PlainDtypeError(ModelError):
+    """Matrices are neither packed nor BF16."""
+
+
+def _check_dtypes(expected: Mapping[str, Weight], found: Mapping[str, _Found], name: str) -> None:
+    for module, each in found.items():
+        weight, dtypes = expected[module], set((each.endings or {}).values())
+        is_matrix = (weight.is_linear or weight.role == "embedding") and weight.role not in ("mtp", "vision")
+        if is_matrix and dtypes <= {"F16", "F32", "F64"}:
+            raise PlainDtypeError(
+                f"{weight.name} is {min(dtypes)}, and Orbit reads BF16 or a packed format",
+                where=name,
+                fix="write it anew: orbit convert FOLDER NEW --precision BF16",
+            )
 
 
 def _module_of(tensor: str, expected: Mapping[str, Weight]) -> tuple[str | None, str]:

@@ -62,8 +62,8 @@ PRECISIONS = ("BF16", "FP8", "INT4", "NVFP4", "MXFP4")
 
 
 Role = Literal[
-    "embedding", "attention", "dense_mlp", "shared_expert", "routed_expert", "router", "norm", "head", "mtp", "vision",
-    "other",
+    "embedding", "attention", "mixer", "dense_mlp", "shared_expert", "routed_expert", "router", "norm", "head", "mtp",
+    "vision", "other",
 ]  # fmt: skip
 EXPERT = "{e}"
 """Placeholder for an expert's number in a name."""
@@ -143,6 +143,8 @@ class Architecture:
     experts_per_token: int = 0
     streams: int = 1
     """Residual streams: a layer's input is this many times the hidden size."""
+    passes: str = ""
+    """How a probe found that sequences must be computed; empty for families with a row."""
 
     def num_parameters(self, *roles: Role) -> int:
         """Parameters with these roles; without roles, of everything used in a forward pass: no MTP, no vision."""

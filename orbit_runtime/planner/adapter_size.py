@@ -50,6 +50,8 @@ def adapted_weights(model: Architecture, job: Job) -> list[Weight]:
     linears = [w for w in model.weights if w.is_linear and w.role not in LEFT_OUT]
     names = {w.target for w in linears}
     targets = job.spec.adapter.targets or model.default_targets
+    if model.passes and not job.spec.adapter.targets:
+        targets = tuple(each for each in targets if any(_names(each, w) and _suits(w, job) for w in linears))
     for index, target in enumerate(targets):
         if not any(_names(target, w) for w in linears):
             near = get_close_matches(target, names, n=1)
@@ -110,6 +112,12 @@ def cut_shape(weight: Weight, tensor: int) -> tuple[int, int]:
 
 def _names(target: str, weight: Weight) -> bool:
     return target == weight.target or weight.module.endswith(f".{target}")
+
+
+def _suits(weight: Weight, job: Job) -> bool:
+    """Whether an adapter of this rank or block size can be on the linear."""
+    out, into = weight.shape
+    return into % job.rank == 0 if job.spec.adapter.type == "OFT" else job.rank <= min(out, into)
 
 
 def _check_sizes(weights: list[Weight], job: Job) -> None:

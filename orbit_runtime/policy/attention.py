@@ -133,9 +133,10 @@ def orbit_attention(
 
 
 def decoder_of(model: torch.nn.Module) -> Any:
-    """The model without its output layer."""
-    found = getattr(model, str(model.base_model_prefix), None)
-    return found if found is not None else model.model
+    """The language model without its output layer."""
+    found: Any = getattr(model, str(model.base_model_prefix), None)
+    found = model.model if found is None else found
+    return getattr(found, "language_model", found)
 
 
 def layers_of(model: torch.nn.Module) -> torch.nn.ModuleList:
@@ -143,7 +144,7 @@ def layers_of(model: torch.nn.Module) -> torch.nn.ModuleList:
     decoder = decoder_of(model)
     found: Any = getattr(decoder, "layers", None)
     if found is None:
-        count = getattr(model.config, "num_hidden_layers", 0)
+        count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)  # type: ignore[union-attr,operator]
         lists = (each for each in decoder.modules() if isinstance(each, torch.nn.ModuleList))
         found = next((each for each in lists if len(each) == count), None)
     if found is None:

@@ -76,7 +76,9 @@ def describe(policy: Policy) -> PolicyFacts:
         group_size=group_size_of(policy),
         routed=None
         if routing is None
-        else RoutedFacts(int(policy.model.config.num_hidden_layers), routing.layers, routing.experts_per_token),
+        else RoutedFacts(
+            int(policy.model.config.get_text_config().num_hidden_layers), routing.layers, routing.experts_per_token
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,8 +69,9 @@ def fill(
 
 def _extra_layers(model: nn.Module, family: Family) -> Iterator[str]:
     """Layers after the last one, used only for speculative decoding (MTP): transformers leaves them out as well."""
-    last = int(model.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
-    for layer in range(last, last + int(getattr(model.config, "num_nextn_predict_layers", 0) or 0)):
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    last = int(config.num_hidden_layers)
+    for layer in range(last, last + int(getattr(config, "num_nextn_predict_layers", 0) or 0)):
         yield re.escape(family.checkpoint_name(f"model.layers.{layer}."))
 
 
@@ -252,7 +254,8 @@ def _fill_embedding(model: nn.Module, reader: CheckpointReader, family: Family, 
 def _tied_head(model: nn.Module, reader: CheckpointReader, family: Family) -> str | None:
     """Name of the embedding that doubles as the output head, or `None` if the head has a tensor of its own."""
     own = reader.has(family.checkpoint_name(_name_of(model, model.get_output_embeddings())) + ".weight")
-    if own or not getattr(model.config, "tie_word_embeddings", False):
+    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    if own or not getattr(config, "tie_word_embeddings", False):
         return None
     return family.checkpoint_name(_name_of(model, model.get_input_embeddings()))
 

@@ -11,7 +11,7 @@ quantised weight keeps its packed bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,18 +20,19 @@ from typing import Any, TypedDict
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from orbit_runtime.adapters.config import AdapterConfig, InjectReport
 from orbit_runtime.adapters.inject import inject
-from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
-from orbit_runtime.model_info.families import FAMILIES, default_targets
+from orbit_runtime.errors import ManifestError, ModelError, OrbitError
+from orbit_runtime.model_info.families import FAMILIES
 from orbit_runtime.model_info.families.blocks import GQA_TARGETS, MLP_TARGETS
 from orbit_runtime.model_info.headers import check_finished
 from orbit_runtime.model_info.layouts import check_head, read_linears
+from orbit_runtime.model_info.module_tree import check_type, refused_type, shipped_types
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, parse_quantization
 from orbit_runtime.model_info.settings import check_folder, load_settings
-from orbit_runtime.policy.attention import Kernel, Mode, layers_of
+from orbit_runtime.policy.attention import Kernel, Mode, decoder_of, layers_of
 from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
@@ -49,6 +50,9 @@ INDEXER = "indexer."
 """Part of the names of what chooses the keys that a query sees: nothing there gets a gradient."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Last names of linears that choose experts, or weigh them."""
+WRAPPED = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+"""Types with a vision tower that are published for text too: the tower is left out, and images are not supported."""
+NO_TOWER = "the vision tower is not loaded: images are not supported"
 DEFAULT_LONGEST = 4096
 """Maximum length of sequences of a model whose configuration names none."""
 
@@ -114,7 +118,7 @@ def load_policy(
     model, mode = build_model(folder, raw, family, longest)
     if family is DENSE:
         family = published_family(model, reader.tensors, mode.uncalled)
-    share = share.of_layers(int(model.config.num_hidden_layers))  # type: ignore[union-attr,arg-type]
+    share = share.of_layers(len(layers_of(model)))
     fill(model, reader, quant, family, compute_dtype, activation_precision, share)
     vocabulary = model.get_output_embeddings().out_features
     drop_modules(model, share)
@@ -123,6 +127,7 @@ def load_policy(
     model.requires_grad_(False).eval()
     model.to(device)
     adapter = _with_linears(adapter, model, family.no_targets)
+    passes = f"{NO_TOWER}; {mode.text}".removesuffix("; ") if raw.get("model_type") in WRAPPED else mode.text
     injected = inject(
         model,
         adapter.targets,
@@ -131,7 +136,7 @@ def load_policy(
         compute_dtype=compute_dtype,
         left_out=family.no_targets,
         is_part=share.layers is not None,
-        announce=announce and (lambda report: announce(replace(report, passes=mode.text))),
+        announce=announce and (lambda report: announce(replace(report, passes=passes))),
     )
     return Policy(
         model,
@@ -169,7 +174,7 @@ def _with_targets(adapter: AdapterConfig, raw: dict[str, Any]) -> AdapterConfig:
         return adapter
     text = raw.get("text_config")
     language = {"model_type": "kimi_k2", **text} if raw.get("model_type") == "kimi_k25" and text else raw
-    return replace(adapter, targets=default_targets(language))
+    return replace(adapter, targets=FAMILIES[language["model_type"]](language).default_targets)
 
 
 def _with_linears(adapter: AdapterConfig, model: nn.Module, left_out: Sequence[str]) -> AdapterConfig:
@@ -187,9 +192,13 @@ def _with_linears(adapter: AdapterConfig, model: nn.Module, left_out: Sequence[s
             fits = min(int(module.in_features), int(module.out_features)) >= adapter.rank
         if fits:
             found[last] = None
+    return replace(adapter, targets=sorted_targets(found))
+
+
+def sorted_targets(names: Iterable[str]) -> tuple[str, ...]:
+    """The names that most models have first, in their usual order."""
     usual = (*GQA_TARGETS, *MLP_TARGETS)
-    targets = sorted(found, key=lambda last: usual.index(last) if last in usual else len(usual))
-    return replace(adapter, targets=tuple(targets))
+    return tuple(sorted(names, key=lambda last: usual.index(last) if last in usual else len(usual)))
 
 
 def _check_targets(adapter: AdapterConfig, family: Family) -> None:
@@ -207,12 +216,16 @@ def build_config(folder: Path, raw: dict[str, Any], family: Family) -> Pretraine
     """The configuration of the language model, defaults included.
 
     Raises:
-        ModelError: transformers does not know it.
+        ModelError, UnsupportedError: transformers does not know it.
     """
-    with _explained(folder):
+    with _explained(folder, raw):
         language = family.language_config(raw)
         if language is raw:
-            config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            config = _whole_config(folder)
+            if raw.get("model_type") in WRAPPED:
+                tied = config.tie_word_embeddings
+                config = config.get_text_config()
+                config.tie_word_embeddings |= tied
         else:
             fields = {key: value for key, value in language.items() if key != "model_type"}
             config = AutoConfig.for_model(language["model_type"], **fields)
@@ -222,33 +235,47 @@ def build_config(folder: Path, raw: dict[str, Any], family: Family) -> Pretraine
     return config
 
 
+def _whole_config(folder: Path) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
 def build_model(folder: Path, raw: dict[str, Any], family: Family, longest: int | None) -> tuple[nn.Module, Mode]:
     """The model's modules, with parameters that have no storage, and how its passes run: measured, unless the family's
     tests prove it.
 
     Raises:
-        UnsupportedError: what it computes for a sequence depends on the others of a pass, or its code fails.
+        UnsupportedError: what it computes for a sequence depends on the others of a pass, its code fails, or
+            transformers does not know its type.
     """
     where = str(folder / "config.json")
+    check_type(raw, where)
     config = build_config(folder, raw, family)
     longest = longest or int(getattr(config, "max_position_embeddings", None) or DEFAULT_LONGEST)
     check_rope(config, longest, where)
     mode = family.mode
     if raw.get("model_type") not in FAMILIES:
-        found = cached_behaviour(_build(folder, config, "eager"), raw, longest, Cache(default_cache(os.environ)))
+        found = cached_behaviour(_build(folder, raw, config, "eager"), raw, longest, Cache(default_cache(os.environ)))
         if found.refused:
-            raise UnsupportedError(
-                f"models of type {raw.get('model_type')} cannot be used here: {found.refused}",
-                where=where,
-                fix="choose a model of another family (docs/guides/models.md)",
-            )
+            raise refused_type(raw, found.refused, where)
         mode = found.mode
-    return _build(folder, config, mode.attention), mode
+    model = _build(folder, raw, config, mode.attention)
+    return _in_whole(model, folder, raw) if raw.get("model_type") in WRAPPED else model, mode
 
 
-def _build(folder: Path, config: PretrainedConfig, attention: str) -> nn.Module:
+def _in_whole(model: Any, folder: Path, raw: dict[str, Any]) -> nn.Module:
+    """The language model under the names that it has in the published model, which has no vision tower then."""
+    with _explained(folder, raw), init_empty_weights():
+        whole: Any = AutoModelForImageTextToText.from_config(_whole_config(folder), dtype=torch.float32)
+    for name, _ in list(whole.model.named_children()):
+        delattr(whole.model, name)
+    whole.model.language_model, whole.lm_head = decoder_of(model), model.get_output_embeddings()
+    whole.config.text_config = model.config
+    return whole
+
+
+def _build(folder: Path, raw: dict[str, Any], config: PretrainedConfig, attention: str) -> nn.Module:
     """Modules without storage; buffers are real, since they are computed."""
-    with _explained(folder), init_empty_weights(include_buffers=False):
+    with _explained(folder, raw), init_empty_weights(include_buffers=False):
         model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
@@ -258,15 +285,19 @@ def _build(folder: Path, config: PretrainedConfig, attention: str) -> nn.Module:
 
 
 @contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def _explained(folder: Path, raw: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except OrbitError:
         raise
     except Exception as error:  # the library raises anything from KeyError to ImportError for a config it cannot use
         summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where, message = str(folder / "config.json"), f"transformers cannot build this model: {summary}"
+        kind = raw.get("model_type")
+        if kind and not (kind in FAMILIES or kind in shipped_types()):
+            raise refused_type(raw, message, where) from error
         raise ModelError(
-            f"transformers cannot build this model: {summary}",
-            where=str(folder / "config.json"),
+            message,
+            where=where,
             fix="use a model whose architecture the installed transformers knows",
         ) from error

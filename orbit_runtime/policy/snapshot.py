@@ -229,7 +229,7 @@ def _recorder(name: str, points: dict[str, Tensor], rows: int) -> Callable[..., 
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Every weight and bias of the base by checkpoint name. Packed ones are dequantised on request; of routed experts,
     one at a time and only those held by this process."""
-    tied = getattr(model.config, "tie_word_embeddings", False)
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     for name, module in model.named_modules():
         plain = name.removesuffix(".base")
         if isinstance(module, (AdaptedLinear, AdaptedExpertLinear)) or name.endswith("rotary_emb"):

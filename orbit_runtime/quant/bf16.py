@@ -44,7 +44,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> BF16Weight:
         raise ModelError(
             f"expected a bfloat16 matrix, found {qdata.dtype} {list(qdata.shape)}",
             where=key,
-            fix="convert the checkpoint to bfloat16",
+            fix="write it anew: orbit convert FOLDER NEW --precision BF16",
         )
     return BF16Weight(qdata)
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from orbit_runtime.model_info.builtin_models import builtin_folder
 
@@ -53,7 +53,8 @@ def make_checkpoint(folder: Path, architecture: str, *, max_shard_size: str = "5
 
 def load_reference(folder: Path) -> PreTrainedModel:
     """transformers' own model over the same values, in fp32 with its plainest attention."""
-    model, found = AutoModelForCausalLM.from_pretrained(
+    has_tower = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+    model, found = (AutoModelForImageTextToText if has_tower else AutoModelForCausalLM).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     # Otherwise it would compare with what transformers made up for weights that it did not find.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from tests.integration.tiny_models import SIZES
@@ -94,6 +94,19 @@ TYPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA, "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32},
 }  # fmt: skip
 """Type → settings beside the common sizes. Sequences are longer than the windows."""
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {**TOWER, "model_type": "siglip_vision_model"}),
+    "mistral3": ("mistral", {**TOWER, "model_type": "pixtral"}),
+    "qwen3_5": ("qwen3_5_text", BLOCKS),
+    "qwen3_5_moe": ("qwen3_5_moe_text", BLOCKS),
+}
+"""Types with a vision tower → the type of their text part, and the tower's settings."""
+TYPES |= {name: TYPES[text] for name, (text, _) in VISION.items()}
 
 
 LEFT_OUT: dict[str, str] = {
@@ -106,8 +119,8 @@ LEFT_OUT: dict[str, str] = {
         "plbart prophetnet trocr whisper"
     ),
     "beside another modality, whose text part has a type of its own": (
-        "emu3 fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant gemma4_unified_text "
-        "git got_ocr2 llama4 minimax_m3_vl_text mllama phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp"
+        "emu3 fuyu gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant gemma4_unified_text "
+        "git got_ocr2 llama4 minimax_m3_vl_text mllama phi4_multimodal qwen4_exp"
     ),
     "a class or configuration of another type in this table": "gpt-sw3",
     "a state outside transformers' cache": "openai-gpt rwkv xlstm",
@@ -122,10 +135,15 @@ LEFT_OUT: dict[str, str] = {
 
 def make_type(folder: Path, name: str) -> Path:
     """A BF16 checkpoint as transformers saves it, with the tokenizer of the shipped model."""
-    config = AutoConfig.for_model(name, **copy.deepcopy(SIZES | TYPES[name]))
+    settings, kind = copy.deepcopy(SIZES | TYPES[name]), AutoModelForCausalLM
+    if name in VISION:
+        text, vision = copy.deepcopy(VISION[name])
+        settings = {"text_config": settings | {"model_type": text}, "vision_config": vision}
+        kind = AutoModelForImageTextToText
+    config = AutoConfig.for_model(name, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config)
         for key, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.05)

@@ -4,26 +4,38 @@ while it samples, or the type is refused before anything trains."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.checkpoints.inspection import inspect_headers
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.model_info.checkpoint import folder_facts, folder_headers
 from orbit_runtime.model_info.families import FAMILIES
-from orbit_runtime.policy import load_policy
+from orbit_runtime.model_info.module_tree import check_type, shipped_types
+from orbit_runtime.planner.job import Machine
+from orbit_runtime.planner.verdict import judge
+from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
+from orbit_runtime.spec import OrbitRun
 from orbit_runtime.types import Request, Sampling
+from tests.architecture.test_light_start import light
 from tests.integration.engine_inputs import random_adapter
 from tests.integration.killing import small_manifest
 from tests.integration.tiny_models import load_reference, reference_logprobs
-from tests.models.causal_types import LEFT_OUT, TYPES, make_type
+from tests.models.causal_types import LEFT_OUT, TYPES, VISION, make_type
 from tests.models.family_matrix import tokens_of
+from tools.make_type_records import make_type_record
 
 SHORT = (
     "qwen2", "gpt2", "gemma2", "mixtral", "granite", "lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h",
@@ -75,6 +87,23 @@ def test_log_probs_are_those_of_each_sequence_alone_and_those_that_were_sampled(
                 expected_T = policy.logprobs(packed)[0]
         torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected_T, rtol=0, atol=1e-5)
     assert adapter.files
+    check_plan(folder, policy)
+
+
+def check_plan(folder: Path, policy: Policy) -> None:
+    """`orbit plan` and `orbit inspect` say of the checkpoint what was loaded of it."""
+    facts, found = folder_facts(folder), inspect_headers(folder_headers(folder))
+    manifest = small_manifest(steps=1)
+    manifest["spec"]["model"] = {"uri": str(folder), "maxSequenceLength": 64}
+    manifest["spec"]["adapter"]["lora"] = {"rank": 2}
+    verdict = judge(OrbitRun.model_validate(manifest, by_name=False), facts, Machine(None, host_bytes=1 << 34))
+    assert (verdict.accepted, verdict.problem) == (True, None)
+    assert verdict.plan is not None
+    assert verdict.plan.adapter.total == policy.injected.report.trainable_parameters
+    assert set(policy.injected.config.targets) <= set(found.targets)
+    assert facts.architecture.passes == (policy.mode.text or "packed")
+    assert not facts.unknown
+    assert {verdict.state for verdict in found.verdicts[:2]} == {"works"}
 
 
 @pytest.mark.long
@@ -100,8 +129,100 @@ def test_two_steps_train(name: str, algorithm: str, tmp_path: Path) -> None:
         assert all(row["parity_max"] < 1e-4 for row in rows)
 
 
-def test_every_causal_type_of_transformers_is_made_or_left_out_with_a_reason() -> None:
-    left_out = [name for names in LEFT_OUT.values() for name in names.split()]
-    assert len(left_out) == len(set(left_out))
-    assert not set(left_out) & (TYPES.keys() | FAMILIES.keys())
+def test_every_causal_type_of_transformers_is_known_or_refused_by_name() -> None:
+    left_out = {name: why for why, names in LEFT_OUT.items() for name in names.split()}
+    assert not left_out.keys() & (TYPES.keys() | FAMILIES.keys())
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() <= {*left_out, *TYPES, *FAMILIES}
+    assert {name for name, record in shipped_types().items() if "roles" in record} == TYPES.keys() - FAMILIES.keys()
+    for name, why in left_out.items():
+        with pytest.raises(UnsupportedError, match=f"models of type {name} cannot be used here: {why}") as caught:
+            check_type({"model_type": name}, "config.json")
+        assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_next", "gemma3"])
+def test_a_shipped_record_is_what_transformers_says(name: str, tmp_path: Path) -> None:
+    assert make_type_record(tmp_path, name) == shipped_types()[name]
+
+
+REFUSED = ["bert", "xlstm", "fuyu", "dbrx", "newest", "blip"]
+"""Refused by name, and types that transformers does not know, or builds no causal model of."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_type_that_cannot_be_used_is_refused_by_every_command_in_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = make_type(tmp_path / "model", "qwen2"), write_manifest(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": name}))
+    for command in (["validate"], ["plan"], ["run", "--out", str(tmp_path / "run")]):
+        assert run_command([command[0], str(file), *command[1:]]) == 78, command
+        said = [line for line in capsys.readouterr().err.splitlines() if "cannot be used here" in line]
+        assert len(said) == 1
+        assert f"models of type {name} cannot be used here" in said[0]
+    assert run_command(["inspect", str(model)]) == 0
+    assert f"models of type {name} cannot be used here" in capsys.readouterr().out
+
+
+def write_manifest(folder: Path) -> Path:
+    manifest = small_manifest(steps=1)
+    manifest["spec"]["model"] = {"uri": str(folder / "model"), "maxSequenceLength": 64}
+    manifest["spec"]["adapter"]["lora"] = {"rank": 2}
+    file = folder / "run.json"
+    file.write_text(json.dumps(manifest))
+    return file
+
+
+def test_without_torch_a_shipped_type_is_planned_and_any_other_is_unknown(tmp_path: Path) -> None:
+    model, file = make_type(tmp_path / "model", "mixtral"), write_manifest(tmp_path)
+    for command in (["validate", str(file)], ["plan", str(file)], ["inspect", str(model)]):
+        assert light(tmp_path, *command)[0] == 0
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "newest"}))
+    code, said = light(tmp_path, "plan", str(file))
+    assert (code, "unknown: nothing here says" in said, "fits" in said) == (78, True, False), said
+    code, said = light(tmp_path, "validate", str(file))
+    assert (code, "not checked, see `orbit plan`: unknown" in said) == (0, True), said
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_every_command_says_that_a_checkpoint_of_wide_matrices_must_be_converted(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_type(tmp_path / "bf16", "qwen2")
+    AutoModelForCausalLM.from_pretrained(made, dtype=dtype).save_pretrained(tmp_path / "model")
+    for path in made.glob("*token*"):
+        shutil.copy(path, tmp_path / "model")
+    shutil.copy(made / "chat_template.jinja", tmp_path / "model")
+    file = write_manifest(tmp_path)
+    for command in (["validate"], ["plan"], ["run", "--out", str(tmp_path / "run")]):
+        assert run_command([command[0], str(file), *command[1:]]) == 66, command
+        assert "orbit convert FOLDER NEW --precision BF16" in capsys.readouterr().err
+    assert run_command(["inspect", str(tmp_path / "model")]) == 0
+    assert "orbit convert FOLDER NEW --precision BF16" in capsys.readouterr().out
+    assert run_command(["convert", str(tmp_path / "model"), str(tmp_path / "new"), "--precision", "BF16"]) == 0
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "bfloat16"
+    (tmp_path / "model").rename(tmp_path / "old")
+    (tmp_path / "new").rename(tmp_path / "model")
+    for command in (["validate"], ["plan"], ["run", "--out", str(tmp_path / "run")]):
+        assert run_command([command[0], str(file), *command[1:]]) == 0, command
+    assert run_command(["convert", str(tmp_path / "model"), str(tmp_path / "x"), "--precision", "BF16"]) == 64
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_an_adapter_of_the_text_part_is_one_of_the_published_model_in_peft(name: str, tmp_path: Path) -> None:
+    folder = make_type(tmp_path / "model", name)
+    policy = load_policy(folder, AdapterConfig("LoRA", ("q_proj", "down_proj"), rank=2, experts="None"), longest=64)
+    adapter = random_adapter(policy, 1)
+    for file, content in adapter.files.items():
+        (tmp_path / file).write_bytes(content)
+    whole = load_reference(folder)
+    tokens = tokens_of(20, 1)
+    plain = reference_logprobs(whole, tokens)
+    adapted = reference_logprobs(PeftModel.from_pretrained(whole, tmp_path), tokens)
+    TorchEngine(policy, ChatTokenizer(folder), max_running_requests=1).load_adapter("policy-v1", adapter)
+    with torch.no_grad(), policy.injected.selection.use("policy-v1"):
+        found = policy.logprobs(policy.pack([Branch(0, tokens[:1], tokens[1:])]))[0]
+    torch.testing.assert_close(found, adapted, rtol=0, atol=1e-4)
+    assert (plain - adapted).abs().max() > 1e-3

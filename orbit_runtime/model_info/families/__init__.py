@@ -1,7 +1,7 @@
 """Model families: a Hugging Face configuration → every weight, default adapter targets, size of the KV cache.
 
 Belongs here: the table, and one file for families of one kind of layer. Does not belong here: formats (`weights`),
-cards, torch.
+cards, types that transformers' modules describe (`module_tree`), torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import deepseek_v3, deepseek_v4, gpt_oss, grouped, kimi
-from orbit_runtime.model_info.families.blocks import GQA_TARGETS, MLP_TARGETS
 from orbit_runtime.model_info.settings import DAMAGED
 from orbit_runtime.model_info.weights import Architecture
 
@@ -32,12 +31,6 @@ FAMILIES: dict[str, Describe] = {
 """Families by the configuration's `model_type`."""
 _NUMBER = re.compile(r"num_.*|n_.*|.*_size|.*_dim|.*_rank")
 """Fields that hold integers, in every family."""
-
-
-def default_targets(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The family's default targets; for a family outside the table, the names that most models have."""
-    kind = config.get("model_type")
-    return FAMILIES[kind](config).default_targets if kind in FAMILIES else (*GQA_TARGETS, *MLP_TARGETS)
 
 
 def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:

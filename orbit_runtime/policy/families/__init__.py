@@ -3,8 +3,7 @@
 Belongs here: one file per family that differs, and the table.
 Does not belong here: sizes and roles of weights (`model_info.families`), arithmetic that all families share.
 
-A family without a row is built from transformers' modules alone. This is correct for dense models whose checkpoint
-names are the modules' own; a model with routed experts is refused.
+A family without a row is built from transformers' modules alone, with the names of `published`.
 """
 
 from __future__ import annotations

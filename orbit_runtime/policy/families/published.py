@@ -23,6 +23,9 @@ from orbit_runtime.policy.families.family import DENSE, ExpertForm, Family, Proj
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.quant.experts import ExpertStack
 
+LANGUAGE_MODEL = r"language_model\."
+"""Part of the names of all that is not the vision tower, beside the output layer."""
+
 
 def published_family(model: nn.Module, tensors: Iterable[str], uncalled: Sequence[str]) -> Family:
     """
@@ -32,6 +35,7 @@ def published_family(model: nn.Module, tensors: Iterable[str], uncalled: Sequenc
         uncalled: last names of linears that the model's code does not call.
     """
     names = _Names(model, tensors)
+    vision = (rf"(?!.*{LANGUAGE_MODEL}|lm_head\.)",) if hasattr(getattr(model, "model", None), "language_model") else ()
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     fp32 = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
     fp32 += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
@@ -40,7 +44,7 @@ def published_family(model: nn.Module, tensors: Iterable[str], uncalled: Sequenc
         DENSE,
         checkpoint_name=names.of,
         expert_sources=names.experts,
-        left_out=tuple(f".*(?:{pattern})" for pattern in ignored),
+        left_out=(*(f".*(?:{pattern})" for pattern in ignored), *vision),
         no_targets=kept,
         kept_linears=kept,
         kept_fp32=tuple(fp32),

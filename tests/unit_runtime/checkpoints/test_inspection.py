@@ -101,13 +101,13 @@ def test_a_quantisation_that_orbit_does_not_read_is_refused_by_name(tmp_path: Pa
     assert "refused: Orbit does not read this quantisation: quant_method is 'bitsandbytes'" in said
 
 
-def test_a_family_that_the_tables_do_not_know_is_still_described(tmp_path: Path) -> None:
+def test_a_type_that_cannot_be_used_is_still_described(tmp_path: Path) -> None:
     config = {**SMALL["qwen3_moe"], "model_type": "qwen3_moe"}
     write_model(tmp_path, config, {})
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "newest"}))
     found = inspect_headers(folder_headers(tmp_path))
     assert (found.family, found.precision, found.verdicts) == ("newest", "BF16", ())
-    assert any("not in Orbit's tables" in note for note in found.notes)
+    assert any("models of type newest cannot be used here" in note for note in found.notes)
 
 
 def test_a_store_whose_index_lies_is_refused(tmp_path: Path) -> None:

@@ -309,7 +309,11 @@ def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
     ("asked", "state", "says"),
     [
         (Combination("INT4", "qwen3", "LoRA", "None", "Torch", "Torch"), "works", ""),
-        (Combination("BF16", "qwen2", "LoRA", "None", "Torch", "Torch"), "missing", "no test compares qwen2 in BF16"),
+        (Combination("BF16", "newest", "LoRA", "None", "Torch", "Torch"), "missing", "no test compares newest in BF16"),
+        (Combination("BF16", "qwen2", "LoRA", "None", "Torch", "Torch"), "works", ""),
+        (Combination("INT4", "qwen2", "LoRA", "None", "Torch", "Torch"), "planned", "no test compares qwen2 in INT4"),
+        (Combination("BF16", "qwen2", "LoRA", "None", "SGLang", "Torch", 0), "planned", "no test compares qwen2"),
+        (Combination("BF16", "qwen2", "LoRA", "None", "SGLang", "Megatron", 8), "missing", "no test compares qwen2"),
         (Combination("INT2", "qwen3", "LoRA", "None", "Torch", "Torch"), "missing", "no test compares qwen3 in INT2"),
         (Combination("BF16", "llama", "OFT", "None", "Torch", "Torch"), "works", ""),
         (Combination("NVFP4", "deepseek_v3", "OFT", "PerExpert", "Torch", "Torch"), "works", ""),
