@@ -127,7 +127,6 @@ def load_policy(
     model.requires_grad_(False).eval()
     model.to(device)
     adapter = _with_linears(adapter, model, family.no_targets)
-    passes = f"{NO_TOWER}; {mode.text}".removesuffix("; ") if raw.get("model_type") in WRAPPED else mode.text
     injected = inject(
         model,
         adapter.targets,
@@ -136,7 +135,7 @@ def load_policy(
         compute_dtype=compute_dtype,
         left_out=family.no_targets,
         is_part=share.layers is not None,
-        announce=announce and (lambda report: announce(replace(report, passes=passes))),
+        announce=announce and (lambda report: announce(replace(report, passes=_passes(raw, mode)))),
     )
     return Policy(
         model,
@@ -150,6 +149,11 @@ def load_policy(
         mode=mode,
         routing=build_routing(model, family.gate_weights) if mode.rows == "packed" else None,
     )
+
+
+def _passes(raw: dict[str, Any], mode: Mode) -> str:
+    """A line for people: how passes run, and what of the model is left out."""
+    return f"{NO_TOWER}; {mode.text}".removesuffix("; ") if raw.get("model_type") in WRAPPED else mode.text
 
 
 def read_config(folder: Path) -> dict[str, Any]:
