@@ -75,6 +75,16 @@ class AttentionSettings:
     """Number of newest positions that a query sees, its own included; None for all."""
     sinks_H: torch.Tensor | None = None
     """One score per head that takes part in the softmax but has no value (gpt-oss)."""
+    cap: float | None = None
+    """Scores are `cap * tanh(scores / cap)` (Gemma 2); None: not capped."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's fused kernel supports it."""
+        return self.sinks_H is None and self.cap is None
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap
 
 
 class AttentionPlan(Protocol):
@@ -113,11 +123,10 @@ def orbit_attention(
     """transformers' attention interface; the plan is passed as the keyword `orbit_plan`.
 
     Raises:
-        UnsupportedError: the layer requires something that a plan does not support (soft capping), or hands no plan on.
+        UnsupportedError: the layer has a bias by position, which no plan supports, or hands no plan on.
     """
-    for unknown in ("softcap", "position_bias"):
-        if extras.get(unknown) is not None:
-            raise UnsupportedError(f"attention with {unknown} is not supported", where=type(module).__name__)
+    if extras.get("position_bias") is not None:
+        raise UnsupportedError("attention with position_bias is not supported", where=type(module).__name__)
     plan: AttentionPlan | None = extras.get("orbit_plan")
     if plan is None:
         raise UnsupportedError(
@@ -128,6 +137,7 @@ def orbit_attention(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         window if window is not None and plan.longest > window else None,
         extras.get("s_aux"),
+        extras.get("softcap"),
     )
     return plan.attend(module.layer_idx, query, key, value, look), None  # type: ignore[arg-type]
 
@@ -184,12 +194,12 @@ def attend_rows(
 ) -> torch.Tensor:
     """Softmax attention over padded rows, including grouped-query heads.
 
-    Every query must see at least one key, otherwise its output is undefined. Sinks use explicit products, because
-    torch's fused kernel does not support them. The window is already part of `visible`.
+    Every query must see at least one key, otherwise its output is undefined. Sinks and caps use explicit products,
+    because torch's fused kernel does not support them. The window is already part of `visible`.
     """
     causal = isinstance(visible_B1QS, str)
     mask = None if isinstance(visible_B1QS, str) else visible_B1QS
-    if kernel != "Eager" and look.sinks_H is None:
+    if kernel != "Eager" and look.is_plain:
         gqa = q_BHQD.shape[1] != k_BKSD.shape[1]
         return F.scaled_dot_product_attention(
             q_BHQD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal, scale=look.scale, enable_gqa=gqa
@@ -198,7 +208,7 @@ def attend_rows(
     rows, heads, queries, _ = q_BHQD.shape
     kv_heads = k_BKSD.shape[1]
     grouped = q_BHQD.reshape(rows, kv_heads, heads // kv_heads * queries, -1)
-    scores = torch.matmul(grouped, k_BKSD.transpose(-1, -2)).mul_(look.scale)
+    scores = look.capped(torch.matmul(grouped, k_BKSD.transpose(-1, -2)).mul_(look.scale))
     if mask is not None:
         scores = scores.view(rows, heads, queries, -1).masked_fill_(~mask, float("-inf")).view_as(scores)
     if look.sinks_H is not None:

@@ -142,7 +142,7 @@ def _forward(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: VisibleKeys) -> 
         top, total = _start(seen.look, size, q)
         acc = q.new_zeros(*q.shape[:2], v_TKD.shape[-1], dtype=torch.float32)
         for block in blocks:
-            scores = _scores(q, k_TKD[block.keys], block.visible_QS, seen.look.scale)
+            scores = _scores(q, k_TKD[block.keys], block.visible_QS, seen.look)
             new_top = torch.maximum(top, scores.amax(-1))
             # A query that has not yet seen a key has -inf as its largest score, and nothing to rescale.
             base = new_top.masked_fill(new_top == -torch.inf, 0.0)
@@ -177,10 +177,13 @@ def _backward(
         dq = q.new_zeros(q.shape, dtype=torch.float32)
         for block in blocks:
             keys, values = (x[block.keys].transpose(0, 1) for x in (k_TKD, v_TKD))
-            weights = _scores(q, k_TKD[block.keys], block.visible_QS, seen.look.scale).sub_(lse).exp_()
+            scores = _scores(q, k_TKD[block.keys], block.visible_QS, seen.look)
+            # Derivative of the cap; 0 for keys that a query does not see.
+            slope = 1.0 if seen.look.cap is None else (1 - (scores / seen.look.cap).square()).clamp_(min=0)
+            weights = scores.sub_(lse).exp_()
             dweights = _product(dout, values.transpose(1, 2))
             dv_KTD[:, block.keys] += _product(weights.to(dout.dtype).transpose(1, 2), dout)
-            dscores = dweights.sub_(delta).mul_(weights).mul_(seen.look.scale).to(q.dtype)
+            dscores = dweights.sub_(delta).mul_(weights).mul_(seen.look.scale * slope).to(q.dtype)
             dq += _product(dscores, keys)
             dk_KTD[:, block.keys] += _product(dscores.transpose(1, 2), q)
         dq_THD[queries] = _by_token(dq, queries.stop - queries.start, heads).to(dq_THD.dtype)
@@ -197,9 +200,9 @@ def _start(look: AttentionSettings, size: tuple[int, int], q: Tensor) -> tuple[T
     return sinks, torch.ones_like(sinks)
 
 
-def _scores(q: Tensor, k_SKD: Tensor, visible_QS: Tensor | None, scale: float) -> Tensor:
+def _scores(q: Tensor, k_SKD: Tensor, visible_QS: Tensor | None, look: AttentionSettings) -> Tensor:
     """fp32 `[K, G·Q, S]`, -inf if the query does not see the key."""
-    scores = _product(q, k_SKD.permute(1, 2, 0)).mul_(scale)
+    scores = look.capped(_product(q, k_SKD.permute(1, 2, 0)).mul_(look.scale))
     if visible_QS is None:
         return scores
     blocks = scores.view(scores.shape[0], -1, *visible_QS.shape)

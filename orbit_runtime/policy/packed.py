@@ -368,7 +368,7 @@ class PackedPlan:
 
     def _visible_of(self, number: int, bucket: Bucket, look: AttentionSettings) -> Visible:
         """The mask, built once for all layers with the same window; not needed if the fused kernel can derive it."""
-        if self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.sinks_H is None:
+        if self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.is_plain:
             return "causal"
         place = (number, look.window)
         if place not in self._visible:

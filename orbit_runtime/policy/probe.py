@@ -45,7 +45,7 @@ from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_p
 from orbit_runtime.policy.whole_rows import OwnCache, OwnRows
 from orbit_runtime.storage.cache import Cache
 
-VERSION = 2
+VERSION = 3
 """Changes with what is measured, so that no older answer is used."""
 TOLERANCE = 1e-4
 """Largest difference between equal hidden states, relative to the largest of them; rounding gives 1e-6, leaks 1e-2."""

@@ -180,6 +180,7 @@ class DecodePlan:
         scores_NGS = torch.bmm(q_BHD.reshape(len(keys_NSD), -1, q_BHD.shape[-1]), keys_NSD.transpose(1, 2))
         if look.scale != 1.0:
             scores_NGS.mul_(look.scale)
+        scores_NGS = look.capped(scores_NGS)
         if mask is not None:
             scores_NGS.masked_fill_(mask[1], float("-inf"))
         if look.sinks_H is None:

@@ -48,6 +48,7 @@ def expected(batch: PackedBatch, inputs: list[Tensor], look: AttentionSettings) 
     out: dict[int, Tensor] = {}
     for keys, own in sequences(batch):
         scores = torch.einsum("qhd,khd->hqk", q_THD[own], k_THD[keys]) * look.scale
+        scores = scores if look.cap is None else look.cap * torch.tanh(scores / look.cap)
         place = torch.arange(len(keys) - len(own), len(keys))[:, None]
         far = torch.arange(len(keys)) <= (place - look.window if look.window is not None else -1)
         scores = scores.masked_fill((torch.arange(len(keys)) > place) | far, -torch.inf)
@@ -72,16 +73,16 @@ def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad((out * slope.to(out.dtype)).sum(), inputs)]
 
 
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("extra", ["", "sinks", "cap"])
 @pytest.mark.parametrize("window", [None, 1, 6, 100])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_values_and_gradients_are_as_near_to_fp64_as_the_other_kernels_are(
-    sizes: str, window: int | None, with_sinks: bool
+    sizes: str, window: int | None, extra: str
 ) -> None:
     batch = build_packed(BRANCHES, CPU)
     inputs = random_inputs(len(batch.token_ids_T), SIZES[sizes])
-    sinks = torch.linspace(-1.0, 2.0, SIZES[sizes][0]) if with_sinks else None
-    look = AttentionSettings(0.3, window, sinks)
+    sinks = torch.linspace(-1.0, 2.0, SIZES[sizes][0]) if extra == "sinks" else None
+    look = AttentionSettings(0.3, window, sinks, 1.5 if extra == "cap" else None)
     exact = with_gradients(expected(batch, inputs, look), inputs)
     dense = PackedPlan(batch, "SDPA").attend_tokens(0, *inputs, look)
     floor = [
