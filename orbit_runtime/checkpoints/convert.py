@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,15 @@ from typing import Any
 from orbit_runtime.checkpoints.destination import Destination, file_digest, opened
 from orbit_runtime.checkpoints.rewrite import Rewrite, RewriteItem, split_shards
 from orbit_runtime.checkpoints.stacks import Stack, find_stacks
-from orbit_runtime.checkpoints.target import Target, build_config, check_groups, choose_modules, quantization_block
+from orbit_runtime.checkpoints.target import (
+    BLOCK,
+    BLOCK_LAYOUTS,
+    Target,
+    build_config,
+    check_groups,
+    choose_modules,
+    quantization_block,
+)
 from orbit_runtime.checkpoints.tensor_files import ShardWriter, TensorSource
 from orbit_runtime.errors import UnsupportedError, UsageError
 from orbit_runtime.model_info.checkpoint import folder_headers
@@ -64,6 +72,8 @@ class ConversionResult:
     """Matrices that kept their format, without layer numbers."""
     reused: int
     """Number of shards that an earlier start had written."""
+    note: str = ""
+    """What the format does not suit, and what was done about it."""
 
     def summaries(self) -> list[ModuleSummary]:
         return summarise(self.modules)
@@ -73,9 +83,12 @@ class ConversionResult:
 
 
 def convert(
-    source: Path, folder: Path, target: Target, *, show: Show, shard_bytes: int = SHARD_BYTES
+    source: Path, folder: Path, target: Target, *, show: Show, shard_bytes: int = SHARD_BYTES, is_default: bool = False
 ) -> ConversionResult:
     """Writes the model of `source` into `folder`.
+
+    Args:
+        is_default: nobody chose the target's layout, so another of its precision may suit the model better.
 
     Raises:
         ModelError: the source is damaged.
@@ -94,7 +107,18 @@ def convert(
         config = {key: "bfloat16" if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
     if not rewrite.linears and not rewrite.quantised:
         raise UsageError("the model is BF16 already", where="--precision", fix="name another format")
-    return write(rewrite, config, folder, {"kind": "convert"}, show=show, shard_bytes=shard_bytes)
+    note = ""
+    if target.layout in BLOCK_LAYOUTS:
+        partial_of = sorted(name for name in rewrite.quantised if any(side % BLOCK for side in rewrite.shape(name)))
+        what = f"blocks of {BLOCK} x {BLOCK} do not divide {len(partial_of)} of {len(rewrite.quantised)} modules"
+        if partial_of and is_default:
+            target = replace(target, layout="FP8")
+            rewrite = replace(rewrite, target=target)
+            note = f"{what}, such as {partial_of[0]}: every row has a scale of its own"
+        elif partial_of:
+            note = f"{what}, such as {partial_of[0]}: other programs may refuse them; `--layout FP8` suits all"
+    result = write(rewrite, config, folder, {"kind": "convert"}, show=show, shard_bytes=shard_bytes)
+    return replace(result, note=note)
 
 
 def prepare(source: Path, target: Target) -> tuple[Rewrite, Mapping[str, Any]]:

@@ -140,11 +140,18 @@ class Rewrite:
         if item.name in self.stacks:
             return self._write_stack(item, writer, advance)
         codec, deviation = FORMATS[item.layout], Deviation()
-        shape = self._shape(item.name)
+        shape = self.shape(item.name)
         extra = self._extra(item.name)
         share = item.source_bytes / shape[0]
         for start, wanted in self._runs(item.name):
             written = _write_run(codec, item.name, (start, wanted), (*self._arguments(item.layout), extra), writer)
+            if not bool(written.isfinite().all()):
+                key = self.linears[item.name].tensors[0] if item.name in self.linears else f"{item.name}.weight"
+                raise ModelError(
+                    f"{item.layout} cannot hold values as large as {float(wanted.abs().max()):.3g}",
+                    where=self.source.where(key),
+                    fix="write another format, or leave the module out with --ignore",
+                )
             deviation.add(written, wanted)
             advance(round(share * (start + len(wanted))) - round(share * start), item.name)
         return deviation
@@ -189,7 +196,7 @@ class Rewrite:
 
     def _computed(self, module: str, source_bytes: int) -> RewriteItem:
         layout = self.target.layout if module in self.quantised else "BF16"
-        outputs = _outputs(layout, self._shape(module), self._arguments(layout))
+        outputs = _outputs(layout, self.shape(module), self._arguments(layout))
         return RewriteItem(
             module, tuple(replace(each, name=f"{module}.{each.name}") for each in outputs), source_bytes, layout
         )
@@ -197,7 +204,7 @@ class Rewrite:
     def _arguments(self, layout: str) -> tuple[int, ...]:
         return self.target.arguments if layout == self.target.layout else ()
 
-    def _shape(self, module: str) -> tuple[int, int]:
+    def shape(self, module: str) -> tuple[int, int]:
         if module in self.linears:
             linear = self.linears[module]
             return linear.rows, linear.columns
@@ -206,7 +213,7 @@ class Rewrite:
 
     def _runs(self, module: str) -> Iterator[tuple[int, Tensor]]:
         """Yields (first row, fp32 rows) of the module's intended weight."""
-        rows, columns = self._shape(module)
+        rows, columns = self.shape(module)
         layout = self.target.layout if module in self.quantised else "BF16"
         tile = _tile_rows(layout, self._arguments(layout))
         run = max(tile, RUN_ELEMENTS // columns // tile * tile)

@@ -26,6 +26,7 @@ DEFAULT_IGNORE = (
     "lm_head", r"re:.*embed", r"re:.*norm", r"re:.*router", r"re:.*\.gate$", r"re:.*(vision|visual|mm_projector)",
 )  # fmt: skip
 """Output head, embeddings, norms, routers and vision towers stay as they are."""
+BLOCK_LAYOUTS, BLOCK = ("FP8Block", "FP8BlockCT"), 128
 QUANTISED_ROLES = ("attention", "dense_mlp", "shared_expert", "routed_expert")
 
 
@@ -100,7 +101,7 @@ def choose_modules(config: Mapping[str, Any], dense: Mapping[str, TensorInfo], t
             raise ModelError(
                 f"the weight is {info.dtype}; only BF16 is quantised",
                 where=name,
-                fix=f"convert the model to BF16 first, or leave it out with --ignore '{module}'",
+                fix=f"convert the model first (--precision BF16), or leave it out with --ignore '{module}'",
             )
         chosen.append(module)
     if not chosen:

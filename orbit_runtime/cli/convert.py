@@ -65,7 +65,9 @@ def convert(
         from orbit_runtime.checkpoints.convert import convert as write_converted
 
     with bytes_bar("converting") as show:
-        result = write_converted(folder, destination, target, show=show, shard_bytes=int(shard_gb * 10**9))
+        result = write_converted(
+            folder, destination, target, show=show, shard_bytes=int(shard_gb * 10**9), is_default=layout is None
+        )
     if as_json:
         print_json(result.to_json())
     else:
@@ -90,6 +92,8 @@ def format_result(result: ConversionResult) -> str:
     share = result.bytes_after / result.bytes_before
     form = result.precision if result.layout == result.precision else f"{result.precision} ({result.layout})"
     lines = [format_table(header, rows), ""]
+    if result.note:
+        lines.append(result.note)
     if result.left_alone:
         lines.append(f"left as they were: {', '.join(result.left_alone)}")
     if result.reused:

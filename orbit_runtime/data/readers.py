@@ -37,6 +37,7 @@ IN_MEMORY = 1 << 26
 """Largest file, in bytes, that is read whole, so that later writes to it change nothing."""
 MAX_GROUP = 1 << 31
 """Most bytes of a decoded row group, all of which must be decoded to read one row."""
+TABLE_FIX = "a table whose column of prompts holds text or lists of messages in every row"
 MAX_LISTED_BYTES = 1 << 28
 """Most bytes of a file that is a single JSON list, which must be read whole."""
 DECODED_ROWS = 512
@@ -93,7 +94,8 @@ def read_file(path: Path, file: IO[bytes], asked: Format, scan: Scan, where: str
             spool.write(piece)
         spool.seek(0)
         check_encoding(spool, path, where)
-        return _scan_lines(spool, path, scan, where, None)
+        listed = _listed_rows(spool, path, where) if path.suffixes[-2:-1] == [".json"] else None
+        return _scan_lines(listed or spool, path, scan, where, None)
 
 
 def _scan_lines(file: IO[bytes], path: Path, scan: Scan, where: str, unchanged: UnchangedFile | None) -> Lines:
@@ -261,7 +263,7 @@ def _read_parquet(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batche
                 )
         _scan_batches(opened.iter_batches(batch_size=DECODED_ROWS), scan)
         counts = [opened.metadata.row_group(number).num_rows for number in groups]
-    scan.check(where)
+    scan.check(where, TABLE_FIX)
     return Batches(_loading(opened.read_row_group, where, "Parquet"), counts, scan.longest, UnchangedFile(file, where))
 
 
@@ -283,7 +285,7 @@ def _read_arrow(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batches:
             for start in range(0, batch.num_rows, DECODED_ROWS)
         )
         _scan_batches(pieces, scan)
-    scan.check(where)
+    scan.check(where, TABLE_FIX)
     return Batches(_loading(load, where, "Arrow"), counts, scan.longest, UnchangedFile(file, where))
 
 

@@ -176,7 +176,7 @@ class MultiTurn:
         # Not before: with more episodes than processes, it may have waited for one as long as others played.
         started = settings.clock()
         self._count(state, first)
-        state.messages += first.messages
+        state.messages += first.messages or prompt.messages
         (ids,) = self._tokenizer.encode_many([state.messages], tools=first.tools)
         self._add_given(state, first.messages, ids)
         turn, is_done = 0, first.done

@@ -100,9 +100,8 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), fix="check the model's path")
     check_finished(folder)
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        single = folder / "model.safetensors"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file() or (single.is_file() and _is_stale(index)):
         if not single.is_file():
             raise ModelError(
                 "the folder holds neither model.safetensors nor model.safetensors.index.json",
@@ -113,12 +112,31 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
     return with_known_names(_read_shards(folder, index))
 
 
+def _is_stale(index: Path) -> bool:
+    """Whether an index beside a whole file names other files, none of which is there.
+
+    Raises:
+        ModelError: they are there too, so that programs disagree about which model this is.
+    """
+    names = set((load_settings(index).get("weight_map") or {}).values())
+    if names and "model.safetensors" not in names and any((index.parent / name).is_file() for name in names):
+        raise ModelError(
+            f"the folder holds model.safetensors and, by its index, {len(names)} other files: transformers reads the "
+            "first, servers read the others",
+            where=str(index.parent),
+            fix="delete those that do not belong to the model",
+        )
+    return bool(names) and "model.safetensors" not in names
+
+
 def known_name(name: str) -> str:
     """The name that the model's publisher gives a tensor or a pattern of modules.
 
     NVIDIA's exports of Kimi-K2.5 and K2.6 leave out a part: `language_model.layers.0` for
     `language_model.model.layers.0`, in files and in `exclude_modules` alike (SGLang's `kimi_k25.py` maps it too).
+    `torch.compile` adds one to each module that it wraps.
     """
+    name = name.replace("_orig_mod.", "")
     shortened = "language_model.layers."
     return f"language_model.model.layers.{name[len(shortened) :]}" if name.startswith(shortened) else name
 

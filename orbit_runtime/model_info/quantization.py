@@ -77,7 +77,7 @@ def parse_quantization(
         raise _unknown(f"is a {type(block).__name__}", where)
     method = block.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed_tensors(block, where)
+        return _compressed_tensors(block, tensors or {}, where)
     if method == "fp8":
         expert_dtype = config.get("expert_dtype") or block.get("expert_dtype")
         return _fp8(block, expert_dtype, tensors or {}, where)
@@ -113,7 +113,7 @@ def from_legacy_modelopt(file: Mapping[str, Any]) -> dict[str, Any]:
     return {"quant_method": "modelopt", "ignore": inner.pop("exclude_modules", None) or [], **inner}
 
 
-def _compressed_tensors(block: Mapping[str, Any], where: str) -> QuantFormat:
+def _compressed_tensors(block: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str) -> QuantFormat:
     groups = block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _unknown(f"compressed-tensors format {block.get('format')!r} with 0 config groups", where)
@@ -121,6 +121,8 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> QuantFormat:
         extra = block.get(key)
         if isinstance(extra, Mapping) and extra and extra.get("format") != "dense":
             raise _unknown(f"{key} is set", where)
+    if ordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
+        raise _unknown(f"{ordered[0]} is stored: its columns are in another order", where)
     rules = []
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
@@ -175,7 +177,10 @@ def _compressed_group(packing: Any, group: Mapping[str, Any], where: str) -> tup
 
 
 def _int4(weights: Mapping[str, Any], group: Mapping[str, Any], where: str) -> tuple[str, int | None]:
-    _expect(weights, {"num_bits": 4, "type": "int", "actorder": None, "dynamic": False}, where)
+    _expect(weights, {"num_bits": 4, "type": "int", "dynamic": False}, where)
+    # With the other two orders columns were rounded in another order, and are stored in their own.
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise _unknown(f"weights.actorder is {weights['actorder']!r}", where)
     if weights.get("num_bits") is None:
         raise _unknown("weights.num_bits is not given", where)
     if group.get("input_activations"):
@@ -273,7 +278,7 @@ def _like_transformers(block: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _expect(weights: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
     for key, value in wanted.items():
-        if weights.get(key, value) != value:
+        if weights.get(key, value) not in (value, None if value is False else value):
             raise _unknown(f"weights.{key} is {weights[key]!r}", where)
 
 

@@ -111,7 +111,7 @@ def cut_shape(weight: Weight, tensor: int) -> tuple[int, int]:
 
 
 def _names(target: str, weight: Weight) -> bool:
-    return target == weight.target or weight.module.endswith(f".{target}")
+    return target in (weight.target, weight.module) or weight.module.endswith(f".{target}")
 
 
 def _suits(weight: Weight, job: Job) -> bool:

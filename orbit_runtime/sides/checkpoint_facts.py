@@ -72,4 +72,4 @@ def _routed_layers(architecture: Architecture) -> tuple[int, ...]:
 
 
 def _is_named(weight: Weight, target: str) -> bool:
-    return target == weight.target or module_name(weight).endswith(f".{target}")
+    return target in (weight.target, module_name(weight)) or module_name(weight).endswith(f".{target}")

@@ -199,6 +199,10 @@ CORRECTIONS: Mapping[CorrectionType, Bounds] = {
     "TokenTruncated": Bounds(2.0, None, "FlashRL, fengyao.notion.site/flash-rl"),
     "TokenMasked": Bounds(5.0, 0.5, "IcePop, https://arxiv.org/abs/2510.18855"),
     "SequenceTruncated": Bounds(2.0, None, "verl 0.9, `rollout_is: sequence`"),
-    "SequenceMasked": Bounds(2.0, 0.5, "verl 0.9, `rollout_rs: seq_sum_k1`, the floor being 1 / cap"),
-    "GeometricMasked": Bounds(1.001, 0.999, "verl 0.9, `rollout_rs: seq_mean_k1`"),
+    "SequenceMasked": Bounds(2.0, 0.5, "verl 0.9, `rollout_is: sequence` with a threshold `lower_upper`"),
+    "GeometricMasked": Bounds(
+        1.001,
+        0.999,
+        "verl 0.9, `rollout_rs: seq_mean_k1`, which bounds 1 / ratio and averages what is left",
+    ),
 }

@@ -22,6 +22,7 @@ def by_text(completion: str, prompt: Prompt, fields: Mapping[str, Any], *, scale
         "text": lambda: "good",
         "none": lambda: None,
         "true": lambda: True,
+        "numpy's true": lambda: __import__("numpy").bool_(True),
         "hang": lambda: time.sleep(3600),
         "spin": _spin,
         "die": lambda: os._exit(3),

@@ -16,6 +16,7 @@ ADAPTERS = {
     "LoRA": AdapterConfig(type="LoRA", targets=(), rank=2, alpha=4.0),
     "LoRA beside experts": AdapterConfig(type="LoRA", targets=(), rank=2, alpha=4.0, experts="None"),
     "chosen": AdapterConfig(type="LoRA", targets=("o_proj",), rank=2, alpha=4.0),
+    "whole name": AdapterConfig(type="LoRA", targets=("model.layers.0.self_attn.o_proj",), rank=2, alpha=4.0),
 }
 
 

@@ -18,7 +18,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import dequantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
@@ -130,15 +130,65 @@ def test_the_written_tensors_are_those_of_the_codec_on_whole_weights(tmp_path: P
         assert error["max_error"] == pytest.approx(float((back - w).abs().max()), rel=1e-5)
 
 
-NOT_ON_A_CPU = ("FP8BlockCT", "NVFP4", "MXFP4")
+NOT_ON_A_CPU = ("FP8BlockCT",)
 """Layouts of which transformers makes no model that runs on a CPU: compressed-tensors reads them module by module."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_checkpoint_of_more_bits_is_rounded_once_by_a_conversion_that_a_run_names(
+    tmp_path: Path, even: Path, dtype: torch.dtype
+) -> None:
+    wide, out = shutil.copytree(even, tmp_path / "wide"), tmp_path / "out"
+    made = {name: (tensor.float() * 1.0007).to(dtype) for name, tensor in tensors_of(even).items()}
+    for path in wide.glob("*.safetensors*"):
+        path.unlink()
+    save_file(made, wide / "model.safetensors", {"format": "pt"})
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    assert run_command(["convert", str(wide), str(out), "--precision", "BF16"]) == 0
+    matrices = {name: tensor for name, tensor in tensors_of(out).items() if tensor.ndim == 2}
+    assert matrices
+    assert all(torch.equal(tensor, made[name].bfloat16()) for name, tensor in matrices.items())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert orbit_logprobs(out).isfinite().all()
+    with pytest.raises(ModelError, match="expected a bfloat16 matrix"):
+        orbit_logprobs(wide)
+    assert run_command(["convert", str(out), str(tmp_path / "again"), "--precision", "BF16"]) == 64
+    assert run_command(["convert", str(out), str(tmp_path / "packed"), "--precision", "INT4"]) == 0
+
+
+@pytest.mark.parametrize("layout", ["INT4", "MXFP4"])
+def test_a_weight_that_would_be_read_back_as_infinite_is_refused(tmp_path: Path, even: Path, layout: str) -> None:
+    large, name = shutil.copytree(even, tmp_path / "large"), "model.layers.0.mlp.up_proj.weight"
+    tensors = tensors_of(even)
+    tensors[name][0, 0] = -3.3e38
+    for path in large.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, large / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name}: {layout} cannot hold values as large as 3\.3e\+38") as caught:
+        convert(large, tmp_path / "out", target_of(layout), show=quiet)
+    assert caught.value.exit_code == 66
+
+
+def test_where_blocks_do_not_divide_rows_have_scales_and_it_is_said(tmp_path: Path, capsys: Captured) -> None:
+    source = str(shutil.copytree(builtin_folder("tiny-adder", "BF16"), tmp_path / "model"))
+    assert run_command(["convert", source, str(tmp_path / "out"), "--precision", "FP8"]) == 0
+    said = capsys.readouterr().out
+    assert ("blocks of 128 x 128 do not divide" in said, "every row has a scale of its own" in said) == (True, True)
+    read_by_transformers(tmp_path / "out", "FP8")
+    torch.testing.assert_close(orbit_logprobs(tmp_path / "out"), orbit_logprobs(tmp_path / "model"), rtol=0, atol=0.5)
+    asked = ["convert", source, str(tmp_path / "blocks"), "--precision", "FP8", "--layout", "FP8Block"]
+    assert run_command(asked) == 0
+    assert "other programs may refuse them" in capsys.readouterr().out
+    block = json.loads((tmp_path / "blocks" / "config.json").read_text())["quantization_config"]
+    assert block["weight_block_size"] == [128, 128]
 
 
 def read_by_transformers(folder: Path, layout: str) -> PreTrainedModel:
     settings = FineGrainedFP8Config if layout == "FP8Block" else CompressedTensorsConfig
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", quantization_config=settings(dequantize=True)
-    )
+    ).float()
 
 
 def read_by_compressed_tensors(folder: Path, source: Path, modules: Iterable[str]) -> PreTrainedModel:

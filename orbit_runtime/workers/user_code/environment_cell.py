@@ -191,6 +191,8 @@ async def _play(episode: Any, message: Mapping[str, Any]) -> dict[str, Any]:
         value = await _maybe_await(episode.reset(given["prompt"], given["fields"], given["seed"]))
         step = value if isinstance(value, Step) else Step(given["prompt"] if value is None else value)
         where = "reset"
+        if not step.messages and not step.done:
+            raise TypeError("reset gave no message, and the policy answers messages")
     elif "step" in message:
         value, where = await _maybe_await(episode.step(message["step"])), "step"
         if not isinstance(value, Step):

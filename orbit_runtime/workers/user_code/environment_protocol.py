@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from types import FunctionType
 from typing import Any, Literal
 
 from orbit_runtime.workers.user_code.entrypoints import TargetError
+from orbit_runtime.workers.user_code.reward_protocol import is_number
 
 MAX_MESSAGE = 1 << 20
 """Maximum bytes of one response of an environment or a tool."""
@@ -115,7 +115,7 @@ def checked_messages(value: Any, where: str) -> list[dict[str, Any]]:
 
 def checked_number(value: Any, what: str) -> float:
     """Raises TypeError for what is no finite number."""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         raise TypeError(f"the {what} is {repr(value)[:80]}, and no finite number")
     return float(value)
 

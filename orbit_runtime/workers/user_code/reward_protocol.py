@@ -162,7 +162,7 @@ def _build_result(value: Any, seconds: float) -> RewardResult:
     """Booleans count as 1.0 and 0.0; `None` is `wrong`; anything else that is not a finite real number is a crash."""
     if value is None:
         return RewardResult("wrong", 0.0, "returned None", seconds)
-    if not isinstance(value, numbers.Real):
+    if not is_number(value):
         return RewardResult("crash", None, f"returned {_shown(value)}, which is no number", seconds)
     try:
         number = float(value)
@@ -171,6 +171,12 @@ def _build_result(value: Any, seconds: float) -> RewardResult:
     if not math.isfinite(number):
         return RewardResult("crash", None, f"returned {number}", seconds)
     return RewardResult("value", number, "", seconds)
+
+
+def is_number(value: Any) -> bool:
+    """A number, or NumPy's own truth value, which is none to Python."""
+    kind = type(value)
+    return isinstance(value, numbers.Real) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
 def _shown(value: Any) -> str:

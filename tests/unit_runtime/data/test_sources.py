@@ -82,6 +82,8 @@ WRITERS: dict[str, Callable[[Path, Sequence[Any]], Any]] = {
     "rows.jsonl": lambda path, rows: path.write_bytes(jsonl(rows)),
     "rows.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(jsonl(rows))),
     "rows.jsonl.zst": lambda path, rows: path.write_bytes(zstandard.compress(jsonl(rows))),
+    "rows.json.gz": lambda path, rows: path.write_bytes(gzip.compress(json.dumps([*rows]).encode())),
+    "rows.json.zst": lambda path, rows: path.write_bytes(zstandard.compress(json.dumps([*rows]).encode())),
     "rows.parquet": write_parquet,
     "rows.feather": write_feather,
     "rows.arrow": write_stream,
@@ -254,6 +256,10 @@ def test_a_row_without_a_prompt_tells_which_field_names_the_column(tmp_path: Pat
     with pytest.raises(DataError, match="2 broken rows") as caught:
         load_prompts([source])
     assert "one JSON object a line" in str(caught.value.fix)
+    write_parquet(tmp_path / "rows.parquet", [{"prompt": None, "answer": "1"}, {"prompt": "1", "answer": "1"}])
+    with pytest.raises(DataError, match="1 broken row") as caught:
+        load_prompts([PromptSource(str(tmp_path / "rows.parquet"))])
+    assert "a table whose column of prompts" in str(caught.value.fix)
 
 
 TEXT = '{"prompt": "wie spät?", "answer": "früh"}\n{"prompt": "größer"}\n'

@@ -88,6 +88,26 @@ def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
+def test_an_index_beside_a_whole_file_is_stale_or_refused(tmp_path: Path) -> None:
+    data = file_of({"a": entry("U8", [4], 0, 4)}, bytes(4))
+    (tmp_path / "model.safetensors").write_bytes(data)
+    index = tmp_path / "model.safetensors.index.json"
+    for file in ("model.safetensors", "1.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": file}}))
+        assert {name: path.name for name, (path, _) in read_folder(tmp_path).items()} == {"a": "model.safetensors"}
+    (tmp_path / "1.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match="transformers reads the first") as caught:
+        read_folder(tmp_path)
+    assert (caught.value.exit_code, "delete" in str(caught.value.fix)) == (66, True)
+
+
+def test_a_compiled_models_names_are_those_of_the_model(tmp_path: Path) -> None:
+    stored = "model._orig_mod.layers.0._orig_mod.mlp.up_proj.weight"
+    (tmp_path / "model.safetensors").write_bytes(file_of({stored: entry("U8", [4], 0, 4)}, bytes(4)))
+    ((name, (_, info)),) = read_folder(tmp_path).items()
+    assert (name, info.stored_as) == ("model.layers.0.mlp.up_proj.weight", stored)
+
+
 def test_a_folder_without_weights_or_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds neither"):
         read_folder(tmp_path)

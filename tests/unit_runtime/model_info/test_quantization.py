@@ -97,6 +97,16 @@ def test_other_weights_are_named(key: str, value: object) -> None:
         parse_quantization({"quantization_config": block})
 
 
+@pytest.mark.parametrize("changes", [{"actorder": "weight"}, {"actorder": "static"}, {"dynamic": None}])
+def test_how_scales_were_found_is_no_layout(changes: dict[str, Any]) -> None:
+    block = copy.deepcopy(KIMI)
+    block["config_groups"]["group_0"]["weights"] |= changes
+    assert parse_quantization({"quantization_config": block}) == parse_quantization({"quantization_config": KIMI})
+    order = {"model.layers.0.mlp.experts.0.up_proj.weight_g_idx": TensorInfo("I32", (64,), 0, 256)}
+    with pytest.raises(ModelError, match="weight_g_idx is stored"):
+        parse_quantization({"quantization_config": block}, tensors=order)
+
+
 def test_quantised_activations_are_refused() -> None:
     block = copy.deepcopy(KIMI)
     block["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}

@@ -290,6 +290,13 @@ def test_an_adapter_that_suits_no_layer_is_refused(adapter: dict, where: str | N
     assert wrong.value.where == where
 
 
+def test_a_target_may_be_one_layers_whole_name() -> None:
+    for target in ("model.layers.0.self_attn.q_proj", "layers.0.self_attn.q_proj"):
+        assert planned(Machine(H100, 1), adapter={"targets": [target]}).adapter.num_layers == 1
+    with pytest.raises(ManifestError, match="matches no linear layer"):
+        planned(Machine(H100, 1), adapter={"targets": ["model.layers.0.self_attn"]})
+
+
 def test_more_memory_never_turns_a_yes_into_a_no() -> None:
     for size in (24, 48, 79, 140, 178):
         card = replace(H100, usable_bytes=size * GIB)  # type: ignore[type-var]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orbit_runtime.errors import ManifestError
@@ -18,6 +19,7 @@ from orbit_runtime.workers.user_code.environment_protocol import (
     EnvironmentLimits,
     EnvironmentTarget,
     ToolResult,
+    checked_number,
 )
 
 TESTS = str(Path(__file__).resolve().parents[3])
@@ -119,6 +121,20 @@ def test_a_step_that_stopped_leaves_where_it_stood(games: EnvironmentPool) -> No
     with pytest.raises(EnvironmentFailed) as failed:
         play(games, "die")
     assert failed.value.stack == "", "it is gone, and did not stop"
+
+
+def test_a_reset_that_gives_no_message_is_at_fault_itself(games: EnvironmentPool) -> None:
+    with pytest.raises(EnvironmentFailed) as failed:
+        play(games, reset="nothing to say")
+    assert "reset gave no message" in failed.value.reason
+
+
+def test_numbers_are_those_of_python_and_numpy() -> None:
+    values = (1, 0.5, True, np.float32(0.5), np.int64(2), np.bool_(True), np.bool_(False))
+    assert [checked_number(value, "it") for value in values] == [1.0, 0.5, 1.0, 0.5, 2.0, 1.0, 0.0]
+    for wrong in ("1", None, np.array([1.0]), float("nan"), 1j):
+        with pytest.raises(TypeError, match="no finite number"):
+            checked_number(wrong, "it")
 
 
 @pytest.mark.parametrize("what", ["raise", "die", "hang", "a number", "memory"])

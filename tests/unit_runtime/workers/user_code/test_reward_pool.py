@@ -51,6 +51,7 @@ def test_values_come_back_in_order(pool: RewardPool) -> None:
         ("text", "crash", None, "no number"),
         ("none", "wrong", 0.0, "None"),
         ("true", "value", 1.0, ""),
+        ("numpy's true", "value", 1.0, ""),
         ("wrong", "wrong", 0.0, "no number in it"),
         ("exit", "crash", None, "SystemExit"),
     ],
