@@ -23,7 +23,7 @@ from orbit_runtime.model_info.checkpoint import folder_headers
 from orbit_runtime.model_info.content import weights_digest
 from orbit_runtime.model_info.layouts import read_linears
 from orbit_runtime.model_info.quantization import parse_quantization
-from orbit_runtime.policy.families import find_family
+from orbit_runtime.policy.load import checkpoint_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def merge_into_base(
     digest = weights_digest(base.folder)
     check_base(adapters, digest, base.name, unchecked=unchecked)
     rewrite, config = prepare(base.folder, target)
-    rename = find_family(config.get("model_type")).checkpoint_name
+    rename = checkpoint_names(base.folder, rewrite.source.tensors)
     change = AdapterChange(combined, find_spots(combined, _shapes(rewrite), rename, base.name))
     rewrite.change = change
     _check_target(rewrite, change, base.name)

@@ -21,10 +21,11 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from orbit_runtime.adapters.config import AdapterConfig, InjectReport
 from orbit_runtime.adapters.inject import inject
-from orbit_runtime.errors import ManifestError, ModelError, OrbitError
+from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.families import FAMILIES
 from orbit_runtime.model_info.families.blocks import GQA_TARGETS, MLP_TARGETS
 from orbit_runtime.model_info.headers import check_finished
@@ -153,7 +154,7 @@ def load_policy(
 
 def _passes(raw: dict[str, Any], mode: Mode) -> str:
     """A line for people: how passes run, and what of the model is left out."""
-    return f"{NO_TOWER}; {mode.text}".removesuffix("; ") if raw.get("model_type") in WRAPPED else mode.text
+    return f"{NO_TOWER}; {mode.text}".removesuffix("; ") if _has_tower(raw) else mode.text
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def build_config(folder: Path, raw: dict[str, Any], family: Family) -> Pretraine
         language = family.language_config(raw)
         if language is raw:
             config = _whole_config(folder)
-            if raw.get("model_type") in WRAPPED:
+            if _has_tower(raw):
                 tied = config.tie_word_embeddings
                 config = config.get_text_config()
                 config.tie_word_embeddings |= tied
@@ -263,7 +264,29 @@ def build_model(folder: Path, raw: dict[str, Any], family: Family, longest: int 
             raise refused_type(raw, found.refused, where)
         mode = found.mode
     model = _build(folder, raw, config, mode.attention)
-    return _in_whole(model, folder, raw) if raw.get("model_type") in WRAPPED else model, mode
+    return _in_whole(model, folder, raw) if _has_tower(raw) else model, mode
+
+
+def checkpoint_names(folder: Path, tensors: Iterable[str]) -> Callable[[str], str]:
+    """Name of a module in transformers → its name among the checkpoint's tensors, for writing them.
+
+    Raises:
+        UnsupportedError: linears are stored `[in, out]`.
+    """
+    raw = read_config(folder)
+    family = find_family(raw.get("model_type"))
+    if family is not DENSE or raw.get("model_type") in FAMILIES:
+        return family.checkpoint_name
+    model = _build(folder, raw, build_config(folder, raw, family), "eager")
+    if any(isinstance(module, Conv1D) for module in model.modules()):
+        raise UnsupportedError(
+            "its linears are stored by columns, which Orbit reads but does not write", where=str(folder)
+        )
+    return published_family(_in_whole(model, folder, raw) if _has_tower(raw) else model, tensors, ()).checkpoint_name
+
+
+def _has_tower(raw: dict[str, Any]) -> bool:
+    return raw.get("model_type") in WRAPPED
 
 
 def _in_whole(model: Any, folder: Path, raw: dict[str, Any]) -> nn.Module:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -186,6 +188,20 @@ def test_without_torch_a_shipped_type_is_planned_and_any_other_is_unknown(tmp_pa
     assert (code, "not checked, see `orbit plan`: unknown" in said) == (0, True), said
 
 
+def test_other_names_of_tensors_are_asked_of_transformers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_type(tmp_path / "model", "gpt2")
+    saved = folder_facts(folder)
+    # As the first releases were published.
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("transformer."): each for name, each in tensors.items()}, folder / "model.safetensors")
+    facts = folder_facts(folder)
+    check_plan(folder, load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=64))
+    assert facts.architecture.num_parameters() == saved.architecture.num_parameters()
+    assert facts.architecture.default_targets == saved.architecture.default_targets
+    monkeypatch.setattr(sys, "executable", "nothing")
+    assert folder_facts(folder) == facts
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_every_command_says_that_a_checkpoint_of_wide_matrices_must_be_converted(
     dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -226,3 +242,22 @@ def test_an_adapter_of_the_text_part_is_one_of_the_published_model_in_peft(name:
         found = policy.logprobs(policy.pack([Branch(0, tokens[:1], tokens[1:])]))[0]
     torch.testing.assert_close(found, adapted, rtol=0, atol=1e-4)
     assert (plain - adapted).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("name", "code"), [("gemma3", 0), ("mixtral", 0), ("gpt2", 78)])
+def test_an_adapter_is_merged_under_the_names_of_the_checkpoint(name: str, code: int, tmp_path: Path) -> None:
+    folder = make_type(tmp_path / "model", name)
+    targets = ("c_proj",) if name == "gpt2" else ("q_proj", "down_proj")
+    policy = load_policy(folder, AdapterConfig("LoRA", targets, rank=2, experts="PerExpert"), longest=64)
+    adapter, tokens, place = random_adapter(policy, 1), tokens_of(20, 1), tmp_path / "adapter"
+    place.mkdir()
+    for file, content in adapter.files.items():
+        (place / file).write_bytes(content)
+    merged = ["merge", str(place), "--base", str(folder), "--out", str(tmp_path / "merged"), "--measure", "none"]
+    assert run_command([*merged, "--unchecked-base"]) == code
+    if code == 0:
+        TorchEngine(policy, ChatTokenizer(folder), max_running_requests=1).load_adapter("policy-v1", adapter)
+        with torch.no_grad(), policy.injected.selection.use("policy-v1"):
+            wanted = policy.logprobs(policy.pack([Branch(0, tokens[:1], tokens[1:])]))[0]
+        found, plain = (reference_logprobs(load_reference(each), tokens) for each in (tmp_path / "merged", folder))
+        assert (found - wanted).abs().max() < 0.1 * (found - plain).abs().max()

@@ -79,6 +79,10 @@ class _Names:
         """Modules of all experts for each projection, in the order in which transformers joins them."""
 
     def of(self, name: str) -> str:
+        place = _ONE_EXPERT.fullmatch(name)
+        experts = place and self.experts(place.group(1), place.group(3))
+        if place and experts and int(place.group(2)) < len(experts):
+            return experts[int(place.group(2))]
         return self._of.get(name, name)
 
     def experts(self, name: str, leaf: str) -> Sequence[str] | None:
@@ -87,6 +91,9 @@ class _Names:
             return found[0] if found else None
         found = self._merged.get(f"{name}.gate_up_proj", self._merged.get(f"{name}.up_proj"))
         return (found[0] if leaf == "gate_proj" else found[-1]) if found else None
+
+
+_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 
 
 def _natural(name: str) -> list[int]:
