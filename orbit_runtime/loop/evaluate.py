@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from orbit_runtime.adapters.files import files_digest
@@ -73,7 +74,8 @@ def open_models(
     tokenizer = ChatTokenizer(folder, spec.data.chat)
     for task in tasks:
         longest = spec.model.max_sequence_length - task.sampling.max_new_tokens
-        check_lengths(task.table, tokenizer.encode_many, max_prompt_tokens=longest)
+        encode = partial(tokenizer.encode_many, tools=task.pool.tools if task.pool else ())
+        check_lengths(task.table, encode, max_prompt_tokens=longest)
     weights = cached_weights_digest(folder, Cache(default_cache(os.environ)))
     adapters = [(each, open_adapter(each.uri)) for each in kept]
     for each, adapter in adapters:

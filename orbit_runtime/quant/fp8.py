@@ -65,10 +65,13 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> FP8Weight:
 
 
 def quantize(w: Tensor, *, per_tensor: bool = False) -> FP8Weight:
-    """`scale = amax / 448` per row (or tensor) in fp32, `q = e4m3(w / scale)`; rows of zeros get scale 1."""
+    """`scale = bf16(amax / 448)` per row (or tensor), `q = e4m3(w / scale)`; rows of zeros get scale 1.
+
+    Readers that load a model in BF16 round its scales to BF16, so others would give them other weights.
+    """
     w = w.float()
     amax = w.abs().amax().view(1, 1) if per_tensor else w.abs().amax(1, keepdim=True)
-    scale = torch.where(amax == 0, 1.0, (amax / MAX).clamp(min=torch.finfo(torch.float32).tiny))
+    scale = torch.where(amax == 0, 1.0, (amax / MAX).clamp(min=torch.finfo(torch.float32).tiny)).bfloat16().float()
     qdata = (w / scale).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
     return FP8Weight(qdata, scale.view(1) if per_tensor else scale)
 

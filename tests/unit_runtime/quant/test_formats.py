@@ -12,7 +12,7 @@ from torch import Tensor
 
 from orbit_runtime.errors import ModelError, UnsupportedError
 from orbit_runtime.model_info.quantization import PRECISIONS
-from orbit_runtime.quant import int4, int4_asymmetric, mxfp4, nvfp4
+from orbit_runtime.quant import fp8, int4, int4_asymmetric, mxfp4, nvfp4
 from orbit_runtime.quant.formats import FORMATS, Weight, cut_multiples, format_of, slice_weight
 from orbit_runtime.quant.linear import FrozenLinear
 
@@ -205,3 +205,12 @@ def test_codes_that_do_not_fill_a_word_are_refused() -> None:
     with pytest.raises(ModelError) as caught:
         int4.from_checkpoint(tensors, "m")
     assert caught.value.where == "m.weight_packed"
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_scales_of_fp8_are_the_same_to_readers_that_round_them_to_bf16(per_tensor: bool) -> None:
+    w = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    weight = fp8.quantize(w, per_tensor=per_tensor)
+    assert torch.equal(weight.scale, weight.scale.bfloat16().float())
+    assert weight.scale.dtype == torch.float32
+    torch.testing.assert_close(fp8.dequantize(weight, torch.float32), w, rtol=0.07, atol=0.01)
