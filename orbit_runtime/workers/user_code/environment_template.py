@@ -119,18 +119,20 @@ def main(control_fd: int, parent_pid: int) -> int:
     _say(control, {"tools": schemas, "cohorts": loaded.cohorts})
     gc.freeze()  # collections in the copies leave shared pages alone
     cells: set[int] = set()
-    while True:
-        command, given, _, _ = socket.recv_fds(control, COMMAND, 2)
-        if len(command) < COMMAND:
-            break
-        if command[:1] == b"F":
-            pid = _fork(control, given, loaded, limits)
-            cells.add(pid)
-            _say(control, {"forked": pid})
-        else:
-            pid = int.from_bytes(command[1:], "big")
-            cells.discard(pid)
-            _say(control, {"ended": _end(pid, cells)})
+    # The parent may be gone before it reads an answer.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while True:
+            command, given, _, _ = socket.recv_fds(control, COMMAND, 2)
+            if len(command) < COMMAND:
+                break
+            if command[:1] == b"F":
+                pid = _fork(control, given, loaded, limits)
+                cells.add(pid)
+                _say(control, {"forked": pid})
+            else:
+                pid = int.from_bytes(command[1:], "big")
+                cells.discard(pid)
+                _say(control, {"ended": _end(pid, cells)})
     for pid in list(cells):
         cells.discard(pid)
         _end(pid, cells)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,8 @@ import numpy as np
 import pytest
 
 from orbit_runtime.errors import ManifestError
-from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
+from orbit_runtime.workers.child.process import frame
+from orbit_runtime.workers.user_code.environment_pool import TEMPLATE_MODULE, EnvironmentPool
 from orbit_runtime.workers.user_code.environment_protocol import (
     EnvironmentFailed,
     EnvironmentLimits,
@@ -376,3 +382,19 @@ def test_what_an_environment_starts_ends_with_it(tmp_path: Path) -> None:
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_template_whose_run_is_gone_ends_without_a_word() -> None:
+    ours, theirs = socket.socketpair()
+    head = {"environment": f"{BAD}:ByText", "arguments": {}, "tools": [], "path": [TESTS], "limits": asdict(LIMITS)}
+    command = [sys.executable, "-P", "-m", TEMPLATE_MODULE, str(theirs.fileno()), str(os.getpid())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as template:
+        theirs.close()
+        ours.sendall(frame(json.dumps(head).encode()))
+        assert b"tools" in ours.recv(1 << 16)
+        # It is told to end what is not there, and nobody hears its answer.
+        ours.sendall(b"E" + (1 << 30).to_bytes(4, "big"))
+        ours.close()
+        assert template.stderr is not None
+        said = template.stderr.read()
+    assert (said, template.returncode) == (b"", 0)
