@@ -13,6 +13,7 @@ from typing import Any
 from orbit_runtime.errors import ModelError, UnsupportedError, UsageError
 from orbit_runtime.model_info.families import FAMILIES, describe
 from orbit_runtime.model_info.headers import TensorInfo
+from orbit_runtime.model_info.module_tree import describe_tensors, shipped_record
 from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.model_info.weights import EXPERT
 
@@ -27,7 +28,7 @@ DEFAULT_IGNORE = (
 )  # fmt: skip
 """Output head, embeddings, norms, routers and vision towers stay as they are."""
 BLOCK_LAYOUTS, BLOCK = ("FP8Block", "FP8BlockCT"), 128
-QUANTISED_ROLES = ("attention", "dense_mlp", "shared_expert", "routed_expert")
+QUANTISED_ROLES = ("attention", "mixer", "dense_mlp", "shared_expert", "routed_expert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,14 @@ def choose_modules(config: Mapping[str, Any], dense: Mapping[str, TensorInfo], t
         return wide if any(not is_ignored(module, ()) for module in wide) else []
     _check_ignore(target.ignore, [name.removesuffix(".weight") for name in dense])
     kind = config.get("model_type")
-    roles = {w.module: w.role for w in describe(config).weights if w.is_linear} if kind in FAMILIES else {}
+    roles: dict[str, str] = {}
+    if kind in FAMILIES:
+        roles = {w.module: w.role for w in describe(config).weights if w.is_linear}
+    elif record := shipped_record(config):
+        if record["transposed"]:
+            raise UnsupportedError("linears stored by columns are read, but not written", where="--precision")
+        # Code may read the weight of what is no linear here, such as an embedding of positions.
+        roles = {w.module: w.role if w.is_linear else "other" for w in describe_tensors(config, dense, "").weights}
     chosen = []
     for name, info in dense.items():
         module = name.removesuffix(".weight")

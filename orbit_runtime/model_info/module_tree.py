@@ -63,6 +63,12 @@ def shipped_types() -> Mapping[str, Record]:
     return found
 
 
+def shipped_record(config: Mapping[str, Any]) -> Record | None:
+    """None for a type that is refused, or that only transformers may know."""
+    found = shipped_types().get(str(config.get("model_type")), {})
+    return found if "roles" in found else None
+
+
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration of the text model."""
     text = config.get("text_config")
@@ -138,7 +144,7 @@ def _find_record(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tensors: Container[str], where: str
 ) -> Record:
     """The shipped record if it names every matrix of the checkpoint, else one made for the checkpoint's names."""
-    shipped = shipped_types().get(str(config.get("model_type")))
+    shipped = shipped_record(config)
     firsts = matrices(config, shapes, tensors)
     if shipped and firsts.keys() <= shipped["roles"].keys():
         return shipped

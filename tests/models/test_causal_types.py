@@ -261,3 +261,19 @@ def test_an_adapter_is_merged_under_the_names_of_the_checkpoint(name: str, code:
             wanted = policy.logprobs(policy.pack([Branch(0, tokens[:1], tokens[1:])]))[0]
         found, plain = (reference_logprobs(load_reference(each), tokens) for each in (tmp_path / "merged", folder))
         assert (found - wanted).abs().max() < 0.1 * (found - plain).abs().max()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3", "mixtral"])
+def test_a_type_without_a_row_is_quantised_linear_by_linear(name: str, tmp_path: Path) -> None:
+    made = make_type(tmp_path / "bf16", name)
+    assert run_command(["convert", str(made), str(tmp_path / "model"), "--precision", "INT4"]) == 0
+    policy = load_policy(tmp_path / "model", AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=64)
+    assert policy.precision == "INT4"
+    packed = {name.rpartition(".")[2] for name, each in policy.injected.layers.items() if each.base.format != "BF16"}
+    assert packed == set(policy.injected.config.targets)
+    assert run_command(["plan", str(write_manifest(tmp_path))]) == 0
+
+
+def test_linears_stored_by_columns_are_not_quantised(tmp_path: Path) -> None:
+    made = make_type(tmp_path / "bf16", "gpt2")
+    assert run_command(["convert", str(made), str(tmp_path / "model"), "--precision", "INT4"]) == 78

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orbit_runtime.model_info.module_tree import shipped_types
+from orbit_runtime.model_info.module_tree import shipped_record
 from orbit_runtime.planner.support import State, SupportRow, check_rows
 from orbit_runtime.workers.servers.process import PINNED_SGLANG
 
@@ -241,7 +241,7 @@ def find_support(asked: Combination) -> Support:
         asked: a family or format left empty is unknown: only rows for every one are asked.
     """
     found = [row for row in LIMITS if row.when(asked)]
-    known, alone = "roles" in shipped_types().get(asked.family, {}), asked.engine == asked.trainer == "Torch"
+    known, alone = shipped_record({"model_type": asked.family}) is not None, asked.engine == asked.trainer == "Torch"
     is_built = known and alone and asked.format == "BF16"
     if asked.family and asked.format and not COMPARED(asked) and not is_built:
         message = f"no test compares {asked.family} in {asked.format} with another implementation"
