@@ -15,7 +15,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -92,13 +93,19 @@ def describe_tensors(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo
         ModelError: (66) the tensors do not agree with config.json.
     """
     check_type(config, where)
-    shapes = _shapes(config, tensors, where)
+    every = _shapes(config, tensors, where)
+    # Of a layer's experts only the first is looked at.
+    counts = Counter(_EXPERT_NUMBER.sub(".experts.0.", name) for name in every)
+    shapes = {name: every[name] for name in counts if name in every}
     record = _find_record(config, shapes, tensors, where)
     if "refused" in record:
         raise refused_type(config, record["refused"], where)
     sizes = _Sizes(language_part(config), record["sizes"], where)
     last = sizes("num_hidden_layers", max((_layer_of(name) for name in shapes), default=-1) + 1)
-    weights = _weights(record, shapes, tensors, last)
+    weights = [
+        replace(each, count=each.count * counts[name]) if counts[name] > 1 else each
+        for name, each in _weights(record, shapes, tensors, last)
+    ]
     layers = {each.layer for each in weights if each.layer is not None}
     if missing := set(range(last)) - layers:
         message = f"the checkpoint has no weights of layer {min(missing)}, config.json says {last} layers"
@@ -121,7 +128,8 @@ def refused_type(config: Mapping[str, Any], why: str, where: str) -> Unsupported
 def _shapes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str) -> dict[str, tuple[int, ...]]:
     """Module, or parameter of its own → shape of its weight, whatever the layout of its codes."""
     quant = parse_quantization(config, where=where, tensors=tensors)
-    linears = read_linears({name: (where, info) for name, info in tensors.items()}, quant, config=where)
+    placed = {name: (where, info) for name, info in tensors.items()}
+    linears = {} if quant.name == "BF16" else read_linears(placed, quant, config=where)
     parts = {part for linear in linears.values() for part in linear.tensors}
     found = {name.removesuffix(".weight"): info.shape for name, info in tensors.items() if name not in parts}
     return found | {name: (linear.rows, linear.columns) for name, linear in linears.items()}
@@ -201,9 +209,12 @@ class _Sizes:
 
 def _weights(
     record: Record, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, TensorInfo], last: int
-) -> list[Weight]:
-    """Args: last: number of decoder layers; any behind them only predict further tokens ahead."""
-    found: dict[str, Weight] = {}
+) -> Iterator[tuple[str, Weight]]:
+    """Yields each with its name in `shapes`.
+
+    Args:
+        last: number of decoder layers; any behind them only predict further tokens ahead.
+    """
     has_tower = any("language_model." in name for name in shapes)
     for name, shape in shapes.items():
         role, *targets = record["roles"].get(_NUMBER.sub("*", name), "norm" if len(shape) < 2 else "other").split()
@@ -212,19 +223,15 @@ def _weights(
         elif _is_mtp(name, last):
             role = "mtp"
         general = _EXPERT_NUMBER.sub(f".experts.{EXPERT}.", name)
-        if general in found:
-            found[general] = replace(found[general], count=found[general].count + 1)
-            continue
         layer = -1 if role in ("mtp", "vision") else _layer_of(name)
         count, shape = (shape[0], shape[1:]) if len(shape) == 3 and role == "routed_expert" else (1, shape)
         if record["transposed"] and targets and role != "head":
             shape = shape[::-1]
         suffix = ".weight" if f"{name}.weight" in tensors or (targets and name not in tensors) else ""
-        found[general] = Weight(
+        yield name, Weight(
             general + suffix, shape, role, None if layer < 0 else layer, count,
             input=_input(general, targets[0]) if targets else "", target=" ".join(targets), is_split=bool(targets),
         )  # fmt: skip
-    return list(found.values())
 
 
 def _is_text(name: str, has_tower: bool) -> bool:
