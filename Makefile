@@ -28,7 +28,7 @@ TORCH := loop rollout sides training
 RARELY_RUN := benchmarks tools tests/engines tests/gpu tests/megatron tests/ranks
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-long test-models test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-long test-models real-model test-real test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -51,7 +51,13 @@ test-long: dev ## what the other tests of this list leave out: every benchmark a
 	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m long tests/bridges
 
 test-models: dev ## every model family and format: kernels, whole small models, conversion, merging (Python only)
-	$(SPREAD) -m "not long" tests/models
+	ORBIT_REAL_MODEL="$$(tools/smollm2.sh || true)" && export ORBIT_REAL_MODEL && $(SPREAD) -m "not long" tests/models tests/real
+
+real-model: dev ## fetch a real pretrained model of 135 million parameters (98 MB, once) and print its folder
+	@tools/smollm2.sh
+
+test-real: dev ## that model through every format, adapter, algorithm and engine, and what learns from it (long; also SGLang's environment)
+	ORBIT_REAL_MODEL="$$(tools/smollm2.sh)" && ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_REAL_MODEL ORBIT_SGLANG_PYTHON && OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/real
 
 test-megatron: dev ## a model divided among ranks against one process: real processes over gloo (Python only)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/megatron

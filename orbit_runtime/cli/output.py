@@ -38,18 +38,30 @@ def format_bytes(count: int | None) -> str:
     return f"{size:.1f} TiB"
 
 
-def before_and_after(facts: Mapping[str, Any]) -> tuple[str, str, str]:
-    """First value, last value and change of a run's main metric, from `Report.to_json`.
+def outcomes(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a run came to, from `Report.to_json`: its evaluations, then the reward or loss of its ends; names and texts.
 
     A reward is the mean of several steps where the run has them: one batch may have other prompts than another.
     """
-    gain = facts.get("gain")
-    if gain:
+    lines = []
+    for name, (first, *others) in (facts.get("evaluation") or {}).items():
+        shown = [first, *others[-1:]]
+        best = max([first, *others], key=lambda point: point["mean"])
+        text = ", ".join(f"{each['mean']:.3f} at step {each['step']}" for each in shown)
+        is_shown = f"{best['mean']:.3f}" in [f"{each['mean']:.3f}" for each in shown]
+        lines.append((name, text if is_shown else f"{text}; best {best['mean']:.3f} at step {best['step']}"))
+    if gain := facts.get("gain"):
         margin = "" if gain["margin"] is None else f" ± {gain['margin']:.4f}"
-        over = "" if gain["steps"] == 1 else f", means of {gain['steps']} steps"
-        change = f" ({gain['difference']:+.4f}{margin}{over})"
-        return format_number(gain["first"]), format_number(gain["last"]), change
-    headline = facts.get("headline") or {"first": facts.get("reward_first"), "last": facts.get("reward_last")}
+        over = "step" if gain["steps"] == 1 else f"{gain['steps']} steps"
+        change = f" ({gain['difference']:+.4f}{margin})"
+        return [*lines, ("reward", f"{gain['first']:.4f} in the first {over}, {gain['last']:.4f} in the last{change}")]
+    headline = facts.get("headline") or {
+        "name": "reward",
+        "first": facts.get("reward_first"),
+        "last": facts.get("reward_last"),
+    }
     first, last = headline["first"], headline["last"]
     change = "" if first is None or last is None else f" ({last - first:+.4f})"
-    return format_number(first), format_number(last), change
+    ends = ("at first", "at best") if headline["name"] == "held-out loss" else ("in the first step", "in the last")
+    text = f"{format_number(first)} {ends[0]}, {format_number(last)} {ends[1]}{change}"
+    return [*lines, (headline["name"], text)]

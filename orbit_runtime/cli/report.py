@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orbit_runtime.cli.arguments import AsJson, complete_runs
-from orbit_runtime.cli.output import before_and_after, format_number, format_table, print_json
+from orbit_runtime.cli.output import format_number, format_table, outcomes, print_json
 from orbit_runtime.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ def _read(uri: str) -> tuple[Store, Report]:
 def format_report(report: Report) -> str:
     """A run in a dozen lines."""
     facts = report.to_json()
-    first, last, change = before_and_after(facts)
     status = facts["status"] if not facts["reason"] else f"{facts['status']}: {facts['reason']}"
     of = _asked(facts["steps"], facts["steps_total"])
     same = "-" if not facts["base_digest_after"] else _same(facts["base_digest_before"], facts["base_digest_after"])
@@ -89,8 +88,9 @@ def format_report(report: Report) -> str:
         ("run", facts["run"]),
         ("state", status),
         ("steps", f"{facts['steps']}{of}, {facts['seconds']:.1f} s, {facts['tokens']} tokens"),
-        (facts["headline"]["name"], f"{first} before, {last} after{change}"),
-        *((f"reward {name}", f"{format_number(part['first'])} before, {format_number(part['last'])} after")
+        *outcomes(facts),
+        *((f"reward {name}", f"{format_number(part['first'])} in the first step, "
+                             f"{format_number(part['last'])} in the last")
           for name, part in facts["reward_parts"].items()),
         ("publishes proven", f"{facts['publishes_proven']} of {facts['publishes']}"),
         ("parity", f"worst mean {format_number(parity['mean_max'], '.2g')}, "

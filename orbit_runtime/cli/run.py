@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.cli.arguments import AsJson, DryRun, Manifest, Out, Overrides
-from orbit_runtime.cli.output import before_and_after, print_json
+from orbit_runtime.cli.output import outcomes, print_json
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, OrbitError
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
-    """Reward before and after, what is proven, and where everything is."""
-    name = (report.get("headline") or {"name": "reward"})["name"]
-    first, last, change = before_and_after(report)
+    """Evaluation and reward, what is proven, and where everything is."""
     state = {
         "stopped": "stopped on request; the same command continues",
         "exhausted": "done: the prompts are used up",
@@ -102,7 +100,7 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
     version = report.get("policy_version")
     words = [
         f"{report.get('run')}: {state.get(ended, ended)}, {took}",
-        f"{name} before {first}, after {last}{change}",
+        *(f"{name} {text}" for name, text in outcomes(report)),
         *(
             [f"publishes proven {report.get('publishes_proven')} of {report.get('publishes')}"]
             if report.get("publishes")

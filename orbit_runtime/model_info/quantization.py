@@ -121,8 +121,8 @@ def _compressed_tensors(block: Mapping[str, Any], tensors: Mapping[str, TensorIn
         extra = block.get(key)
         if isinstance(extra, Mapping) and extra and extra.get("format") != "dense":
             raise _unknown(f"{key} is set", where)
-    if ordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
-        raise _unknown(f"{ordered[0]} is stored: its columns are in another order", where)
+    if reordered := [name for name in tensors if name.endswith(".weight_g_idx")]:
+        raise _unknown(f"{reordered[0]} is stored: its columns are in another order", where)
     rules = []
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):

@@ -208,8 +208,8 @@ def _tick(value: float) -> str:
     if value == 0:
         return "0"
     if abs(value) < 1e-3 or abs(value) >= 1e5:
-        mantissa, power = f"{value:.0e}".split("e")
-        return f"{mantissa}e{int(power)}"
+        mantissa, power = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(power)}"
     return f"{value:.6g}" if abs(value) >= 1 else f"{value:.3g}"
 
 

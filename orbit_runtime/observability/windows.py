@@ -48,7 +48,7 @@ class Gain:
     last: Window
     difference: float
     margin: float | None
-    """Half the width of the 95 % interval; None if the windows have one step."""
+    """Half the width of the 95 % interval; None if the windows have fewer than three steps."""
 
     @property
     def verdict(self) -> str:
@@ -83,7 +83,7 @@ def build_gain(rows: Sequence[MetricsRow]) -> Gain | None:
     first, last = final_reward(scored[:k], k), final_reward(scored, k)
     assert first.value is not None
     assert last.value is not None
-    return Gain(first, last, last.value - first.value, noise_margin(first, last))
+    return Gain(first, last, last.value - first.value, noise_margin(first, last) if k >= 3 else None)
 
 
 def final_reward(rows: Sequence[MetricsRow], k: int) -> Window:

@@ -192,6 +192,7 @@ def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:
         machine.num_gpus,
         job.spec.rollout.deterministic, any(target.rpartition(".")[2] == "down_proj" for target in targets),
         machine.gpu.capability if machine.gpu else None, teacher is not None and not teacher.is_on_ranks,
+        job.spec.model.compute_precision == "FP32",
     )  # fmt: skip
 
 

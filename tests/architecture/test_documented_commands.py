@@ -82,6 +82,15 @@ WHERE: Mapping[str, Mapping[str, str]] = {
         "orbit plan examples/kimi-k2-6.yaml": "needs the hub, where it reads the headers of the weights; "
         "tests/unit_runtime/planner/test_flagships.py plans it from their sizes",
     },
+    "docs/guides/real_model.md": {
+        "make real-model": NETWORK,
+        "orbit run examples/smollm2.yaml": "tests/real/test_smollm2.py::test_the_example_learns",
+        "orbit run examples/smollm2.yaml --out runs/naive": "tests/real/test_smollm2.py::"
+        "test_a_naive_reward_is_satisfied_without_the_task",
+        "orbit run examples/smollm2.yaml --out runs/int4": "tests/real/test_smollm2.py::"
+        "test_every_format_trains_with_both_adapters",
+        "orbit convert": "tests/real/test_smollm2.py::test_every_format_trains_with_both_adapters",
+    },
     "docs/guides/report.md": {
         "orbit report": "tests/unit_runtime/observability/test_report.py::test_the_guides_commands_run",
     },

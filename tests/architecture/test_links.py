@@ -70,8 +70,8 @@ def test_a_moved_page_keeps_its_links_and_loses_those_to_code() -> None:
     places = {"docs/guides/a.md": "guides/a.md", "CHANGELOG.md": "changelog.md", "docs/README.md": "index.md"}
     diagram = "[n](m)\n```"
     text = (
-        "[log](../../CHANGELOG.md#x) [`run`](../../run.py) [host](https://a.com) ![p](../pictures/p.png)\n```mermaid\n"
-        + diagram
+        "[log](../../CHANGELOG.md#x) [`run`](../../run.py) [host](https://example.com) "
+        "![p](../pictures/p.png)\n```mermaid\n" + diagram
     )
-    expected = "[log](../changelog.md#x) `run` [host](https://a.com) ![p](../pictures/p.png)\n```text\n" + diagram
+    expected = "[log](../changelog.md#x) `run` [host](https://example.com) ![p](../pictures/p.png)\n```text\n" + diagram
     assert moved(text, "docs/guides/a.md", places) == expected

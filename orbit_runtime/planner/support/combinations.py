@@ -42,6 +42,8 @@ class Combination:
     """The GPU's CUDA compute capability; None if unknown, and on a CPU."""
     teacher: bool = False
     """Whether the algorithm has a teacher that ranks cannot ask."""
+    fp32: bool = False
+    """Whether the manifest asks to compute in FP32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,15 @@ class RowCondition:
     """Matches only with `down_proj`."""
     teacher: bool = False
     """Matches only with a teacher that ranks cannot ask."""
+    fp32: bool = False
+    """Matches only if the manifest asks to compute in FP32."""
 
     def __call__(self, asked: Combination) -> bool:
         names = ("format", "family", "adapter", "experts", "engine", "trainer")
         fits = all(not getattr(self, name) or getattr(asked, name) in getattr(self, name) for name in names)
         fits = fits and not (self.on_cpu and asked.num_gpus) and not (self.deterministic and not asked.deterministic)
         fits = fits and not (self.adapts_down and not asked.adapts_down)
-        fits = fits and not (self.teacher and not asked.teacher)
+        fits = fits and not (self.teacher and not asked.teacher) and not (self.fp32 and not asked.fp32)
         if self.without_marlin_fp4 and (asked.capability is None or asked.capability[0] in MARLIN_FP4):
             return False
         return fits and asked.num_gpus >= (2 if self.several_gpus else 1 if self.on_gpu else 0)
@@ -136,6 +140,12 @@ LIMITS: tuple[SupportRow[Combination], ...] = (
         RowCondition(adapter=("OFT",), experts=("Shared",), engine=("SGLang",), on_gpu=True, adapts_down=True),
         "SGLang computes routed experts in one kernel on a GPU: no R can be applied before their down_proj",
         "leave down_proj out of adapter.targets, or write adapter.experts: None",
+    ),
+    SupportRow(
+        "model.computePrecision", "SGLang on a GPU",
+        RowCondition(engine=("SGLang",), on_gpu=True, fp32=True),
+        "SGLang's kernels of packed weights and its fast attention compute in 16 bits on a GPU",
+        "write model.computePrecision: BF16 or Auto, or rollout.engine: Torch",
     ),
     SupportRow(
         "rollout.deterministic", "SGLang on a CPU",

@@ -28,7 +28,7 @@ def test_a_report_is_printed_and_its_page_written_beside_the_run(tmp_path: Path,
     write_run_folder(tmp_path, SyntheticRun(name="quickstart"))
     assert run_command(["report", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "0.4105 before, 0.7499 after (+0.3394 ± 0.0502, means of 12 steps)" in said
+    assert "0.4105 in the first 12 steps, 0.7499 in the last (+0.3394 ± 0.0502)" in said
     assert str(tmp_path / "report.html") in said
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     assert json.loads((tmp_path / "report.json").read_text())["publishes_proven"] == 61
@@ -145,7 +145,7 @@ def test_no_variable_is_listed_twice() -> None:
     assert len(names) == len(set(names))
 
 
-def test_the_result_of_a_run_says_reward_before_and_after_and_where_the_report_is() -> None:
+def test_the_result_of_a_run_says_what_it_came_to_and_where_the_report_is() -> None:
     report = {
         "run": "quickstart",
         "steps": 60,
@@ -158,9 +158,12 @@ def test_the_result_of_a_run_says_reward_before_and_after_and_where_the_report_i
         "warnings": ["a group of one"],
     }
     said = format_result("done", "/srv/runs/quickstart", report)
-    assert "reward before 0.2800, after 0.8100 (+0.5300)" in said
+    assert "reward 0.2800 in the first step, 0.8100 in the last (+0.5300)" in said
     assert "/srv/runs/quickstart/report.html" in said
     assert "warning: a group of one" in said
+    points = [{"step": step, "mean": mean} for step, mean in ((0, 0.075), (12, 0.801), (24, 0.674))]
+    said = format_result("done", "runs/x", report | {"evaluation": {"held-out": points}})
+    assert "held-out 0.075 at step 0, 0.674 at step 24; best 0.801 at step 12" in said
     assert "the same command continues" in format_result("stopped", "runs/x", report)
 
 

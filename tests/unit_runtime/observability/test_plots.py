@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbit_runtime.observability.plots import MAX_POINTS, Series, draw_lines, draw_stack
+from orbit_runtime.observability.plots import MAX_POINTS, Series, _tick, draw_lines, draw_stack
 
 NUMBERS = st.lists(st.none() | st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=40)
 
@@ -83,3 +83,8 @@ def test_a_share_has_no_axis_beyond_1() -> None:
 def test_nothing_to_draw_is_no_chart() -> None:
     assert draw_lines("x", [], [Series("x", [])]) == ""
     assert draw_stack("x", [1], [Series("x", [None])]) == ""
+
+
+def test_a_tick_says_the_number_that_it_stands_at() -> None:
+    values = (0.00025, 0.00075, 2.5e-5, 1.25e5, 2.5e5, 5e-4, 0.0, 0.25, 250.0)
+    assert [float(_tick(each)) for each in values] == list(values)

@@ -6,6 +6,7 @@ Excepted: packages that are not installed, what servers answer, and the values o
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -18,6 +19,7 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, Plan, Verdict, judge
 from orbit_runtime.planner.job import build_job, requested_machine
 from orbit_runtime.planner.serving import check_servers
+from orbit_runtime.planner.support.combinations import Combination, find_support
 from orbit_runtime.planner.support.kernels import choose_kernels, expert_layouts
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids
@@ -158,6 +160,19 @@ def test_experts_that_sglang_cannot_adapt_are_refused_before_half_a_terabyte_is_
     with pytest.raises(UnsupportedError) as caught:
         check_support(run, model)
     assert caught.value.where == where
+
+
+def test_fp32_is_refused_where_sglang_samples_on_gpus_and_nowhere_else() -> None:
+    run = load_manifest(EXAMPLES / "kimi-k2-6.yaml", ["spec.model.computePrecision=FP32"])
+    model, machine = local_facts(run, EXAMPLES), requested_machine(run, "B200")
+    assert model is not None
+    assert machine is not None
+    problem = judge(run, model, machine).problem
+    assert problem is not None
+    assert problem.where == "spec.model.computePrecision"
+    asked = Combination("BF16", "llama", "LoRA", "None", "SGLang", "Torch", 1, fp32=True)
+    assert [find_support(each).state for each in (asked, replace(asked, num_gpus=0))] == ["refused", "works"]
+    assert find_support(replace(asked, engine="Torch")).state == "works"
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"INT4Asymmetric", "FP8BlockCT"}))

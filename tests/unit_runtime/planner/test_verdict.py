@@ -38,6 +38,7 @@ WANTED = {
     "gymnasium": (YES,) * 6,
     "verifiers": (YES,) * 6,
     "distillation": (YES,) * 6,
+    "smollm2": (YES,) * 6,
     "sft": (YES,) * 6,
     "sft-rl": (YES,) * 6,
     "qwen3-4b": (SMALL, SMALL, YES, YES, YES, YES),
