@@ -30,7 +30,6 @@ from orbit_runtime.model_info.headers import TensorInfo
 from orbit_runtime.model_info.layouts import read_linears
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.model_info.weights import EXPERT, SHARED_INPUTS, Architecture, KVCacheSize, StoredWeight, Weight
-from orbit_runtime.storage.cache import Cache, default_cache
 
 VERSION = 1
 """Changes with what a record holds, so that no older one is used."""
@@ -167,12 +166,15 @@ def _find_record(
 
 
 def _made_record(asked: dict[str, Any], where: str) -> Record:
+    # The operator, which reads shipped records only, has no object store's library.
+    from orbit_runtime.storage.cache import Cache, default_cache
+
     text = json.dumps([VERSION, version("transformers"), asked], sort_keys=True)
     key, kept = hashlib.sha256(text.encode()).hexdigest(), Cache(default_cache(os.environ))
     with suppress(OSError):
         if known := kept.load_listing(key):
             return known  # type: ignore[no-any-return]
-    command = [sys.executable, "-m", "orbit_runtime.policy.module_tree"]
+    command = [sys.executable, "-P", "-m", "orbit_runtime.policy.module_tree"]
     try:
         ended = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS)
         record: Record = json.loads(ended.stdout.splitlines()[-1])
@@ -180,7 +182,7 @@ def _made_record(asked: dict[str, Any], where: str) -> Record:
         raise UnknownTypeError(
             "unknown: transformers could not be asked what the tensors of this model are",
             where=where,
-            fix=f"see what `{' '.join(command[1:])}` says there",
+            fix=f"see what `python {' '.join(command[1:])}` says there",
         ) from None
     with suppress(OSError):
         kept.save_listing(key, record)
