@@ -149,6 +149,7 @@ def load_policy(
         build_direct(model, compute_dtype) if share == UNDIVIDED else None,
         mode=mode,
         routing=build_routing(model, family.gate_weights) if mode.rows == "packed" else None,
+        checkpoint_name=family.checkpoint_name,
     )
 
 

@@ -84,6 +84,8 @@ class Policy:
     """Routing of its routed experts; None if it has none, or none that can be given another choice."""
     division: Division | None = None
     """The processes that hold the model together; None if this one holds all of it."""
+    checkpoint_name: Callable[[str], str] = str
+    """Name of a tensor of `model` → its name in the checkpoint."""
 
     def sampled_hidden(
         self,

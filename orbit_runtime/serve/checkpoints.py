@@ -149,7 +149,7 @@ def prove_checkpoint(
     Raises:
         GateError: the engine computes with other values than those of the files, or with values that are not finite.
     """
-    compared, packed = _compare_weights(policy, folder)
+    compared, packed = compare_weights(policy, folder)
     batch = policy.pack([Branch(0, tuple(canary_T[:1]), tuple(canary_T[1:]))])
     with torch.no_grad(), policy.injected.selection.use(None):
         expected = policy.logprobs(batch)[0].tolist()
@@ -225,18 +225,17 @@ def _compare_tokenizers(folder: Path, tokenizer: ChatTokenizer) -> str:
     return "same"
 
 
-def _compare_weights(policy: Policy, folder: Path) -> tuple[int, int]:
+def compare_weights(policy: Policy, folder: Path) -> tuple[int, int]:
     """Counts the compared tensors, and the packed ones among them; raises GateError for one that differs."""
-    name_in_files = find_family(read_config(folder).get("model_type")).checkpoint_name
     files = read_folder(folder)
     compared, packed = 0, 0
     for name, read in base_tensors(policy.model):
-        found = files.get(name_in_files(name))
+        found = files.get(policy.checkpoint_name(name))
         if found is None or found[1].dtype not in FLOATING:
             packed += 1
             continue
         with safe_open(str(found[0]), framework="pt", device="cpu") as file:
-            stored: Tensor = file.get_tensor(found[1].stored_as or name_in_files(name))
+            stored: Tensor = file.get_tensor(found[1].stored_as or policy.checkpoint_name(name))
         held = read()
         if not torch.isfinite(stored).all():
             raise GateError(f"{name} holds values that are not finite", where=str(found[0]), fix=COPY)

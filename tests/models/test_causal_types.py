@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -29,6 +30,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
+from orbit_runtime.serve.checkpoints import compare_weights
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.types import Request, Sampling
 from tests.architecture.test_light_start import light
@@ -277,3 +279,11 @@ def test_a_type_without_a_row_is_quantised_linear_by_linear(name: str, tmp_path:
 def test_linears_stored_by_columns_are_not_quantised(tmp_path: Path) -> None:
     made = make_type(tmp_path / "bf16", "gpt2")
     assert run_command(["convert", str(made), str(tmp_path / "model"), "--precision", "INT4"]) == 78
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma3_text", "qwen2"])
+def test_a_served_models_weights_are_compared_under_the_names_of_its_files(name: str, tmp_path: Path) -> None:
+    folder = make_type(tmp_path / "model", name)
+    compared, _ = compare_weights(load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0)), folder)
+    with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
+        assert compared == len(file.keys())

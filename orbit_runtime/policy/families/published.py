@@ -82,7 +82,7 @@ class _Names:
         place = _ONE_EXPERT.fullmatch(name)
         experts = place and self.experts(place.group(1), place.group(3))
         if place and experts and int(place.group(2)) < len(experts):
-            return experts[int(place.group(2))]
+            return experts[int(place.group(2))] + (place.group(4) or "")
         return self._of.get(name, name)
 
     def experts(self, name: str, leaf: str) -> Sequence[str] | None:
@@ -93,7 +93,7 @@ class _Names:
         return (found[0] if leaf == "gate_proj" else found[-1]) if found else None
 
 
-_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
+_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)(\.weight)?")
 
 
 def _natural(name: str) -> list[int]:
