@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.errors import ManifestError, ModelError
+from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import load_policy
 from orbit_runtime.policy.logprobs import token_logprobs
@@ -235,7 +235,7 @@ def test_loading_never_holds_more_than_the_base_and_one_layer(tmp_path: Path) ->
         ("extra tensor", ModelError, "stray.weight"),
         ("wrong precision", ManifestError, "BF16"),
         ("unknown quantisation", ModelError, "bitsandbytes"),
-        ("unknown model type", ModelError, "transformers cannot build"),
+        ("unknown model type", UnsupportedError, "transformers cannot build"),
         ("truncated", ModelError, "model.safetensors"),
         ("missing folder", ModelError, "does not exist"),
     ],

@@ -78,7 +78,11 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Type → why sequences have a padded row each, settings."""
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("its hidden states at a token depend on later tokens", {}),
+    "bert": ("encoders: a token sees later ones", {}),
+    "gemma3_text of both directions": (
+        "its hidden states at a token depend on later tokens",
+        {"use_bidirectional_attention": True, "head_dim": 16},
+    ),
     "gpt2": ("its table of positions is shorter than 64 tokens", {"max_position_embeddings": 32}),
     "llama with dynamic rope": (
         "rotary embeddings of type dynamic depend on the longest sequence of a pass",
