@@ -125,8 +125,7 @@ def load_policy(
     drop_modules(model, share)
     if compute_dtype is torch.float32:
         fuse_norms(model)
-    model.requires_grad_(False).eval()
-    model.to(device)
+    model.requires_grad_(False).eval().to(device)
     adapter = _with_linears(adapter, model, family.no_targets)
     injected = inject(
         model,
