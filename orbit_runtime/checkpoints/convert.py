@@ -21,8 +21,6 @@ from orbit_runtime.checkpoints.destination import Destination, file_digest, open
 from orbit_runtime.checkpoints.rewrite import Rewrite, RewriteItem, split_shards
 from orbit_runtime.checkpoints.stacks import Stack, find_stacks
 from orbit_runtime.checkpoints.target import (
-    BLOCK,
-    BLOCK_LAYOUTS,
     Target,
     build_config,
     check_groups,
@@ -35,6 +33,7 @@ from orbit_runtime.model_info.checkpoint import folder_headers
 from orbit_runtime.model_info.headers import TensorInfo, read_header
 from orbit_runtime.model_info.layouts import StoredLinear, check_head, read_linears
 from orbit_runtime.model_info.quantization import parse_quantization
+from orbit_runtime.quant.fp8_block import BLOCK
 
 SHARD_BYTES = 5 * 10**9
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -108,7 +107,7 @@ def convert(
     if not rewrite.linears and not rewrite.quantised:
         raise UsageError("the model is BF16 already", where="--precision", fix="name another format")
     note = ""
-    if target.layout in BLOCK_LAYOUTS:
+    if target.layout in ("FP8Block", "FP8BlockCT"):
         partial_of = sorted(name for name in rewrite.quantised if any(side % BLOCK for side in rewrite.shape(name)))
         what = f"blocks of {BLOCK} x {BLOCK} do not divide {len(partial_of)} of {len(rewrite.quantised)} modules"
         if partial_of and is_default:

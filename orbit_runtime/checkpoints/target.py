@@ -27,7 +27,6 @@ DEFAULT_IGNORE = (
     "lm_head", r"re:.*embed", r"re:.*norm", r"re:.*router", r"re:.*\.gate$", r"re:.*(vision|visual|mm_projector)",
 )  # fmt: skip
 """Output head, embeddings, norms, routers and vision towers stay as they are."""
-BLOCK_LAYOUTS, BLOCK = ("FP8Block", "FP8BlockCT"), 128
 QUANTISED_ROLES = ("attention", "mixer", "dense_mlp", "shared_expert", "routed_expert")
 
 

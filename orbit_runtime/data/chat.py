@@ -24,6 +24,7 @@ from orbit_runtime.errors import DataError, ManifestError, ModelError, OrbitErro
 from orbit_runtime.model_info.builtin_models import ROOT as BUILTIN
 from orbit_runtime.model_info.calls.formats import format_of
 from orbit_runtime.model_info.content import FILES
+from orbit_runtime.model_info.module_tree import language_part
 from orbit_runtime.model_info.settings import check_folder, load_settings, own_template
 from orbit_runtime.spec.data import Chat
 
@@ -611,8 +612,7 @@ def _embedding_rows(folder: Path) -> int | None:
     """Rows of the embedding, by config.json; None if that does not say."""
     path = folder / "config.json"
     config = load_settings(path) if path.is_file() else {}
-    text = config.get("text_config")
-    rows = (text if isinstance(text, dict) and "vocab_size" in text else config).get("vocab_size")
+    rows = language_part(config).get("vocab_size", config.get("vocab_size"))
     return rows if type(rows) is int and rows > 0 else None
 
 

@@ -10,12 +10,13 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from orbit_runtime.data.chat import ChatTokenizer, Messages, Tools, blamed
-from orbit_runtime.data.prompts import PromptTable, listed_lengths
-from orbit_runtime.errors import DataError, ModelError, OrbitError
+from orbit_runtime.data.chat import ChatTokenizer, Messages, Tools
+from orbit_runtime.data.prompts import PromptTable, encoded_rows, listed_lengths
+from orbit_runtime.errors import DataError
 from orbit_runtime.spec.data import Prompts
 from orbit_runtime.types import FLAGS, TOKENS, Prompt
 
@@ -147,10 +148,7 @@ def encode_demonstrations(
         tell(start, len(demonstrations))
         asked = demonstrations[start : start + ENCODED_AT_ONCE]
         with _located(place_of):
-            try:
-                batch = _encode(asked, tokenizer)
-            except ModelError as error:
-                raise _refused(asked, tokenizer, place_of) or error from None
+            batch = encoded_rows(asked, partial(_encode, tokenizer=tokenizer), place_of)
         for demonstration, found in batch:
             if len(found.token_ids_T) > max_tokens:
                 long.append((demonstration.prompt_id, len(found.token_ids_T)))
@@ -164,18 +162,6 @@ def encode_demonstrations(
             fix="shorten or drop them, or raise spec.model.maxSequenceLength",
         )
     return encoded
-
-
-def _refused(
-    demonstrations: Sequence[Demonstration], tokenizer: ChatTokenizer, place_of: Callable[[str], str]
-) -> OrbitError | None:
-    """The error of the first one that template or tokenizer refuse, with its place."""
-    for each in demonstrations:
-        try:
-            _encode([each], tokenizer)
-        except ModelError as error:
-            return blamed(error, each.messages, place_of(each.prompt_id))
-    return None
 
 
 def _encode(
@@ -217,8 +203,9 @@ def _mask(
         ended = [at for at in range(before, behind) if whole[at] in tokenizer.eos_ids]
         if not ended and behind == len(whole):
             marker = tokenizer.marker_after(demonstration.messages[answer])
-            whole = whole if marker is None else [*whole, marker]
-            mask_T.append(0)
+            if marker is not None:
+                whole = [*whole, marker]
+                mask_T.append(0)
         if not ended and behind < len(whole) and whole[behind] in tokenizer.eos_ids:
             # The next role's marker ends it.
             ended = [behind]

@@ -23,7 +23,6 @@ from orbit_runtime.errors import DataError, ModelError
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Prompt
 
-EncodeMany = Callable[[Sequence[Sequence[Mapping[str, Any]]]], list[list[int]]]
 ALL_ENCODED = 32_768
 """Number of prompts whose tokens are all counted before a run starts, which takes some seconds."""
 ENCODED_AT_ONCE = 1024
@@ -211,7 +210,7 @@ def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
 
 def check_lengths(
     table: PromptTable,
-    encode_many: EncodeMany,
+    encode_many: Callable[[Sequence[Sequence[Mapping[str, Any]]]], list[list[int]]],
     *,
     max_prompt_tokens: int,
 ) -> None:
@@ -221,14 +220,18 @@ def check_lengths(
     too long: a token covers at least a byte, and the template adds about as much as for the first prompt.
     """
     prompts_P = table.prompts_P
-    added = len(_encoded(prompts_P[:1], encode_many, prompts_P.place_of)[0])
+
+    def encode(rows: Sequence[Prompt]) -> list[list[int]]:
+        return encode_many([row.messages for row in rows])
+
+    added = len(encoded_rows(prompts_P[:1], encode, prompts_P.place_of)[0])
     long: list[tuple[str, int]] = []
     for start in range(0, len(prompts_P), ENCODED_AT_ONCE):
         numbers: Iterable[int] = range(start, min(start + ENCODED_AT_ONCE, len(prompts_P)))
         if start >= ALL_ENCODED:
             numbers = [number for number in numbers if prompts_P.bound(number) + added > max_prompt_tokens]
         asked = [prompts_P[number] for number in numbers]
-        encoded = _encoded(asked, encode_many, prompts_P.place_of)
+        encoded = encoded_rows(asked, encode, prompts_P.place_of) if asked else []
         long += [
             (prompt.prompt_id, len(ids))
             for prompt, ids in zip(asked, encoded, strict=True)
@@ -243,16 +246,22 @@ def check_lengths(
     )
 
 
-def _encoded(prompts_P: Sequence[Prompt], encode_many: EncodeMany, place_of: Callable[[str], str]) -> list[list[int]]:
-    """The prompts' tokens. A prompt that the template or the tokenizer refuses is named by its place."""
+def encoded_rows[E](
+    rows: Sequence[Any], encode: Callable[[Sequence[Any]], list[E]], place_of: Callable[[str], str]
+) -> list[E]:
+    """What `encode` makes of the rows. One that the template or the tokenizer refuses is named by its place.
+
+    Args:
+        rows: prompts or demonstrations.
+    """
     try:
-        return encode_many([prompt.messages for prompt in prompts_P]) if prompts_P else []
+        return encode(rows)
     except ModelError as error:
-        for prompt in prompts_P:
+        for row in rows:
             try:
-                encode_many([prompt.messages])
+                encode([row])
             except ModelError as own:
-                raise blamed(own, prompt.messages, place_of(prompt.prompt_id)) from None
+                raise blamed(own, row.messages, place_of(row.prompt_id)) from None
         raise error from None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import FAMILIES, describe
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
-from orbit_runtime.model_info.module_tree import describe_tensors, split_targets
+from orbit_runtime.model_info.module_tree import MISMATCH, describe_tensors, split_targets
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, quantisation_method
 from orbit_runtime.model_info.weights import ENDINGS, EXPERT, STORED, ModelFacts, StoredWeight, Weight
 
@@ -117,7 +117,7 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name
         raise ModelError(
             f"the checkpoint lacks {len(missing)} weights of a {architecture.family}, such as {missing[0]}",
             where=name,
-            fix="config.json and the weights belong to different models, or files are missing: copy the model again",
+            fix=MISMATCH,
         )
     _check_dtypes(expected, found, name)
     stored = [

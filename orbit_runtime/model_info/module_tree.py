@@ -141,7 +141,7 @@ def matrices(
     last = language_part(config).get("num_hidden_layers")
     has_tower = any("language_model." in name for name in shapes)
     return {
-        _NUMBER.sub("*", name): name if name in tensors else f"{name}.weight"
+        pattern_of(name): name if name in tensors else f"{name}.weight"
         for name in reversed(list(shapes))
         if len(shapes[name]) > 1 and _is_text(name, has_tower) and not _is_mtp(name, last)
     }
@@ -219,7 +219,7 @@ def _weights(
     """
     has_tower = any("language_model." in name for name in shapes)
     for name, shape in shapes.items():
-        role, *targets = record["roles"].get(_NUMBER.sub("*", name), "norm" if len(shape) < 2 else "other").split()
+        role, *targets = record["roles"].get(pattern_of(name), "norm" if len(shape) < 2 else "other").split()
         if not _is_text(name, has_tower):
             role, targets = "vision", []
         elif _is_mtp(name, last):
@@ -234,6 +234,11 @@ def _weights(
             general + suffix, shape, role, None if layer < 0 else layer, count,
             input=_input(general, targets[0]) if targets else "", target=" ".join(targets), is_split=bool(targets),
         )  # fmt: skip
+
+
+def pattern_of(name: str) -> str:
+    """A module's name with `*` for each number."""
+    return _NUMBER.sub("*", name.removesuffix(".weight"))
 
 
 def _is_text(name: str, has_tower: bool) -> bool:

@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from orbit_runtime.errors import OrbitError, UnsupportedError
-from orbit_runtime.model_info.module_tree import REFUSED
+from orbit_runtime.errors import OrbitError
+from orbit_runtime.model_info.module_tree import REFUSED, pattern_of
 from orbit_runtime.policy.attention import layers_of
 from orbit_runtime.policy.families import DENSE, Family
 from orbit_runtime.policy.families.published import form_of, published_family
@@ -42,11 +42,11 @@ def make_record(folder: Path, names: list[str]) -> dict[str, Any]:
     raw = read_config(folder)
     try:
         model, mode = build_model(folder, raw, DENSE, None)
-    except UnsupportedError as error:
+    except OrbitError as error:
         return {"refused": error.message.rpartition(REFUSED)[2]}
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     family = published_family(model, names, mode.uncalled)
-    roles = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removesuffix(".weight")): "other" for name in names}
+    roles = {pattern_of(name): "other" for name in names}
     found = dict(_roles(model, family))
     roles |= {key: found[key] for key in roles if key in found}
     targets = {
@@ -80,7 +80,7 @@ def _roles(model: nn.Module, family: Family) -> Iterator[tuple[str, str]]:
     ends = {id(model.get_input_embeddings()): "embedding", id(model.get_output_embeddings()): "head lm_head"}
     for name, module in model.named_modules():
         last, place = name.rpartition(".")[2], places.get(id(module), "")
-        own = _pattern(family.checkpoint_name(name))
+        own = pattern_of(family.checkpoint_name(name))
         if id(module) in ends:
             yield own, ends[id(module)]
         elif type(module).__name__.endswith("Experts"):
@@ -114,28 +114,21 @@ def _experts(module: Any, name: str, family: Family) -> Iterator[tuple[str, str]
     for projection in form.projections:
         sources = family.expert_sources(name, projection.name)
         if sources:
-            yield _pattern(sources[0]), f"routed_expert {projection.name}"
+            yield pattern_of(sources[0]), f"routed_expert {projection.name}"
     if not family.expert_sources(name, "down_proj"):
         first = "gate_up_proj" if module.has_gate else "up_proj"
         yield (
-            _pattern(family.checkpoint_name(f"{name}.{first}")),
+            pattern_of(family.checkpoint_name(f"{name}.{first}")),
             ("routed_expert gate_proj up_proj" if module.has_gate else "routed_expert up_proj"),
         )
-        yield _pattern(family.checkpoint_name(f"{name}.down_proj")), "routed_expert down_proj"
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removesuffix(".weight"))
+        yield pattern_of(family.checkpoint_name(f"{name}.down_proj")), "routed_expert down_proj"
 
 
 def main() -> None:
     asked = json.load(sys.stdin)
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(asked["config"]))
-        try:
-            print(json.dumps(make_record(Path(scratch), asked["names"])))
-        except OrbitError as error:
-            print(json.dumps({"refused": error.message.rpartition(REFUSED)[2]}))
+        print(json.dumps(make_record(Path(scratch), asked["names"])))
 
 
 if __name__ == "__main__":
