@@ -20,6 +20,8 @@ from peft import PeftModel
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.model_info.cards import find_card_facts
+from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.policy import load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
@@ -89,6 +91,14 @@ def logprobs(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 def prompt_of(tokenizer: ChatTokenizer, question: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode_chat([{"role": "user", "content": question}]))
+
+
+def test_the_shipped_card_says_what_the_folder_holds(model: Path) -> None:
+    card, folder = find_card_facts("hf://HuggingFaceTB/SmolLM2-135M-Instruct"), folder_facts(model)
+    assert card is not None
+    assert {each.weight: each.num_bytes for each in card.weights} == {
+        each.weight: each.num_bytes for each in folder.weights
+    }
 
 
 def test_three_steps_of_a_real_model_are_proven(model: Path, tmp_path: Path) -> None:
@@ -177,9 +187,14 @@ def test_demonstrations_then_rewards(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_is_evaluated_with_intervals(model: Path, trained: Path) -> None:
-    said = json.loads(orbit("eval", trained, "--set", "spec.evaluation.limit=4", "--json").splitlines()[-1])
-    assert said
+def test_a_run_is_evaluated_with_intervals(trained: Path, tmp_path: Path) -> None:
+    orbit("eval", trained, "--out", tmp_path / "eval", "--set", "spec.evaluation.limit=4")
+    scores = json.loads((tmp_path / "eval" / "summary.json").read_text())["scores"]
+    assert "base" in [score["subject"] for score in scores]
+    for score in scores:
+        average = score["average"]
+        assert (score["failed"], average["prompts"]) == (0, 4)
+        assert average["low"] <= average["mean"] <= average["high"]
 
 
 @pytest.mark.long
