@@ -214,7 +214,7 @@ def read_limits(given: Sequence[str]) -> ServeLimits:
 def read_address(listen: str) -> tuple[str, int]:
     """Raises UsageError for what is no HOST:PORT."""
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(
             f"{listen!r} is not an address", where="--listen", fix="write HOST:PORT, such as 127.0.0.1:8000"
         )

@@ -51,6 +51,8 @@ READ_SECONDS = 600.0
 """Limit for receiving a body."""
 BODY_BYTES = 1 << 38
 """Larger than a step's samples, or an adapter or state if no store is shared."""
+MOST_DIGITS = 20
+"""Of the number of a call."""
 NAP_SECONDS = 0.2
 LOST = (CollectiveError, EngineDiedError, GPUFaultError, StalledError)
 """Errors after which a side cannot go on: its device, or a process of its own, is gone. Its successor takes over."""
@@ -183,7 +185,7 @@ class Host:
     def _open(self, asked: Any) -> Future[Frame]:
         try:
             name, run, execution = str(asked["session"]), str(asked["run"]), int(asked["execution"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise _Refused(400, InternalError("a session has a name, a run and an execution")) from None
         held = self._session
         if held is not None and held.name == name:
@@ -211,8 +213,8 @@ class Host:
                 if held
                 else OutputError("there is no such session", fix="start the orchestrator again"),
             )
-        if not number.isdigit() or name not in self._calls:
-            raise _Refused(400, InternalError(f"there is no call {name!r} with the number {number!r}"))
+        if not (number.isdecimal() and len(number) < MOST_DIGITS) or name not in self._calls:
+            raise _Refused(400, InternalError(f"there is no call {name!r} with the number {number[:MOST_DIGITS]!r}"))
         if int(number) == held.number and held.number:
             return held.answer
         if int(number) != held.number + 1:

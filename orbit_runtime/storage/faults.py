@@ -24,6 +24,7 @@ FaultKind = Literal[
     "full",
     "denied",
     "unusable",
+    "impossible",
 ]
 
 _CODES: dict[str, FaultKind] = {
@@ -42,11 +43,23 @@ _CODES: dict[str, FaultKind] = {
 }
 _ERRNOS: dict[int, FaultKind] = {
     1: "denied",  # EPERM: also what a filesystem without hard links answers to a create-only put
+    6: "impossible",  # ENXIO
     13: "denied",
+    18: "impossible",  # EXDEV
+    19: "impossible",  # ENODEV
     20: "unusable",  # ENOTDIR: a file stands where a folder is needed
     21: "unusable",  # EISDIR
+    22: "impossible",  # EINVAL
+    27: "impossible",  # EFBIG: a limit of the file system or of `ulimit -f`
     28: "full",
     30: "denied",  # EROFS
+    31: "impossible",  # EMLINK
+    36: "impossible",  # ENAMETOOLONG
+    38: "impossible",  # ENOSYS
+    40: "impossible",  # ELOOP
+    75: "impossible",  # EOVERFLOW
+    84: "impossible",  # EILSEQ
+    95: "impossible",  # EOPNOTSUPP
     122: "full",  # EDQUOT
 }
 _PASSING_STATUS = ("408", "409", "425", "429")

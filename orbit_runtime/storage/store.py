@@ -361,6 +361,13 @@ class Store:
                     where=where,
                     fix="choose another folder: a file and a folder would have the same name here",
                 )
+            case "impossible":
+                return OutputError(
+                    f"{doing} failed: {fault.reason.lower()}",
+                    where=where,
+                    fix="choose another folder: this file system, or a limit of this user (`ulimit -f`), allows no "
+                    "such a name or file",
+                )
             case "transient":
                 return StorageError(
                     f"{doing} failed for {seconds:.0f} s: {fault.reason}",

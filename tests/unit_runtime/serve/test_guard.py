@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import httpx
 import pytest
@@ -10,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from orbit_runtime.serve.guard import Guard
 from orbit_runtime.serve.metrics import ServeMetrics
-from orbit_runtime.services.host import Host, start_host
+from orbit_runtime.services.frames import pack
+from orbit_runtime.services.host import CALL, SESSION, Host, start_host
 
 HERE = "http://127.0.0.1:8000"
 
@@ -71,4 +73,34 @@ def test_a_page_opens_no_session_of_a_trainer_and_reads_no_facts() -> None:
                 assert client.get("/facts", headers=headers).status_code == 403
                 assert client.post("/open", headers=headers, content=b"x").status_code == 403
     finally:
+        server.close()
+
+
+@pytest.mark.parametrize("execution", [float("inf"), float("nan"), "x", None])
+def test_an_execution_that_is_no_number_is_400(execution: object) -> None:
+    server = start_host(Host({"kind": "trainer"}, {}, lambda: None), "127.0.0.1", 0, None)
+    try:
+        body = pack({"session": "a", "run": "r", "execution": execution})
+        assert httpx.post(f"{server.url}/open", content=body, timeout=30).status_code == 400
+    finally:
+        server.close()
+
+
+def test_a_call_whose_number_is_none_is_400() -> None:
+    host, stopped = Host({"kind": "trainer"}, {"add": lambda: None}, lambda: None), threading.Event()
+    server = start_host(host, "127.0.0.1", 0, None)
+    worker = threading.Thread(target=host.work, args=(stopped.is_set,))
+    worker.start()
+    try:
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            body = pack({"session": "a", "run": "r", "execution": 1})
+            assert client.post("/open", content=body).status_code == 200
+            for number in ("²".encode("latin-1"), b"9" * 5000, b"-1", b"", b"1e999"):
+                headers = [(SESSION.encode(), b"a"), (CALL.encode(), number)]
+                assert client.post("/call/add", content=pack([]), headers=headers).status_code == 400
+            headers = [(SESSION.encode(), b"a"), (CALL.encode(), b"1")]
+            assert client.post("/call/add", content=pack([]), headers=headers).status_code == 200
+    finally:
+        stopped.set()
+        worker.join()
         server.close()

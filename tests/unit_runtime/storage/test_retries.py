@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 from fakes.faulty_store import FakeClock, FaultyBackend, faulty_store
 
 from orbit_runtime.errors import CredentialsError, OutputError, StorageError
-from orbit_runtime.storage import AlreadyExists, claim_execution, read_bundle, write_bundle
+from orbit_runtime.storage import AlreadyExists, claim_execution, open_store, read_bundle, write_bundle
 from orbit_runtime.storage.faults import read_fault
 
 
@@ -109,6 +112,10 @@ def test_each_call_of_a_bundle_may_fail_once_and_nothing_is_lost() -> None:
         ),
         ("status code: 301 Moved: <Code>PermanentRedirect</Code> AKIAX", OutputError, "301 PermanentRedirect"),
         ("status code: 501 Not Implemented: <Code>NotImplemented</Code> AKIAX", OutputError, "501 NotImplemented"),
+        ("File name too long (os error 36) AKIAX", OutputError, "file name too long"),
+        ('Os { code: 40, kind: FilesystemLoop, message: "Too many levels" } AKIAX', OutputError, "too many levels"),
+        ("Invalid argument (os error 22) AKIAX", OutputError, "invalid argument"),
+        ("Is a directory (os error 21) AKIAX", OutputError, "is a directory"),
     ],
 )
 def test_what_waiting_cannot_mend_is_told_at_once_and_without_secrets(
@@ -140,6 +147,30 @@ def test_what_may_pass_is_retried_and_named(text: str, reason: str) -> None:
     fault = read_fault(RuntimeError(text))
     assert fault.kind == "transient"
     assert reason in fault.reason
+
+
+def test_a_name_that_no_file_system_holds_is_not_tried_twice(tmp_path: Path) -> None:
+    slept: list[float] = []
+    store = open_store(f"{tmp_path}/{'x' * 300}", writable=False)
+    store.sleep = slept.append
+    with pytest.raises(OutputError, match="file name too long"):
+        store.exists("config.json")
+    assert not slept
+
+
+def test_a_file_larger_than_this_user_may_write_is_not_tried_twice(tmp_path: Path) -> None:
+    slept: list[float] = []
+    store = open_store(str(tmp_path))
+    store.sleep = slept.append
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OutputError, match="file too large") as caught:
+            store.put("large", bytes(1 << 21))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "ulimit -f" in str(caught.value)
+    assert not slept
 
 
 def test_a_mistake_of_ours_is_no_fault_of_the_store() -> None:
