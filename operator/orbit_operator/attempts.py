@@ -12,9 +12,9 @@ from orbit_operator.actions import State
 from orbit_operator.facts import Attempt, JobFacts, Lifecycle, Observed, PodFacts, Progress
 from orbit_operator.policies.accounting import account_all
 from orbit_operator.policies.deadlines import STARTING_PHASES, held_seconds, startup_deadline
-from orbit_operator.policies.failure import judge_job, judge_lost, judge_startup, read_termination
+from orbit_operator.policies.failure import judge_job, judge_lost, judge_ranks, judge_startup, read_termination
 from orbit_operator.policies.restart import charge, num_spent
-from orbit_operator.policies.suspend import is_lost
+from orbit_operator.policies.suspend import is_lost, is_outlived
 from orbit_operator.reported_values import read_count
 
 ENDED_PHASES = ("Done", "Stopped", "Failed")
@@ -92,7 +92,7 @@ def _follow(attempt: Attempt, before: Sequence[Attempt], view: _View) -> Attempt
     ended = _end(attempt, job, pods, view)
     if ended.verdict is None:
         return attempt
-    verdict = ended.verdict
+    verdict = judge_ranks(ended.verdict, view.observed.rank_pods)
     due = startup_deadline(ended, view.lifecycle)
     if due is not None and ended.ended is not None and ended.ended >= due:
         raw = view.observed.stored.raw
@@ -108,7 +108,7 @@ def _take_pod(attempt: Attempt, pod: PodFacts, now: float) -> Attempt:
         attempt = replace(attempt, earlier_seconds=seconds, answered=None, running=None, ended=None)
     # A pod that the scheduler has not placed holds no GPU, however long it waits.
     ended = attempt.ended
-    if pod.is_terminal and ended is None:
+    if ended is None and (pod.is_terminal or pod.outlives_run is not None):
         ended = pod.end.finished if pod.end is not None and pod.end.finished is not None else now
     return replace(
         attempt, job_uid=attempt.job_uid or pod.job_uid, pod_uid=pod.uid, pod=pod.name, node=pod.node,
@@ -144,16 +144,20 @@ def _end(attempt: Attempt, job: JobFacts | None, pods: Sequence[PodFacts], view:
     """The attempt, with its verdict if it is over: its Job ended or is gone, and none of its pods can still write."""
     nodes = view.observed.nodes
     pod = newest_pod(pods)
-    unended = [pod for pod in pods if not pod.is_terminal]
+    outlived = pod is not None and is_outlived(pod, view.now)
+    unended = [each for each in pods if not each.is_terminal and not (outlived and each is pod)]
     lost = [pod for pod in unended if is_lost(pod, nodes, view.now, view.node_lost_seconds)]
     if len(lost) < len(unended):
         return attempt
     if lost:
         verdict = judge_lost(lost[-1])
-    elif job is None or job.finished is not None:
+    elif job is None or job.finished is not None or outlived:
         verdict = judge_job(job, pod, nodes.get(pod.node) if pod is not None else None)
     else:
         return attempt
+    if outlived and pod is not None:
+        beside = f"its pod is ended although {' and '.join(pod.still_running) or 'another container'} still runs"
+        verdict = replace(verdict, message="; ".join(filter(None, (verdict.message, beside))))
     if pod is not None:
         attempt = _take_last_words(attempt, pod)
     ended = attempt.ended if attempt.ended is not None else (job.finished_at if job is not None else None)

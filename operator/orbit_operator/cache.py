@@ -75,6 +75,10 @@ class ObjectIndex[T]:
             del self._by_run[key]
         return key
 
+    def is_deleted(self, uid: str) -> bool:
+        """Whether the object is known to have been deleted."""
+        return uid in self._gone
+
     def of(self, key: Key) -> tuple[T, ...]:
         return tuple(self._by_uid[uid][1].value for uid in self._by_run.get(key, ()))
 
@@ -118,12 +122,17 @@ class Cache:
         return version <= self._written.get(run_uid, 0)
 
     def put_job(self, key: Key, job: Child[JobFacts], version: int) -> None:
-        self._with_children.add(job.run_uid)
+        self._note_child(job.run_uid)
         self.jobs.put(key, job.facts.uid, job, version)
 
     def put_pod(self, key: Key, pod: Child[PodFacts], version: int) -> None:
-        self._with_children.add(pod.run_uid)
+        self._note_child(pod.run_uid)
         self.pods.put(key, pod.facts.uid, pod, version)
+
+    def _note_child(self, run_uid: str) -> None:
+        # A run's pods usually outlive it; noted then, the run would never be forgotten.
+        if not self.runs.is_deleted(run_uid):
+            self._with_children.add(run_uid)
 
     def had_children(self, run_uid: str) -> bool:
         """Whether any Job or pod of this run was ever seen, including one that is gone."""

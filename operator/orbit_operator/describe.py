@@ -25,13 +25,14 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
         return _podless(observed, base), ()
     if pod.is_deleting:
         return replace(base, phase="Restarting", reason="PodTerminating", message=f"pod {pod.name} is ending"), ()
-    if pod.unschedulable:
-        return replace(base, phase="Pending", reason="Unschedulable", message=pod.unschedulable, owner="cluster"), ()
-    waiting = find_waiting(pod)
-    if waiting is not None:
-        reason, owner, message = waiting
-        again: tuple[Action, ...] = (ApplySupport(),) if reason == "ConfigurationMissing" else ()
-        return replace(base, phase="Starting", reason=reason, message=message, owner=owner), again
+    if pod.outlives_run is not None:
+        message = f"the run's container has ended; {', '.join(pod.still_running) or 'another container'} still runs"
+        return replace(base, phase="Stopping", reason="PodTerminating", message=message), ()
+    if (held := _held(base, pod)) is not None:
+        return held, (ApplySupport(),) if held.reason == "ConfigurationMissing" else ()
+    for rank in observed.rank_pods if attempt.running is None else ():
+        if (held := _held(base, rank)) is not None:
+            return replace(held, message=f"pod {rank.name} on another of the run's nodes: {held.message}"), ()
     state = _at_work(observed, base, attempt, pod)
     ours = state.reason == "VolumeMissing" and config_map_name(run.name) in state.message
     return state, (ApplySupport(),) if ours else ()
@@ -89,12 +90,27 @@ def _ending(attempt: Attempt) -> list[RunEvent]:
 
 
 def _queued(run: RunFacts, observed: Observed, base: State, job: str) -> State:
-    if run.lifecycle.queue_name:
-        queue = observed.queue
+    queue = observed.queue
+    # A queue may also take Jobs that do not name one.
+    if run.lifecycle.queue_name or queue is not None:
         message = queue.message if queue is not None else f"waiting in queue {run.lifecycle.queue_name}"
         return replace(base, phase="Queued", reason="QueuedByKueue", message=message, owner="cluster")
     message = f"Job {job} is suspended, and not by the run's manifest"
     return replace(base, phase="Queued", reason="JobSuspended", message=message, owner="user")
+
+
+def _held(base: State, pod: PodFacts) -> State | None:
+    """The state of a run whose pod is not placed or whose container does not start; `None` if nothing is wrong."""
+    if pod.gates:
+        message = f"the pod is held by its scheduling gates: {', '.join(pod.gates)}"
+        return replace(base, phase="Queued", reason="SchedulingGated", message=message, owner="cluster")
+    if pod.unschedulable:
+        return replace(base, phase="Pending", reason="Unschedulable", message=pod.unschedulable, owner="cluster")
+    waiting = find_waiting(pod)
+    if waiting is None:
+        return None
+    reason, owner, message = waiting
+    return replace(base, phase="Starting", reason=reason, message=message, owner=owner)
 
 
 def _at_work(observed: Observed, base: State, attempt: Attempt, pod: PodFacts) -> State:

@@ -105,12 +105,12 @@ def plan_deletion(run: RunFacts, observed: Observed, now: float, node_lost_secon
     due = run.deleting_since + CLEANUP_SECONDS
     if run.annotations.get(SKIP_CLEANUP) == "true" or observed.cleanup == "Complete":
         return Plan((SetFinalizer(False),))
+    why = f": {observed.cleanup_failure}" if observed.cleanup_failure else ""
     if observed.cleanup == "Failed":
-        why = f": {observed.cleanup_failure}" if observed.cleanup_failure else ""
         message = f"what was not deleted stays in {run.artifacts}, and there are no more tries{why}"
         return Plan((SetFinalizer(False),), events=(RunEvent("ArtifactCleanupFailed", message, True),))
     if now >= due:
-        message = f"the artifacts were not deleted within {CLEANUP_SECONDS:.0f} s and stay in {run.artifacts}"
+        message = f"the artifacts were not deleted within {CLEANUP_SECONDS:.0f} s and stay in {run.artifacts}{why}"
         return Plan((SetFinalizer(False),), events=(RunEvent("ArtifactCleanupTimedOut", message, True),))
     live = live_pods(observed, now, node_lost_seconds)
     if live:

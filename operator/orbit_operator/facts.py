@@ -14,6 +14,7 @@ from typing import Any, Literal
 Budget = Literal["free", "infra", "user"]
 Owner = Literal["none", "user", "cluster", "hardware", "orbit"]
 Result = Literal["Succeeded", "Stopped", "Failed"]
+RUN_CONTAINER, ENGINE_CONTAINER, RANKS_CONTAINER = "run", "engine", "ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class ContainerEnd:
-    """The terminated state of the run's container."""
+    """The terminated state of the container of Orbit."""
 
     exit_code: int
     reason: str = ""
@@ -100,6 +101,14 @@ class PodFacts:
     waiting_reason: str = ""
     """Why a container does not start, such as `ImagePullBackOff`."""
     waiting_message: str = ""
+    waiting_container: str = ""
+    """Name of the container that does not start."""
+    side_failure: str = ""
+    """How a container beside the run's own failed, such as one that a webhook injected."""
+    still_running: tuple[str, ...] = ()
+    """Names of the other containers that run now."""
+    gates: tuple[str, ...] = ()
+    """Names of the scheduling gates that hold it."""
     is_ready: bool = False
     disruption: str = ""
     """Reason of the `DisruptionTarget` condition, such as `PreemptionByScheduler`."""
@@ -110,6 +119,11 @@ class PodFacts:
     @property
     def is_terminal(self) -> bool:
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def outlives_run(self) -> float | None:
+        """When its run's container ended, while another container keeps the pod running; otherwise None."""
+        return None if self.is_terminal or self.end is None else self.end.finished
 
     @property
     def is_deleting(self) -> bool:
@@ -288,9 +302,11 @@ class Observed:
     """Live pods of an earlier run of the same name, which is being deleted."""
     ranks: tuple[RanksFacts, ...] = ()
     """RayClusters; read only if the run has several nodes."""
+    rank_pods: tuple[PodFacts, ...] = ()
+    """Pods of the RayClusters."""
     ranks_problem: str = ""
     """Why there can be no RayCluster; empty if there can."""
     cleanup: Literal["", "Running", "Complete", "Failed"] = ""
     """State of the Job that deletes the artifacts."""
     cleanup_failure: str = ""
-    """Why that Job failed: the termination message of its newest pod, or its controller's reason."""
+    """Why that Job failed, or what it waits for: of its newest pod, or its controller's reason."""

@@ -20,6 +20,8 @@ class Health:
 
     clock: Callable[[], float] = time.monotonic
     stalled_since: float | None = None
+    lease_problem: Callable[[], str] = str
+    """Why the Lease cannot be taken; empty while another operator holds it."""
     is_leader: bool = False
     is_synced: bool = False
     crd_problem: str = ""
@@ -38,7 +40,7 @@ class Health:
 
     def find_unready(self) -> str:
         if not self.is_leader:
-            return "another operator holds the Lease"
+            return self.lease_problem() or "another operator holds the Lease"
         return "the first lists have not arrived yet" if not self.is_synced else ""
 
     def note(self) -> str:

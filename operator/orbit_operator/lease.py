@@ -49,6 +49,8 @@ class Lease:
         self._clock = clock
         self._monotonic = monotonic
         self._renewed: float | None = None
+        self.problem = ""
+        """Why the Lease could not be read or written at the last try."""
         self._seen: tuple[str, float] | None = None
         """Another holder's version, and when we first saw it by our own clock: its clock may differ."""
 
@@ -68,8 +70,10 @@ class Lease:
             try:
                 if await self.try_once():
                     return True
+                self.problem = ""
             except ApiError as error:
-                _log.warning("Lease %s/%s: %s", self._namespace, self._name, error)
+                self.problem = f"Lease {self._namespace}/{self._name} cannot be taken: {error}"
+                _log.warning("%s", self.problem)
             await _sleep(stopping, self._seconds / RENEWALS)
         return False
 

@@ -56,7 +56,7 @@ class Operator:
     def __init__(self, settings: Settings, api: Api) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.health = Health()
+        self.health = Health(lease_problem=lambda: self.lease.problem)
         self.cache = Cache()
         self.sight = NamespaceView(self.sight_changed, settings.namespaces or (EVERYWHERE,))
         self.queue: WorkQueue[Key] = WorkQueue(waited=self.metrics.waited.observe)

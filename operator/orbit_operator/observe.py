@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from pydantic import ValidationError
@@ -23,7 +23,7 @@ from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RecordedStatus, RunFacts
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RUN_UID, RunSource, cleanup_name, run_folder
-from orbit_operator.policies.failure import read_termination
+from orbit_operator.policies.failure import find_waiting, read_termination
 from orbit_operator.policies.requeue import PATIENCE_SECONDS
 from orbit_operator.poll import read_progress
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, read_ranks, run_uid_of
@@ -162,17 +162,22 @@ class Observer:
             stored=stored,
             jobs=attempts,
             pods=own_pods,
+            rank_pods=tuple(
+                each.facts
+                for each in pods
+                if each.run_uid == run.uid and each.facts.attempt == 0 and not each.facts.job_uid
+            ),
             nodes=await self._troubled_nodes(own_pods, stored),
             progress=self._newest_word(run, own_pods, stored),
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
-            cleanup="" if cleanup is None else cleanup.finished or "Running",
+            cleanup="" if cleanup is None else cleanup.finished or _cleanup_state(cleanup, pods),
             cleanup_failure="" if cleanup is None else why_failed(cleanup, (each.facts for each in pods)),
         )
         if run.nodes > 1:
             observed = await self._with_ranks(run, observed)
         live = [job for job in attempts if job.finished is None]
-        if live and live[-1].is_suspended and run.lifecycle.queue_name:
+        if live and live[-1].is_suspended:
             observed = replace(observed, queue=await self._kueue.ask(run.namespace, live[-1].uid))
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
 
@@ -277,11 +282,19 @@ class Observer:
         return known[2]
 
 
+def _cleanup_state(job: JobFacts, pods: Iterable[Child[PodFacts]]) -> Literal["Running", "Complete"]:
+    """`Complete` as soon as its container is done: one that a webhook injects may keep the pod for ever."""
+    ends = (each.facts.end for each in pods if each.facts.job_uid == job.uid)
+    return "Complete" if any(end is not None and end.exit_code == 0 for end in ends) else "Running"
+
+
 def why_failed(job: JobFacts, pods: Iterable[PodFacts]) -> str:
-    """The newest pod's termination message, else the Job controller's reason; empty while the Job has not failed."""
+    """The newest pod's last words, else the Job controller's reason; while the Job has not failed, why it waits."""
+    own = [each for each in pods if each.job_uid == job.uid]
     if job.finished != "Failed":
-        return ""
-    pod = newest_pod([each for each in pods if each.job_uid == job.uid and each.end is not None])
+        waits = newest_pod([each for each in own if not each.is_terminal])
+        return "" if waits is None else waits.unschedulable or (find_waiting(waits) or ("", "", ""))[2]
+    pod = newest_pod([each for each in own if each.end is not None])
     words = "" if pod is None or pod.end is None else " ".join(pod.end.message.split())
     return words or job.failure
 
@@ -386,11 +399,22 @@ class Kueue:
 
 
 def read_workload(workload: Mapping[str, Any]) -> QueueFacts:
-    """The most informative condition of a Workload: why it was evicted, or why it waits."""
-    conditions = {each["type"]: each for each in (workload.get("status") or {}).get("conditions") or ()}
+    """Why a Workload waits now: the newest of its eviction and its missing quota, else the checks that hold it."""
+    status = workload.get("status") or {}
+    conditions = {each["type"]: each for each in status.get("conditions") or ()}
     admitted = conditions.get("Admitted", {}).get("status") == "True"
-    for kind in ("Evicted", "QuotaReserved", "Admitted"):
-        found = conditions.get(kind)
-        if found and found.get("status") == ("True" if kind == "Evicted" else "False"):
-            return QueueFacts(str(found.get("reason") or kind), str(found.get("message") or "")[:900], admitted)
+    reasons = [
+        conditions[kind]
+        for kind, truth in (("Evicted", "True"), ("QuotaReserved", "False"))
+        if conditions.get(kind, {}).get("status") == truth
+    ]
+    if reasons:
+        newest = max(reasons, key=lambda each: read_time(each.get("lastTransitionTime")) or 0.0)
+        return QueueFacts(str(newest.get("reason") or newest["type"]), str(newest.get("message") or "")[:900], admitted)
+    for check in status.get("admissionChecks") or ():
+        if check.get("state") != "Ready":
+            message = f"admission check {check.get('name')}: {check.get('message') or check.get('state')}"
+            return QueueFacts(f"AdmissionCheck{check.get('state')}", message[:900], admitted)
+    if (found := conditions.get("Admitted", {})).get("status") == "False":
+        return QueueFacts(str(found.get("reason") or "Admitted"), str(found.get("message") or "")[:900], admitted)
     return QueueFacts("QueuedByKueue", "waiting for the queue", admitted)

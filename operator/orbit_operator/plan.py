@@ -21,7 +21,7 @@ from orbit_operator.policies.failure import STARTUP_DEADLINE
 from orbit_operator.policies.nodes import missing_ranks, unused_ranks
 from orbit_operator.policies.requeue import PATIENCE_SECONDS, look_again
 from orbit_operator.policies.restart import decide_restart, num_spent
-from orbit_operator.policies.suspend import is_stranded, live_pods, node_wake
+from orbit_operator.policies.suspend import GRACE_AFTER_END, is_stranded, live_pods, node_wake
 
 MANAGER = "orbitrl.dev/orbit-operator"
 RECONCILE = "orbitrl.dev/reconcile"
@@ -60,7 +60,11 @@ def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict:
     keep = () if observed.stored.finished_at is not None else keep_finalizer(run)
     ranks: tuple[Action, ...] = (*unused_ranks(observed, listed), *missing_ranks(run, observed, listed))
     actions = (*keep, *chosen.actions, *surplus, *ranks)
-    return replace(chosen, actions=actions, events=(*events_since(observed, listed), *chosen.events))
+    since = events_since(observed, listed)
+    if any(event.reason == "RunFailed" for event in chosen.events):
+        # Nothing follows the last attempt, so it was not interrupted: the run's own event says the same.
+        since = tuple(event for event in since if event.reason != "RunInterrupted")
+    return replace(chosen, actions=actions, events=(*since, *chosen.events))
 
 
 def needs_fresh_look(chosen: Plan, observed: Observed) -> bool:
@@ -146,6 +150,7 @@ def _watch(run: RunFacts, observed: Observed, now: float, limits: Limits, base: 
             startup if not late else None,
             due,
             node_wake(observed, limits.node_lost_seconds),
+            None if pod is None or pod.outlives_run is None else pod.outlives_run + GRACE_AFTER_END,
             look_again(next((job for job in observed.jobs if job.attempt == attempt.number), None), pod, now),
         )
         if when is not None

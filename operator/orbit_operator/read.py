@@ -12,9 +12,18 @@ from typing import Any
 import orjson
 
 from orbit_operator.cache import RawRun
-from orbit_operator.facts import ContainerEnd, JobFacts, Lifecycle, NodeFacts, PodFacts, RanksFacts
+from orbit_operator.facts import (
+    ENGINE_CONTAINER,
+    RANKS_CONTAINER,
+    RUN_CONTAINER,
+    ContainerEnd,
+    JobFacts,
+    Lifecycle,
+    NodeFacts,
+    PodFacts,
+    RanksFacts,
+)
 from orbit_operator.manifests.cleanup import COMPONENT as CLEANUP
-from orbit_operator.manifests.pod import ENGINE_CONTAINER, RUN_CONTAINER
 from orbit_operator.manifests.source import ATTEMPT, RUN_NAME, RUN_UID
 from orbit_operator.timestamps import read_time
 from orbit_runtime.spec import run as spec_run
@@ -97,10 +106,14 @@ def read_pod(body: Object) -> PodFacts:
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-    run: Object = next((each for each in containers if each.get("name") in (RUN_CONTAINER, CLEANUP)), {})
+    run: Object = next(
+        (each for each in containers if each.get("name") in (RUN_CONTAINER, RANKS_CONTAINER, CLEANUP)), {}
+    )
     state = run.get("state") or {}
     begun = state.get("running") or state.get("terminated") or {}
-    waiting = next((each for each in map(_waiting, containers) if each.get("reason") not in _NORMAL), {})
+    held: Object = next((each for each in containers if _waiting(each).get("reason") not in _NORMAL), {})
+    others = [each for each in containers if each is not run]
+    gates = tuple(str(each.get("name")) for each in spec.get("schedulingGates") or ())
     unplaced = scheduled.get("status") == "False" and scheduled.get("reason") != "SchedulingGated"
     owners = metadata.get("ownerReferences") or ()
     return PodFacts(
@@ -118,8 +131,12 @@ def read_pod(body: Object) -> PodFacts:
         started=read_time(begun.get("startedAt")),
         end=_end(state.get("terminated")),
         engine_killed=any(map(_is_killed_engine, containers)),
-        waiting_reason=str(waiting.get("reason") or ""),
-        waiting_message=str(waiting.get("message") or "")[:_TEXT],
+        waiting_reason=str(_waiting(held).get("reason") or ""),
+        waiting_message=str(_waiting(held).get("message") or "")[:_TEXT],
+        waiting_container=str(held.get("name") or ""),
+        side_failure=next(filter(None, map(_failure, others)), ""),
+        still_running=tuple(str(each.get("name")) for each in others if "running" in (each.get("state") or {})),
+        gates=gates,
         is_ready=conditions.get("Ready", {}).get("status") == "True",
         disruption=str(disruption.get("reason") or "") if disruption.get("status") == "True" else "",
         reason=str(status.get("reason") or ""),
@@ -152,6 +169,15 @@ def _exit_code(condition: Object) -> int | None:
     """The exit code, which the controller records because of the Job's failure policy."""
     found = _EXIT_CODE.search(str(condition.get("message") or "")) if condition.get("reason") == _BY_POLICY else None
     return None if found is None else int(found[1])
+
+
+def _failure(container: Object) -> str:
+    """How a container ended with an exit code other than 0; empty if it did not."""
+    end = _end((container.get("state") or {}).get("terminated"))
+    if end is None or end.exit_code == 0:
+        return ""
+    words = " ".join(end.message.split()) or end.reason
+    return f"container {container.get('name')} ended with exit code {end.exit_code}: {words}"[:_TEXT]
 
 
 def _waiting(container: Object) -> Object:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from orbit_operator.actions import Plan, RunEvent, State
+from orbit_operator.actions import Plan, RunEvent, StartCleanup, State
 from orbit_operator.api import ApiError, Body
-from orbit_operator.apply import NameTakenError, Writer, explain_refusal
+from orbit_operator.apply import LASTING, NameTakenError, Writer, explain_refusal
 from orbit_operator.cache import Key
 from orbit_operator.crd_check import drop_fields
 from orbit_operator.events import Recorder
@@ -92,6 +92,9 @@ async def _act(
         try:
             state = await parts.writer.carry_out(action, run, body, state)
         except (ApiError, NameTakenError) as error:
+            if isinstance(action, StartCleanup) and isinstance(error, ApiError) and error.status in LASTING:
+                message = f"the Job that deletes the artifacts cannot be created: {error.message}"[:1024]
+                return state, (RunEvent("ArtifactCleanupRefused", message, is_warning=True),), error
             told = None if state is None else explain_refusal(action, error, state)
             if told is None:
                 raise

@@ -105,7 +105,7 @@ def _outcome(state: State, words: tuple[Truth, Truth]) -> Judgement:
 
 
 def _admitted(run: RunFacts, observed: Observed, state: State, lives: bool) -> Judgement:
-    if not run.lifecycle.queue_name:
+    if not run.lifecycle.queue_name and observed.queue is None:
         return "True", "NoQueue", ""
     if not lives:
         return "Unknown", "NoJob", ""

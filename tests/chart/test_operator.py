@@ -113,7 +113,7 @@ def test_there_is_one_operator_at_a_time(helm: str) -> None:
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
     pod = spec["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 30
-    assert pod["priorityClassName"] == "system-cluster-critical"
+    assert "priorityClassName" not in pod, "clusters may refuse a class that they keep for their own"
 
 
 def test_selectors_find_their_pods(helm: str, combination: str) -> None:

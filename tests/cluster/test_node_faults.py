@@ -103,7 +103,7 @@ def test_a_container_beyond_its_memory_is_out_of_memory(team: Team) -> None:
 
 def test_a_pod_that_the_kubelet_evicts_says_what_it_used_up(team: Team) -> None:
     ending = first_ending(team, "fills")
-    assert (ending["reason"], ending["budget"], ending["whoActs"]) == ("Evicted", "Infra", "Cluster")
+    assert (ending["reason"], ending["budget"], ending["whoActs"]) == ("StorageLimitExceeded", "Infra", "User")
     assert 'limit "1Mi"' in ending["message"] or "exceeds" in ending["message"], ending
 
 
@@ -123,7 +123,7 @@ def test_a_drained_node_costs_nothing(team: Team) -> None:
     """It evicts by the API: SIGTERM, and a checkpoint."""
     status = team.wait_phase("drained", "Succeeded")
     ending = status["attempts"][0]["ending"]
-    assert (ending["exitCode"], ending["message"]) == (75, "Preempted: Eviction API: evicting")
+    assert (ending["exitCode"], ending["message"]) == (75, "Drained: Eviction API: evicting")
     assert (status["freeRestarts"], status["infraRestarts"]) == (1, 0)
 
 

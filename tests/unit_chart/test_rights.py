@@ -92,9 +92,8 @@ def test_what_is_asked_for_in_turn_is_one_kind_and_one_verb() -> None:
 
 
 def test_the_rights_are_the_ones_that_are_used() -> None:
-    # `orbitruns/finalizers` is asked for by the API server itself, for owner references. A Lease is only created where
-    # the chart did not make it, which it always does.
-    needed = (used() | {("orbitruns/finalizers", "update")}) - {("leases", "create")}
+    # `orbitruns/finalizers` is asked for by the API server itself, for owner references.
+    needed = used() | {("orbitruns/finalizers", "update")}
     assert granted() - needed == set(), "more than is used"
     assert needed - granted() == set(), "less than is used"
 

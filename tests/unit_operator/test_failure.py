@@ -85,9 +85,10 @@ def test_a_done_and_a_checkpointed_run_cost_nothing() -> None:
     ("fields", "reason", "owner"),
     [
         ({"disruption": "PreemptionByScheduler"}, "Preempted", "none"),
-        ({"disruption": "EvictionByEvictionAPI"}, "Preempted", "none"),
+        ({"disruption": "EvictionByEvictionAPI"}, "Drained", "none"),
+        ({"disruption": "TerminationByKubelet", "reason": "Terminated"}, "NodeShutdown", "none"),
         ({"disruption": "TerminationByKubelet", "reason": "Evicted"}, "Evicted", "cluster"),
-        ({"reason": "Evicted", "message": "low on resource: ephemeral-storage"}, "Evicted", "cluster"),
+        ({"reason": "Evicted", "message": 'Usage of EmptyDir volume "cache"'}, "StorageLimitExceeded", "user"),
         ({"reason": "UnexpectedAdmissionError"}, "PodRejected", "cluster"),
         ({"reason": "OutOfnvidia.com/gpu"}, "PodRejected", "cluster"),
         ({"disruption": "DeletionByTaintManager"}, "NodeLost", "cluster"),
@@ -101,13 +102,21 @@ def test_a_pod_that_something_else_ended_says_what(
     assert (verdict.reason, verdict.budget, verdict.owner) == (reason, "infra", owner)
 
 
+def test_a_container_that_a_webhook_added_may_fail_before_the_run_starts() -> None:
+    failed = pod(side_failure="container vault-agent-init ended with exit code 1: denied")
+    verdict = judge_job(FAILED_JOB, failed, None)
+    assert (verdict.reason, verdict.budget, verdict.owner) == ("SidecarFailed", "infra", "cluster")
+    assert verdict.message == failed.side_failure
+
+
 def test_a_checkpoint_that_something_asked_for_says_what() -> None:
     evicted = replace(pod(75, reason="Evicted"), message='Usage of EmptyDir volume "cache" exceeds the limit "1Ti".')
     verdict = judge_job(FAILED_JOB, evicted, None)
     assert (verdict.reason, verdict.budget) == ("Checkpointed", "free")
-    assert verdict.message == 'Evicted: Usage of EmptyDir volume "cache" exceeds the limit "1Ti".'
+    assert verdict.message.startswith('StorageLimitExceeded: Usage of EmptyDir volume "cache" exceeds the limit "1Ti".')
+    assert "placement.modelCache.sizeLimit" in verdict.message
     drained = replace(pod(75, "the end of a log", disruption="EvictionByEvictionAPI"), message="Eviction API: evicting")
-    assert judge_job(FAILED_JOB, drained, None).message == "Preempted: Eviction API: evicting"
+    assert judge_job(FAILED_JOB, drained, None).message == "Drained: Eviction API: evicting"
     assert judge_job(FAILED_JOB, pod(75), None).message == ""
 
 
@@ -134,7 +143,7 @@ def test_what_killed_a_container_comes_before_the_end_of_its_log() -> None:
     full = "the node was low on resource: memory"
     for fields, how in (
         ({"end_reason": "OOMKilled"}, "the container used more memory than its limit"),
-        ({"reason": "Evicted", "message_of_pod": full}, full),
+        ({"reason": "Evicted", "disruption": "TerminationByKubelet", "message_of_pod": full}, full),
         ({"deletion_due": 5.0}, "killed before it could checkpoint"),
         ({}, "killed, for an unknown reason"),
     ):
@@ -211,3 +220,9 @@ def test_a_start_that_took_too_long_is_whoever_it_waited_for() -> None:
 def test_a_container_that_does_not_start_says_who_must_act(word: str, reason: str | None, owner: str | None) -> None:
     found = find_waiting(PodFacts("p", "u", 1, waiting_reason=word, waiting_message="why"))
     assert (found and found[0], found and found[1]) == (reason, owner)
+
+
+@pytest.mark.parametrize(("container", "reason"), [("engine", "EngineDied"), ("istio-proxy", "SidecarFailed")])
+def test_a_container_that_crashes_again_and_again_is_named(container: str, reason: str) -> None:
+    waits = PodFacts("p", "u", 1, waiting_reason="CrashLoopBackOff", waiting_message="x", waiting_container=container)
+    assert find_waiting(waits) == (reason, "cluster", f"container {container}: x")

@@ -97,8 +97,22 @@ def test_an_answer_that_says_nothing_of_the_version_changes_nothing(status: int)
         ([NO_ROOM, {"type": "Evicted", "status": "False", "reason": "QuotaReserved"}], WAITS),
         ([{"type": "QuotaReserved", "status": "True"}, {"type": "Admitted", "status": "False", "reason": "NoChecks"}],
          QueueFacts("NoChecks")),
+        ([{**NO_ROOM, "lastTransitionTime": "2026-01-01T01:00:00Z"},
+          {"type": "Evicted", "status": "True", "reason": "Old", "lastTransitionTime": "2026-01-01T00:00:00Z"}], WAITS),
         ([{"type": "Admitted", "status": "True"}], QueueFacts("QueuedByKueue", "waiting for the queue", True)),
     ],
 )  # fmt: skip
 def test_the_condition_that_says_most_is_read(conditions: list[Body], facts: QueueFacts) -> None:
     assert read_workload({"status": {"conditions": conditions}}) == facts
+
+
+def test_an_admission_check_that_holds_the_job_is_named() -> None:
+    status = {
+        "conditions": [{"type": "QuotaReserved", "status": "True"}],
+        "admissionChecks": [
+            {"name": "budget", "state": "Ready", "message": "paid"},
+            {"name": "provision", "state": "Pending", "message": "not enough resources, ETA 05:00"},
+        ],
+    }
+    expected = QueueFacts("AdmissionCheckPending", "admission check provision: not enough resources, ETA 05:00")
+    assert read_workload({"status": status}) == expected

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
 
 from orbit_operator.api import ApiError
+from orbit_operator.health import Health
 from orbit_operator.lease import RETRY_SECONDS, Lease, LeaseLostError
 
 
@@ -75,3 +76,23 @@ def test_the_second_attempt_starts_before_the_lease_stops_counting() -> None:
 
     seconds = Settings().lease_seconds
     assert seconds / RENEWALS + LEASE_SECONDS + RETRY_SECONDS < CERTAIN * seconds
+
+
+def test_a_lease_that_may_not_be_made_is_what_the_operator_is_not_ready_for() -> None:
+    class Refusing(LeaseApi):
+        async def create(self, *_: Any) -> dict[str, Any]:
+            raise ApiError(403, "Forbidden", "cannot create resource leases")
+
+    async def work() -> str:
+        stopping = asyncio.Event()
+        lease = Lease(Refusing([0.0], {}), namespace="team", name="lease", holder="me", seconds=0.3)  # type: ignore[arg-type]
+        taking = asyncio.create_task(lease.acquire(stopping))
+        while not lease.problem:
+            await asyncio.sleep(0.01)
+        stopping.set()
+        assert not await taking
+        return Health(lease_problem=lambda: lease.problem).find_unready()
+
+    told = asyncio.run(asyncio.wait_for(work(), 10))
+    assert told == "Lease team/lease cannot be taken: 403 Forbidden: cannot create resource leases"
+    assert Health().find_unready() == "another operator holds the Lease"

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
 
-from orbit_operator.cache import Key, RawRun
+from orbit_operator.cache import Cache, Child, Key, RawRun
+from orbit_operator.facts import PodFacts
 from orbit_operator.main import Operator
 from orbit_operator.read import pack_run
 from orbit_operator.settings import Settings
@@ -95,3 +96,15 @@ def test_a_run_that_is_gone_leaves_nothing_behind() -> None:
     operator.cache.put_written(KEY, RawRun("r", b"", "11"))
     operator.cache.forget_run("r")
     assert not operator.cache.is_known("r", 1)
+
+
+def test_children_of_a_run_that_is_gone_are_not_remembered() -> None:
+    """Its pods usually outlive it."""
+    cache = Cache()
+    cache.runs.put(KEY, "r", RawRun("r", b"", "5"), 5)
+    cache.put_pod(KEY, Child("r", PodFacts("adder-a1-x", "p", 1)), 6)
+    assert cache.had_children("r")
+    cache.runs.drop("r")
+    cache.forget_run("r")
+    cache.put_pod(KEY, Child("r", PodFacts("adder-a1-x", "p", 1, phase="Failed")), 7)
+    assert not cache.had_children("r")

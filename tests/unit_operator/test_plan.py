@@ -20,7 +20,7 @@ from orbit_operator.actions import (
     StartCleanup,
 )
 from orbit_operator.ending import CLEANUP_SECONDS, FINALIZER
-from orbit_operator.facts import NodeFacts, Observed, Progress, QueueFacts
+from orbit_operator.facts import ContainerEnd, NodeFacts, Observed, Progress, QueueFacts
 from orbit_operator.plan import Limits, plan
 from orbit_operator.policies.restart import FREE_WITHOUT_PROGRESS
 
@@ -423,3 +423,53 @@ def test_limits_have_the_documented_defaults() -> None:
     assert Limits() == Limits(node_lost_seconds=300.0, ttl_seconds=-1)
     assert Observed().stored.attempts == ()
     assert UNKNOWN_PLAN[0] == "Unknown"
+
+
+@pytest.mark.parametrize(("code", "ends"), [(0, "Succeeded"), (79, "Pending")])
+def test_a_container_that_the_cluster_adds_keeps_no_ended_run_running(code: int, ends: str) -> None:
+    cluster = running()
+    (uid,) = cluster.pods
+    end = ContainerEnd(code, "Completed" if code == 0 else "Error", finished=cluster.now)
+    cluster.pods[uid] = replace(cluster.pods[uid], end=end, still_running=("istio-proxy",))
+    chosen = work(cluster)
+    assert (cluster.status["phase"], chosen.actions, chosen.wake_at) == ("Stopping", (), cluster.now + 30)
+    assert "istio-proxy still runs" in cluster.status["message"]
+    useful = cluster.status["gpuSeconds"]
+    cluster.wait(31)
+    assert work(cluster).actions == (DeletePod(uid, uid),)
+    ending = cluster.status["attempts"][0]["ending"]
+    assert (ending["exitCode"], cluster.status["gpuSeconds"]) == (code, useful)
+    assert "istio-proxy still runs" in ending["message"]
+    cluster.end_deleted(143)
+    cluster.conclude_jobs()
+    work(cluster)
+    assert cluster.status["phase"] == ends
+
+
+def test_a_job_that_a_queue_took_by_itself_waits_for_the_queue() -> None:
+    cluster = build_cluster()
+    work(cluster)
+    (name,) = cluster.jobs
+    cluster.jobs[name] = replace(cluster.jobs[name], is_suspended=True)
+    observed = replace(cluster.observe(), queue=QueueFacts("Pending", "8 more needed"))
+    cluster.write_status(observed, cluster.think(observed))
+    assert (cluster.status["reason"], cluster.status["whoActs"]) == ("QueuedByKueue", "Cluster")
+    assert (cluster.status["message"], condition(cluster, "Admitted")) == ("8 more needed", ("False", "Pending"))
+
+
+def test_a_pod_behind_gates_says_which() -> None:
+    cluster = build_cluster()
+    work(cluster)
+    cluster.make_pod()
+    (uid,) = cluster.pods
+    cluster.pods[uid] = replace(cluster.pods[uid], gates=("kueue.x-k8s.io/topology",))
+    work(cluster)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Queued", "SchedulingGated")
+    assert "kueue.x-k8s.io/topology" in cluster.status["message"]
+
+
+def test_a_run_that_failed_for_good_was_not_interrupted() -> None:
+    cluster = running()
+    cluster.exit(64)
+    cluster.conclude_jobs()
+    assert [event.reason for event in work(cluster).events] == ["RunFailed"]

@@ -90,8 +90,25 @@ def test_a_pod_without_a_place() -> None:
     unplaced = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     facts = read_pod(pod({"phase": "Pending", "conditions": [unplaced]}))
     assert (facts.unschedulable, facts.scheduled) == ("0/3 nodes", None)
-    gated = {**unplaced, "reason": "SchedulingGated"}
-    assert read_pod(pod({"conditions": [gated]})).unschedulable == ""
+    gated = pod({"conditions": [{**unplaced, "reason": "SchedulingGated"}]})
+    gated["spec"] = {"schedulingGates": [{"name": "kueue.x-k8s.io/topology"}]}
+    assert (read_pod(gated).unschedulable, read_pod(gated).gates) == ("", ("kueue.x-k8s.io/topology",))
+
+
+def test_a_container_that_a_webhook_added_is_named_when_it_fails_and_while_it_runs() -> None:
+    failed = {"terminated": {"exitCode": 1, "reason": "Error", "message": "permission denied"}}
+    waits = {"waiting": {"reason": "PodInitializing"}}
+    facts = read_pod(
+        pod(
+            {
+                "phase": "Failed",
+                "initContainerStatuses": [{"name": "vault-agent-init", "state": failed}],
+                "containerStatuses": [{"name": "run", "state": waits}, {"name": "proxy", "state": {"running": {}}}],
+            }
+        )
+    )
+    assert facts.side_failure == "container vault-agent-init ended with exit code 1: permission denied"
+    assert (facts.end, facts.started, facts.still_running) == (None, None, ("proxy",))
 
 
 def test_a_pod_that_is_being_deleted_because_of_a_taint() -> None:

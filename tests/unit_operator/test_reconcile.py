@@ -97,6 +97,14 @@ def test_what_stays_of_a_run_is_told_before_the_run_can_be_gone() -> None:
     assert api.writes == ["events", "orbitruns"]
 
 
+def test_a_cleanup_that_is_refused_is_told_in_the_servers_words() -> None:
+    api = Answering(jobs=ApiError(403, "Forbidden", "exceeded quota: small"))
+    head = {**HEAD, "deletionTimestamp": format_time(time.time()), "finalizers": [FINALIZER]}
+    with pytest.raises(ApiError, match="exceeded quota"):
+        pass_over(api, head)
+    assert api.writes == ["jobs", "events"]
+
+
 def test_an_event_that_is_refused_holds_up_nothing() -> None:
     api = Answering(events=ApiError(403, "Forbidden", "no events here"))
     pass_over(api)

@@ -15,6 +15,7 @@ from unit_operator.test_manifests import LARGE, SETTINGS, SMALL, source
 from orbit_operator.actions import CreateAttempt, CreateRanks, DeleteRanks, State
 from orbit_operator.api import ApiError
 from orbit_operator.apply import NameTakenError, explain_refusal
+from orbit_operator.facts import ContainerEnd, PodFacts
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.network_policy import build_network_policy
 from orbit_operator.manifests.ray_cluster import build_ray_cluster
@@ -46,6 +47,41 @@ def test_nodes_are_taken_with_the_attempt_and_given_back_when_its_pod_has_ended(
     work(cluster)
     work(cluster)
     assert [each.attempt for each in cluster.ranks.values()] == [2], "the next attempt has nodes of its own"
+
+
+UNPLACED = PodFacts("ranks-adder-a1-x", "r1", 0, unschedulable="0/3 nodes: 5 Insufficient nvidia.com/gpu")
+NO_IMAGE = PodFacts("ranks-adder-a1-x", "r1", 0, waiting_reason="ErrImagePull", waiting_message="no such image")
+OUT_OF_MEMORY = PodFacts("ranks-adder-a1-x", "r1", 0, phase="Failed", end=ContainerEnd(137, "OOMKilled", finished=1.0))
+
+
+@pytest.mark.parametrize(
+    ("pod", "state", "ending", "budget"),
+    [
+        (UNPLACED, ("Unschedulable", "Cluster"), ("Unschedulable", "Cluster"), "Free"),
+        (NO_IMAGE, ("ImagePullFailed", "User"), ("ImagePullFailed", "User"), "Infra"),
+        (OUT_OF_MEMORY, ("ModelLoading", "None"), ("OutOfMemory", "User"), "Infra"),
+    ],
+)
+def test_what_pods_of_ranks_wait_for_is_what_the_run_waits_for(
+    pod: PodFacts, state: tuple[str, str], ending: tuple[str, str], budget: str
+) -> None:
+    cluster = build_cluster(nodes=3)
+    for _ in range(2):
+        work(cluster)
+    cluster.make_pod()
+    cluster.schedule("n0")
+    cluster.start()
+    observed = replace(cluster.observe(), rank_pods=(pod,))
+    cluster.write_status(observed, cluster.think(observed))
+    assert (cluster.status["reason"], cluster.status["whoActs"]) == state
+    cluster.exit(81)
+    cluster.conclude_jobs()
+    observed = replace(cluster.observe(), rank_pods=(pod,))
+    cluster.write_status(observed, cluster.think(observed))
+    (attempt,) = cluster.status["attempts"]
+    assert (attempt["ending"]["reason"], attempt["ending"]["whoActs"]) == ending
+    assert (attempt["ending"]["budget"], attempt["ending"]["exitCode"]) == (budget, 81)
+    assert pod.name in attempt["ending"]["message"]
 
 
 def test_somebody_deletes_the_ray_cluster_of_a_run_that_lives() -> None:

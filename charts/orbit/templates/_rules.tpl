@@ -40,6 +40,10 @@
 
 {{- /* In the operator's own namespace. The chart makes the Lease, so that uninstalling removes it. */}}
 {{- define "orbit.leaseRules" -}}
+# Where a GitOps tool leaves out the chart's Lease (Argo CD), the operator makes it. RBAC limits no `create` to a name.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
   resourceNames: [{{ include "orbit.operatorName" . }}]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orbit_operator.manifests.pod import RUN_CONTAINER, build_pod_template
+from orbit_operator.facts import RUN_CONTAINER
+from orbit_operator.manifests.pod import build_pod_template
 from orbit_operator.manifests.source import Object, RunSource, job_name, metadata
 from orbit_operator.settings import Settings
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from orbit_operator.facts import ENGINE_CONTAINER, RUN_CONTAINER
 from orbit_operator.manifests.config_map import MANIFEST_FILE
 from orbit_operator.manifests.mounts import build_mounts
 from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels, ray_address
@@ -16,7 +17,6 @@ from orbit_operator.settings import Settings
 from orbit_runtime.planner.job import split_devices
 from orbit_runtime.spec.placement import Placement, Toleration, halve
 
-RUN_CONTAINER, ENGINE_CONTAINER = "run", "engine"
 GPU = "nvidia.com/gpu"
 USER_ID = 65532
 MANIFEST_FOLDER, CACHE_FOLDER, WORK_FOLDER = "/etc/orbit", "/var/cache/orbit", "/var/lib/orbit"

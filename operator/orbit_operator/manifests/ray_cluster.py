@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orbit_operator.facts import RANKS_CONTAINER
 from orbit_operator.manifests.mounts import build_mounts
 from orbit_operator.manifests.pod import (
     build_container,
@@ -16,7 +17,7 @@ from orbit_operator.manifests.source import RAY_PORT, Object, RunSource, labels,
 from orbit_operator.settings import Settings
 
 API_VERSION = "ray.io/v1"
-COMPONENT = "ranks"
+COMPONENT = RANKS_CONTAINER
 AGENT_PORT = 9500
 HEAD_RESOURCES = {name: {"cpu": "1", "memory": "4Gi"} for name in ("requests", "limits")}
 """Resources for Ray's daemons, and for an object store that takes 30 % of the memory."""

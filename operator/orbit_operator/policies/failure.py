@@ -7,14 +7,26 @@ Does not belong here: whether to try again (`restart`).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from orbit_operator.facts import Budget, ContainerEnd, JobFacts, NodeFacts, Owner, PodFacts, Verdict
+from orbit_operator.facts import (
+    ENGINE_CONTAINER,
+    RUN_CONTAINER,
+    Budget,
+    ContainerEnd,
+    JobFacts,
+    NodeFacts,
+    Owner,
+    PodFacts,
+    Verdict,
+)
 from orbit_operator.reported_values import read_text
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED
 
-STARTUP_DEADLINE = "StartupDeadlineExceeded"
-OUT_OF_MEMORY, ENGINE_DIED = 79, 82
+STARTUP_DEADLINE, SIDECAR_FAILED = "StartupDeadlineExceeded", "SidecarFailed"
+OUT_OF_MEMORY, COLLECTIVE_FAILED, ENGINE_DIED = 79, 81, 82
 
 EXIT_CODES: dict[int, tuple[str, Budget, Owner]] = {
     64: ("ValidationFailed", "user", "user"),
@@ -27,7 +39,7 @@ EXIT_CODES: dict[int, tuple[str, Budget, Owner]] = {
     78: ("Unsupported", "user", "user"),
     OUT_OF_MEMORY: ("OutOfMemory", "infra", "user"),
     80: ("GPUFault", "infra", "hardware"),
-    81: ("CollectiveFailed", "infra", "hardware"),
+    COLLECTIVE_FAILED: ("CollectiveFailed", "infra", "hardware"),
     ENGINE_DIED: ("EngineDied", "infra", "cluster"),
     83: ("Stalled", "infra", "cluster"),
     84: ("GateFailed", "user", "user"),
@@ -46,10 +58,13 @@ EXIT_CODES: dict[int, tuple[str, Budget, Owner]] = {
 """Exit code → reason, budget charged at the first occurrence, who must act. Any other code is a bug
 (`InternalError`)."""
 
-FIRST_INFRA_THEN_USER = frozenset({"OutOfMemory", "GPUFault", "CollectiveFailed", "Crashed"})
+STORAGE_LIMIT = "StorageLimitExceeded"
+FIRST_INFRA_THEN_USER = frozenset({"OutOfMemory", STORAGE_LIMIT, "GPUFault", "CollectiveFailed", "Crashed"})
 """The fault may be the machine's or the program's: a repetition without progress in between is the program's."""
 
-AVOID_NODE = frozenset({"GPUFault", "CollectiveFailed", "Crashed", "NodeLost", "PodRejected", STARTUP_DEADLINE})
+AVOID_NODE = frozenset(
+    {"GPUFault", "CollectiveFailed", "Crashed", "NodeLost", "NodeShutdown", "PodRejected", STARTUP_DEADLINE}
+)
 """Reasons to avoid the node."""
 
 WAITING: dict[str, tuple[str, Owner]] = {
@@ -61,17 +76,20 @@ WAITING: dict[str, tuple[str, Owner]] = {
     "CreateContainerConfigError": ("ConfigurationMissing", "user"),
     "CreateContainerError": ("ContainerNotCreated", "cluster"),
     "RunContainerError": ("ContainerNotCreated", "user"),
-    "CrashLoopBackOff": ("EngineDied", "cluster"),
+    "CrashLoopBackOff": (SIDECAR_FAILED, "cluster"),
 }
 """The kubelet's reason for a container that does not start → our reason, who must act."""
 
 _DISRUPTIONS: dict[str, tuple[str, Owner]] = {
     "PreemptionByScheduler": ("Preempted", "none"),
-    "EvictionByEvictionAPI": ("Preempted", "none"),
+    "EvictionByEvictionAPI": ("Drained", "none"),
     "TerminationByKubelet": ("Evicted", "cluster"),
     "DeletionByTaintManager": ("NodeLost", "cluster"),
     "DeletionByPodGC": ("NodeLost", "cluster"),
 }
+_SHUTDOWNS = ("Terminated", "NodeShutdown", "Shutdown")
+"""The kubelet's reasons for a pod that it ends because its node shuts down."""
+_MORE_STORAGE = "raise placement.modelCache.sizeLimit or placement.resources.ephemeralStorage, or mount a claim"
 _REJECTIONS = (
     "UnexpectedAdmissionError",
     "NodeAffinity",
@@ -117,6 +135,28 @@ def judge_lost(pod: PodFacts) -> Verdict:
     return Verdict("Failed", "NodeLost", "infra", "cluster", f"{where}; its pod is fenced off", avoid_node=True)
 
 
+def judge_ranks(verdict: Verdict, pods: Sequence[PodFacts]) -> Verdict:
+    """The verdict on an attempt whose ranks did not join, or went: their own pods, if one is not well, know better.
+
+    Ranks that were never placed cost no restart: the run waits for nodes, as it does on one node.
+    """
+    if verdict.reason != EXIT_CODES[COLLECTIVE_FAILED][0]:
+        return verdict
+    for pod in pods:
+        found: Verdict | None = None
+        if pod.unschedulable or pod.gates:
+            why = pod.unschedulable or f"held by its scheduling gates: {', '.join(pod.gates)}"
+            found = Verdict("Failed", "Unschedulable", "free", "cluster", why)
+        elif (waits := find_waiting(pod)) is not None:
+            found = Verdict("Failed", waits[0], "infra", waits[1], waits[2])
+        elif pod.phase == "Failed" or pod.disruption:
+            found = _judge_exit(pod.end, pod) if pod.end is not None else _judge_pod(pod)
+        if found is not None:
+            message = _cut(f"pod {pod.name} on another of the run's nodes: {found.message}")
+            return replace(found, message=message, exit_code=verdict.exit_code, avoid_node=False)
+    return verdict
+
+
 def judge_startup(verdict: Verdict, reason: str, message: str) -> Verdict:
     """The verdict on an attempt that we ended because it did not train within its start-up deadline.
 
@@ -134,10 +174,14 @@ def judge_startup(verdict: Verdict, reason: str, message: str) -> Verdict:
 
 def find_waiting(pod: PodFacts) -> tuple[str, Owner, str] | None:
     """Why a pod does not start: reason, who must act, message. None if nothing is wrong."""
-    if pod.waiting_reason in WAITING:
-        reason, owner = WAITING[pod.waiting_reason]
-        return reason, owner, _cut(pod.waiting_message or pod.waiting_reason)
-    return None
+    if pod.waiting_reason not in WAITING:
+        return None
+    reason, owner = WAITING[pod.waiting_reason]
+    if reason == SIDECAR_FAILED and pod.waiting_container == ENGINE_CONTAINER:
+        reason = EXIT_CODES[ENGINE_DIED][0]
+    text = pod.waiting_message or pod.waiting_reason
+    beside = pod.waiting_container not in ("", RUN_CONTAINER)
+    return reason, owner, _cut(f"container {pod.waiting_container}: {text}" if beside else text)
 
 
 def read_termination(message: str) -> dict[str, Any]:
@@ -217,10 +261,16 @@ def _is_left(message: str) -> bool:
 def _judge_pod(pod: PodFacts) -> Verdict:
     """The verdict on a pod that ended without a report from its container."""
     text = _cut(pod.message or pod.reason or pod.disruption)
-    if pod.disruption in _DISRUPTIONS:
+    owner: Owner
+    if pod.disruption == "TerminationByKubelet" and pod.reason in _SHUTDOWNS:
+        reason, owner = "NodeShutdown", "none"
+    elif pod.disruption in _DISRUPTIONS:
         reason, owner = _DISRUPTIONS[pod.disruption]
     elif pod.reason == "Evicted":
-        reason, owner = "Evicted", "cluster"
+        # Without the condition, the pod itself caused the eviction: it outgrew a limit of its own.
+        reason, owner, text = STORAGE_LIMIT, "user", _cut(f"{text}; {_MORE_STORAGE}")
+    elif pod.side_failure and pod.started is None:
+        reason, owner, text = SIDECAR_FAILED, "cluster", _cut(pod.side_failure)
     elif pod.reason.startswith(_REJECTIONS):
         reason, owner = "PodRejected", "cluster"
     elif pod.phase == "Succeeded":
