@@ -23,7 +23,7 @@ from typing import Any
 from orbit_runtime.errors import OrbitError, OutputError
 from orbit_runtime.storage.filelock import LockBusyError, release_lock, take_lock
 from orbit_runtime.storage.process import Process, current_process, is_gone
-from orbit_runtime.storage.store import AlreadyExists, NotFound, Store
+from orbit_runtime.storage.store import AlreadyExists, FolderGone, NotFound, Store
 
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 45.0
@@ -71,10 +71,12 @@ class Execution:
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """Refuse to continue if a higher execution exists. Called before every manifest; safe to call often.
+        """Refuse to continue if a higher execution exists, or the own record is gone. Called before every manifest;
+        safe to call often.
 
         Raises:
             OutputError: another execution took over.
+            StorageError: the run folder was removed, moved or replaced.
         """
         newest = _newest_number(self._store)
         if newest > self.number:
@@ -85,6 +87,7 @@ class Execution:
                 where=self._store.uri,
                 fix="nothing here: the newer execution continues the run",
             )
+        self._store.check_owner()
 
     def beat(self) -> None:
         """Write one sign of life."""
@@ -144,6 +147,8 @@ class Execution:
     def _record_end(self, ended: str) -> None:
         try:
             self._write(Heartbeat(self._store.clock(), "ended", ended), HEARTBEAT_SECONDS)
+        except FolderGone:
+            return
         except OrbitError as error:
             _log.warning("the end of execution %d could not be recorded: %s", self.number, error)
 
@@ -165,6 +170,9 @@ class Execution:
         while not self._ended.is_set():
             try:
                 self.beat()
+            except FolderGone:
+                # The next write of the run says so.
+                return
             except OrbitError as error:
                 _log.warning("heartbeat of execution %d failed: %s", self.number, error)
             self._ended.wait(HEARTBEAT_SECONDS)
@@ -195,7 +203,7 @@ def claim_execution(
         OutputError: a live execution holds the folder.
     """
     process = process or current_process()
-    lock = None
+    lock, store.owner = None, None
     if store.root is not None:
         try:
             lock = take_lock(store.root / _LOCK)
@@ -262,10 +270,12 @@ def _claim(
             if is_live(newest, heartbeat, process, clock(), locked=locked):
                 raise _in_use(store, newest, clock())
         record = ExecutionRecord(number + 1, run_name, process, locked, clock(), attempt, uuid.uuid4().hex)
+        own = (f"{_FOLDER}{record.execution:06d}.json", _json(asdict(record)))
         try:
-            store.put(f"{_FOLDER}{record.execution:06d}.json", _json(asdict(record)), create_only=True)
+            store.put(*own, create_only=True)
         except AlreadyExists:
             continue  # Another claim was faster: judge it next.
+        store.owner = own
         return record
 
 

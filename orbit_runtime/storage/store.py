@@ -9,8 +9,9 @@ import logging
 import mmap
 import re
 import shutil
-from collections.abc import Buffer, Callable, Iterable, Sequence
+from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +50,10 @@ class AlreadyExists(StorageError):
 
 class CorruptBundle(StorageError):
     """A bundle contradicts its manifest: a part is missing, truncated or changed, or the manifest is not JSON."""
+
+
+class FolderGone(StorageError):
+    """The folder no longer holds the record of the execution that writes to it."""
 
 
 class Backend(Protocol):
@@ -91,6 +96,8 @@ class Store:
         self.clock = clock
         self.sleep = sleep
         self.monotonic = monotonic
+        self.owner: tuple[str, bytes] | None = None
+        """Key and bytes of the record of the execution that writes here."""
         self._backend = backend
         self._pool: ThreadPoolExecutor | None = None
 
@@ -99,7 +106,7 @@ class Store:
 
     def with_deadline(self, seconds: float) -> Store:
         """The same store with another deadline."""
-        return Store(
+        other = Store(
             self._backend,
             self.uri,
             root=self.root,
@@ -108,6 +115,47 @@ class Store:
             sleep=self.sleep,
             monotonic=self.monotonic,
         )
+        other.owner = self.owner
+        return other
+
+    def check_owner(self) -> None:
+        """Refuses to continue in a folder that lost the record of the execution that writes here.
+
+        Raises:
+            FolderGone: the folder was removed, moved or replaced.
+        """
+        if self.owner is None:
+            return
+        key, record = self.owner
+        try:
+            if self.get(key) == record:
+                return
+        except NotFound:
+            pass
+        raise FolderGone(
+            f"the run folder was removed, moved or replaced while the run wrote to it: its own record {key} is gone",
+            where=self.uri,
+            fix="put the folder back and start again to continue from its newest checkpoint; nothing was made anew",
+        )
+
+    @contextmanager
+    def _in_own_folder(self, key: str) -> Iterator[None]:
+        """Around a put of `key`, which would make a local folder anew that was taken away. In an object store, whose
+        answers take longer, `Execution.check` asks.
+        """
+        if self.root is None:
+            yield
+            return
+        self.check_owner()
+        yield
+        try:
+            self.check_owner()
+        except FolderGone:
+            with suppress(OSError):
+                (self.root / key).unlink()
+                for folder in Path(key).parents:
+                    (self.root / folder).rmdir()
+            raise
 
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Write one object, whole or not at all. Safe to call twice.
@@ -124,7 +172,8 @@ class Store:
             self._backend.put(key, data, mode="create" if create_only else "overwrite")
 
         try:
-            self._call(f"writing {key}", key, attempt)
+            with self._in_own_folder(key):
+                self._call(f"writing {key}", key, attempt)
         except AlreadyExists:
             # An earlier try may have succeeded although its answer was lost.
             if tries == 1 or self.get(key) != data:
@@ -147,7 +196,8 @@ class Store:
             )
 
         try:
-            self._call(f"writing {key}", key, attempt)
+            with self._in_own_folder(key):
+                self._call(f"writing {key}", key, attempt)
         except NotFound:
             raise self._uncreatable(key) from None
 

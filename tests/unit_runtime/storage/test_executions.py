@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from fakes.faulty_store import FakeClock, FaultyBackend, faulty_store
 
-from orbit_runtime.errors import OutputError
+from orbit_runtime.errors import OutputError, StorageError
 from orbit_runtime.storage import claim_execution, newest_execution, open_store, write_bundle
 from orbit_runtime.storage.execution import STALE_SECONDS, ExecutionRecord, Heartbeat, is_live
 from orbit_runtime.storage.process import Process, current_process, is_gone
@@ -222,6 +223,28 @@ def test_an_operator_takes_over_a_locked_folder_and_says_who(tmp_path: Path) -> 
     old.release("taken over")
     with pytest.raises(OutputError, match="in use by execution 2"):
         claim_execution(open_store(str(tmp_path)), run_name="r")
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_folder_that_was_taken_away_is_noticed_and_never_made_anew(tmp_path: Path, is_replaced: bool) -> None:
+    folder = tmp_path / "run"
+    store = open_store(str(folder))
+    execution = claim_execution(store, run_name="r")
+    shutil.move(folder, tmp_path / "elsewhere")
+    if is_replaced:
+        claim_execution(open_store(str(folder)), run_name="r")
+    for write in (
+        execution.check,
+        execution.beat,
+        lambda: store.put("rollouts/a", b""),
+        lambda: store.put_stream("adapters/a", lambda: [b"a"]),
+        lambda: write_bundle(store, execution, "checkpoints/step-000001", {"a": b"a"}, {}),
+    ):
+        with pytest.raises(StorageError, match=r"moved or replaced .* executions/000001\.json is gone"):
+            write()
+    execution.release("failed")
+    assert {path.name for path in folder.rglob("*")} <= {"executions", "000001.json", ".lock"}
+    assert folder.exists() == is_replaced
 
 
 def test_the_heartbeat_thread_writes_at_once_and_release_says_how_it_ended(tmp_path: Path) -> None:
