@@ -18,7 +18,7 @@ from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snap
 from orbit_runtime.loop.collect import CollectedStep, EpisodeEvidence
 from orbit_runtime.loop.publish import MODELS, BackgroundWriter
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.observability.metrics import MetricsRow
+from orbit_runtime.observability.metrics import MetricsRow, row_digest
 from orbit_runtime.storage import (
     Bundle,
     CheckpointParts,
@@ -53,6 +53,7 @@ def keep_step(
     before: MetricsRow | None,
     reference_fields: Sequence[str],
     advantages: Mapping[tuple[str, int, int], float],
+    digests: dict[int, str],
 ) -> None:
     """Stores the step's rollouts, its metrics row and evidence of stopped episodes; overwritten if the step reruns.
 
@@ -60,6 +61,7 @@ def keep_step(
         advantages: the advantage each rollout was trained with, by prompt, visit and sample; stored for the report.
         before: the previous step's row, stored again with the cost of its checkpoint.
         reference_fields: columns of the prompts that hold the expected answer; stored for the report.
+        digests: gets the digest of the row, by step.
 
     Raises:
         OutputError: another execution took over; its rows are not touched.
@@ -73,6 +75,7 @@ def keep_step(
     if references:
         files.append((f"{name}.references.json", json.dumps(references, ensure_ascii=False).encode()))
     store.put_many(files)
+    digests[step] = row_digest(row)
 
 
 def build_references(groups_P: Sequence[Group], fields: Sequence[str]) -> dict[str, str]:
@@ -86,10 +89,14 @@ def build_references(groups_P: Sequence[Group], fields: Sequence[str]) -> dict[s
     return references
 
 
-def keep_rows(store: Store, execution: Execution, rows: Sequence[MetricsRow]) -> None:
-    """Stores rows of steps that leave no rollouts, or the complete row of the last step."""
+def keep_rows(store: Store, execution: Execution, rows: Sequence[MetricsRow], digests: dict[int, str]) -> None:
+    """Stores rows of steps that leave no rollouts, or the complete row of the last step.
+
+    Args: digests: gets the digests of the rows, by step.
+    """
     execution.check()
     store.put_many([_row_file(row) for row in rows])
+    digests |= {int(row.number("step") or 0): row_digest(row) for row in rows}
 
 
 @dataclass(frozen=True)
@@ -165,6 +172,7 @@ def _facts(state: RunState, cursor: Mapping[str, Any], identity: str) -> dict[st
         "identity": identity,
         "proof": state.publication.proof.to_json() if state.publication.proofs else None,
         "summary": state.facts(),
+        "rows": dict(state.rows),
     }
 
 

@@ -226,7 +226,7 @@ def _tell(parts: Parts, state: RunState, found: Mapping[str, Any]) -> None:
     row = state.row if state.row is not None else _stored_row(parts, state.step)
     if row is not None and any(row.get(name) != value for name, value in fields.items()):
         row = build_row(**{**row, **fields})
-        keep_rows(parts.store, parts.execution, [row])
+        keep_rows(parts.store, parts.execution, [row], state.rows)
     if state.row is not None:
         state.row = row
 

@@ -22,6 +22,7 @@ from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
+from orbit_runtime.observability.run_folder import add_rows, read_run_folder, row_faults
 from orbit_runtime.sides.content import WEIGHTS, check_weights_known
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.interface import TrainerOrder
@@ -139,11 +140,15 @@ def _rows(store: Store) -> list[MetricsRow]:
         lines = [store.get(key) for key in sorted(store.list("metrics/"))]
         where, fix = "metrics/", "restore its files from a copy of the folder"
     try:
-        return [parse_row(line) for line in lines]
+        by_step = {int(row.number("step") or 0): row for row in map(parse_row, lines)}
     except ValueError:
         raise DataError(
             "a step's row is not JSON: the file is damaged", where=f"{store.uri}/{where}", fix=fix
         ) from None
+    by_step |= add_rows(store, by_step)
+    for fault in row_faults(by_step, read_run_folder(store, ()).facts, by_step):
+        raise DataError(fault, where=store.uri)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _groups(store: Store, step: int) -> list[Group]:

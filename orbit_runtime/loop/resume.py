@@ -10,6 +10,8 @@ from orbit_runtime.errors import GateError, OutputError
 from orbit_runtime.loop.keep import load_rollouts
 from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.state import RunState
+from orbit_runtime.observability.metrics import row_digest
+from orbit_runtime.observability.run_folder import read_stored_rows, row_faults
 from orbit_runtime.sides.content import check_digest_scheme
 from orbit_runtime.spec import Resolved, differences
 from orbit_runtime.storage import Bundle, Store, newest_readable
@@ -65,6 +67,7 @@ def restore(parts: RunParts, state: RunState, bundle: Bundle) -> None:
 
     Raises:
         OutputError: the checkpoint belongs to another run.
+        StorageError: the row of a finished step is damaged.
     """
     facts = bundle.facts
     if facts["identity"] != parts.identity:
@@ -80,3 +83,9 @@ def restore(parts: RunParts, state: RunState, bundle: Bundle) -> None:
     state.policy_version, state.expected_digest = int(facts["policy_version"]), str(facts["adapter_digest"])
     state.kept = load_rollouts(bundle)
     state.restore(facts["summary"])
+    rows = read_stored_rows(parts.store, state.step)
+    state.rows = {step: row_digest(row) for step, row in rows.items()} | {
+        int(step): digest for step, digest in facts.get("rows", {}).items()
+    }
+    for fault in row_faults(rows, facts, rows):
+        state.warn(fault)

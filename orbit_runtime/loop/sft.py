@@ -166,7 +166,7 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
     Without, an adapter is written with every checkpoint.
     """
     training, checkpoint = parts.spec.training, parts.spec.checkpoint
-    rows = _Rows(parts)
+    rows = _Rows(parts, state.rows)
     first, ended = state.step, "done"
     if parts.held_out and state.validated.first is None:
         loss = _measure(parts, state)
@@ -323,6 +323,7 @@ class _Rows:
     """Rows that are not stored yet."""
 
     parts: SftParts
+    digests: dict[int, str]
     waiting: list[MetricsRow] = field(default_factory=list)
     stored: float = field(default_factory=time.monotonic)
 
@@ -333,5 +334,5 @@ class _Rows:
 
     def flush(self) -> None:
         if self.waiting:
-            keep_rows(self.parts.store, self.parts.execution, self.waiting)
+            keep_rows(self.parts.store, self.parts.execution, self.waiting, self.digests)
         self.waiting, self.stored = [], time.monotonic()

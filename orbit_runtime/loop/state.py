@@ -56,6 +56,8 @@ class RunState:
     """Rollouts of later steps, from the checkpoint that this execution began with."""
     row: MetricsRow | None = None
     """The newest step's row, including the cost of keeping it; stored with the next step, or at the end."""
+    rows: dict[int, str] = field(default_factory=dict)
+    """Digests of the rows so far, by step."""
     parity_limit: float = 0.0
     base_digest: str = ""
     base_digest_after: str | None = None

@@ -141,6 +141,7 @@ def _run(
                 before=state.row,
                 reference_fields=parts.reference_fields,
                 advantages=mean_advantages(parts.spec.algorithm.objective, groups, samples_D),
+                digests=state.rows,
             )
             cursors.pop(step - 1)
             if step % checkpoint.every_steps == 0 and step < training.steps:
@@ -219,6 +220,6 @@ def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any], kept:
     else:
         parts.checkpoints.begin(state, cursor, kept)
         _settle(parts, state)
-    keep_rows(parts.store, parts.execution, [state.row])
+    keep_rows(parts.store, parts.execution, [state.row], state.rows)
     if state.step == parts.spec.training.steps:
         parts.show.step(state.row, state)

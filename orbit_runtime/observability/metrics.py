@@ -7,6 +7,7 @@ Does not belong here: computing the numbers (they come back in results) and stor
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -297,8 +298,14 @@ def build_row(**values: Value) -> MetricsRow:
 
 
 def parse_row(line: str | bytes) -> MetricsRow:
-    """The inverse of `MetricsRow.to_json`; fields that a newer version wrote are dropped."""
+    """The inverse of `MetricsRow.to_json`; fields that a newer version wrote are dropped.
+
+    Raises:
+        ValueError: it is not a JSON object.
+    """
     raw: dict[str, Any] = json.loads(line)
+    if not isinstance(raw, dict):
+        raise ValueError("not a JSON object")
     parts = [name for name in raw if _is_family(name)]
     return MetricsRow({name: _decode(raw.get(name)) for name in (*FIELDS, *parts)})
 
@@ -319,6 +326,13 @@ def _decode(value: Value) -> Value:
 def without_times(row: MetricsRow) -> dict[str, Value]:
     """The fields that two identical runs must agree on to the bit."""
     return {name: value for name, value in row.items() if name not in TIME_FIELDS}
+
+
+def row_digest(row: MetricsRow) -> str:
+    """Digest of what a stored row says for ever: not of its times, nor of an evaluation, which adds to it later."""
+    lasting = {name: _encode(value) for name, value in without_times(row).items() if value is not None}
+    text = json.dumps({name: value for name, value in lasting.items() if not _EVALUATION_FIELD.fullmatch(name)})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def format_value(name: str, value: Value) -> str:

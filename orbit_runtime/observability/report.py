@@ -258,7 +258,7 @@ def _judge_ended(ended: str, folder: RunFolder) -> tuple[str, str | None, int | 
 
 def _warnings(folder: RunFolder) -> tuple[str, ...]:
     """Warnings of the run itself, then those that only the whole run reveals."""
-    found = [str(warning) for warning in folder.summary.get("warnings", ())]
+    found = [*folder.row_faults, *(str(warning) for warning in folder.summary.get("warnings", ()))]
     summary, rows = folder.summary, folder.rows
     publishes, proven = summary.get("publishes", 0), summary.get("publishes_proven", 0)
     if proven < publishes:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Buffer, Mapping, Sequence
+from collections.abc import Buffer, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orbit_runtime.observability.metrics import MetricsRow, parse_row
+from orbit_runtime.errors import StorageError
+from orbit_runtime.observability.metrics import MetricsRow, parse_row, row_digest
 from orbit_runtime.observability.samples import File
 from orbit_runtime.storage.store import NotFound
 
@@ -62,6 +64,8 @@ class RunFolder:
     """Rollout files of every step that has them, in order."""
     answers: tuple[File, ...] = ()
     """Answers to the held-out prompts, for every finished evaluation, in order."""
+    row_faults: tuple[str, ...] = ()
+    """See the function of this name."""
 
     @property
     def facts(self) -> Json:
@@ -84,11 +88,19 @@ def read_run_folder(source: FolderSource, rows: tuple[MetricsRow, ...] | None = 
     heartbeats = [key for key in executions if key.endswith(".heartbeat.json")]
     failures = sorted(key for key in source.list("failures") if key.endswith(".json"))
     evaluations = _read_evaluations(source)
+    checkpoints, faults = _read_manifests(source, "checkpoints"), list[str]()
+    if rows is None:
+        # Read after the checkpoint, which lists rows that were written before it.
+        by_step = add_rows(source, {})
+        rows = tuple(by_step[step] for step in sorted(by_step))
+        stored = {_number(key) for key in source.list("metrics")}
+        with suppress(KeyError, ValueError, TypeError, AttributeError):
+            faults = row_faults(by_step, checkpoints[0]["facts"] if checkpoints else {}, stored)
     return RunFolder(
         uri=source.uri,
         run=_read_json(source, "run.json") or {},
-        rows=read_rows(source) if rows is None else rows,
-        checkpoints=_read_manifests(source, "checkpoints"),
+        rows=rows,
+        checkpoints=checkpoints,
         adapters=_read_manifests(source, "adapters"),
         heartbeat=_read_json(source, heartbeats[-1]) if heartbeats else None,
         executions=len(heartbeats),
@@ -97,6 +109,7 @@ def read_run_folder(source: FolderSource, rows: tuple[MetricsRow, ...] | None = 
         evaluations=tuple(evaluations.values()),
         rollouts=rollout_files(source),
         answers=tuple(File(_number(folder), f"{folder}/samples.jsonl.zst") for folder in evaluations),
+        row_faults=tuple(faults),
     )
 
 
@@ -126,14 +139,50 @@ def add_rows(source: FolderSource, known: Mapping[int, MetricsRow]) -> dict[int,
     return by_step
 
 
+def read_stored_rows(source: FolderSource, until: int) -> dict[int, MetricsRow]:
+    """Rows by step, up to one, from their own files.
+
+    Raises:
+        StorageError: a file is damaged.
+    """
+    keys = [key for key in source.list("metrics") if key.endswith(".json") and _number(key) <= until]
+    rows: dict[int, MetricsRow] = {}
+    for key, found in zip(keys, source.view_many(keys), strict=True):
+        if not isinstance(found, NotFound):
+            _take_row(rows, bytes(found))
+        if _number(key) not in rows:
+            fix = "restore it from a copy of the run folder, or remove that file; the other rows are unharmed"
+            raise StorageError(f"{key} is not the row of a step: the file is damaged", where=source.uri, fix=fix)
+    return rows
+
+
+def row_faults(found: Mapping[int, MetricsRow], facts: Json, stored: Collection[int]) -> list[str]:
+    """Sentences about rows up to a checkpoint that are not as the run wrote them.
+
+    Args:
+        found: rows by step.
+        facts: the checkpoint's; those of earlier versions list no digests.
+        stored: steps whose row has a file of its own.
+    """
+    listed = {int(step): digest for step, digest in facts.get("rows", {}).items()}
+    steps = range(min([*listed, *found], default=1), int(facts.get("step", 0)) + 1)
+    digests = {step: row_digest(found[step]) for step in listed if step in found}
+    faults = {
+        "missing or damaged": [step for step in steps if step not in found or (step in listed and step not in stored)],
+        "not what the run wrote": [step for step in steps if listed.get(step) != digests.get(step, listed.get(step))],
+    }
+    return [
+        f"rows in metrics/ are {fault}, of steps {', '.join(map(str, wrong[:10]))}{' and others' * (len(wrong) > 10)}: "
+        "restore them from a copy of the run folder"
+        for fault, wrong in faults.items()
+        if wrong
+    ]
+
+
 def _take_row(by_step: dict[int, MetricsRow], line: bytes) -> None:
-    try:
+    with suppress(ValueError, TypeError, OverflowError):
         row = parse_row(line)
-    except (ValueError, AttributeError):
-        return
-    step = row.number("step")
-    if step is not None:
-        by_step[int(step)] = row
+        by_step[int(row["step"] or 0)] = row
 
 
 def _read(source: FolderSource, key: str) -> bytes | None:

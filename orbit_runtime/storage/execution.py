@@ -274,7 +274,13 @@ def _claim(
         try:
             store.put(*own, create_only=True)
         except AlreadyExists:
-            continue  # Another claim was faster: judge it next.
+            if _newest_number(store) > number:
+                continue  # Another claim was faster: judge it next.
+            raise OutputError(
+                f"{own[0]} is there, and is not the record of an execution",
+                where=store.uri,
+                fix="remove what has that name, or choose another folder",
+            ) from None
         store.owner = own
         return record
 

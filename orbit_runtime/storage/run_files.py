@@ -23,8 +23,8 @@ def compact_rows(store: Store, prefix: str, target: str) -> int:
         if isinstance(data, NotFound):
             raise data
         try:
-            lines.append(json.dumps(json.loads(bytes(data)), separators=(",", ":")))
-        except ValueError:
+            lines.append(json.dumps(dict(json.loads(bytes(data))), separators=(",", ":")))
+        except (TypeError, ValueError):
             raise StorageError(
                 f"{key} is not JSON", where=store.uri, fix="remove that file; the other rows are unharmed"
             ) from None

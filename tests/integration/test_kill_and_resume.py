@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orbit_runtime.cli.main import run_command
 from orbit_runtime.loop import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.spec import OrbitRun
@@ -60,6 +62,77 @@ def test_kills_change_no_bit(
     undisturbed = time.monotonic() - started
     kill_until_done(loaded, manifest, str(tmp_path / "killed"), kills=kills, seed=every_steps, alone=undisturbed)
     check_same_run(open_store(str(tmp_path / "killed")), open_store(str(tmp_path / "alone")), kills=kills, steps=steps)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_run_whose_folder_is_taken_away_ends_and_does_not_make_it_anew(
+    tmp_path: Path, launcher: RunLauncher, is_removed: bool
+) -> None:
+    folder = tmp_path / "run"
+    launcher.start(small_manifest(steps=1000), str(folder))
+    while not (folder / "metrics" / "step-000003.json").exists():
+        time.sleep(0.02)
+    folder.rename(tmp_path / "elsewhere")
+    if is_removed:
+        shutil.rmtree(tmp_path / "elsewhere")
+    assert launcher.wait() == 74
+    assert not folder.exists()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, launcher: RunLauncher) -> Path:
+    """A run of four steps whose manifest asked for no more."""
+    folder = tmp_path_factory.mktemp("rows") / "run"
+    assert launcher.run(small_manifest(steps=4), str(folder)) == 0
+    return folder
+
+
+def _changed(row: Path) -> None:
+    row.write_text(json.dumps({**json.loads(row.read_text()), "reward_mean": 0.99}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (Path.unlink, "rows in metrics/ are missing or damaged, of steps 2"),
+        (_changed, "rows in metrics/ are not what the run wrote, of steps 2"),
+    ],
+    ids=["missing", "changed"],
+)
+def test_a_row_that_is_not_what_the_run_wrote_is_told_by_all_who_read_it(
+    tmp_path: Path,
+    stopped: Path,
+    damage: Callable[[Path], None],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, manifest = shutil.copytree(stopped, tmp_path / "run"), tmp_path / "run.json"
+    assert not any("rows" in each for each in json.loads((folder / "report.json").read_text())["warnings"])
+    damage(folder / "metrics" / "step-000002.json")
+    (folder / "metrics.jsonl").unlink()
+    assert run_command(["report", str(folder)]) == 0
+    assert told in (folder / "report.html").read_text()
+    assert run_command(["replay", str(folder)]) == 65
+    assert told in capsys.readouterr().err
+    manifest.write_text(json.dumps(small_manifest(steps=5)))
+    assert run_command(["run", str(manifest), "--out", str(folder)]) == 0
+    assert told in capsys.readouterr().err
+    assert told in json.loads((folder / "report.json").read_text())["warnings"][0]
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{}", "{", '{"step": 7}'])
+def test_a_row_that_is_no_row_ends_a_resume_before_it_trains(
+    tmp_path: Path, stopped: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, manifest = shutil.copytree(stopped, tmp_path / "run"), tmp_path / "run.json"
+    (folder / "metrics" / "step-000002.json").write_text(text)
+    (folder / "metrics.jsonl").unlink()
+    manifest.write_text(json.dumps(small_manifest(steps=5)))
+    assert run_command(["run", str(manifest), "--out", str(folder)]) == 74
+    assert "metrics/step-000002.json is not the row of a step" in capsys.readouterr().err
+    assert not (folder / "metrics" / "step-000005.json").exists()
+    assert run_command(["report", str(folder)]) == 0
+    assert "missing or damaged, of steps 2" in (folder / "report.html").read_text()
 
 
 def test_sigterm_finishes_the_step_and_the_same_command_continues(tmp_path: Path, launcher: RunLauncher) -> None:

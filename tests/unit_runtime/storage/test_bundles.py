@@ -58,7 +58,8 @@ def test_parts_come_first_and_the_manifest_last_after_the_fence() -> None:
     backend.calls.clear()
     write_bundle(store, execution, PREFIX, {"a.bin": b"1", "b.bin": b"2"}, {})
     assert sorted(backend.calls[1:3]) == [("put", f"{PREFIX}/a-e000001.bin"), ("put", f"{PREFIX}/b-e000001.bin")]
-    assert backend.calls[3:] == [("list", "executions"), ("put", f"{PREFIX}/manifest.json")]
+    fence = [("list", "executions"), ("get", "executions/000001.json")]
+    assert backend.calls[3:] == [*fence, ("put", f"{PREFIX}/manifest.json")]
 
 
 def test_the_manifest_is_what_the_documentation_says() -> None:
