@@ -247,6 +247,13 @@ def test_a_folder_that_was_taken_away_is_noticed_and_never_made_anew(tmp_path: P
     assert folder.exists() == is_replaced
 
 
+@pytest.mark.timeout(60)
+def test_a_folder_in_the_place_of_a_record_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "executions" / "000001.json").mkdir(parents=True)
+    with pytest.raises(OutputError, match=r"executions/000001\.json is there, and is not the record"):
+        claim_execution(open_store(str(tmp_path)), run_name="r")
+
+
 def test_the_heartbeat_thread_writes_at_once_and_release_says_how_it_ended(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     execution = claim_execution(store, run_name="r")
