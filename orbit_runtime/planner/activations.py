@@ -104,6 +104,11 @@ def live_elements(model: Architecture) -> float:
     )
 
 
+def expert_outputs(model: Architecture) -> int:
+    """Elements that a token's experts write, before they are summed."""
+    return max((_times(w, model) * w.shape[0] for w in model.weights if _is_of_experts_down(w)), default=0)
+
+
 def _saved(
     weights: list[Weight], model: Architecture, job: Job, gathered: float, tensor: int, token_sets: int | None
 ) -> float:

@@ -5,17 +5,25 @@ A test compares those of our loops with the code.
 
 from __future__ import annotations
 
+import math
+
 GIB = 2**30
 MIB = 2**20
 
 CONTEXT_BYTES = int(0.75 * GIB)
 """Bytes for each process on a GPU: CUDA context, cuBLAS workspace, loaded kernels."""
+BARE_CONTEXT_BYTES = int(0.5 * GIB)
+"""CUDA context of a process that computes nothing: the run's own reads the free memory of GPUs that servers leave."""
 NCCL_BYTES = 1 * GIB
 """Buffers of one process's communicators, if there are several GPUs."""
-GRAPH_BYTES = int(2.5 * GIB)
-"""SGLang's captured decode graphs."""
+GRAPH_BYTES = 4 * GIB
+"""SGLang's captured graphs: 2.5 GiB for decoding; 1.5 for prefill, which SGLang reserves for latent attention."""
 RESERVE_FRACTION = 0.02
 """Fraction of a GPU's memory that the allocator loses to fragmentation."""
+MARGIN_FRACTION = 0.05
+"""Fraction of a GPU's memory that stays free unless it is one of `MEASURED_GPUS`."""
+MEASURED_GPUS: frozenset[str] = frozenset()
+"""Names of GPUs on which the memory of a run was compared with its plan."""
 
 HOST_PROCESS_BYTES = int(0.7 * GIB)
 """A Python process that has imported torch and transformers."""
@@ -34,8 +42,12 @@ LOGIT_COPIES = 3
 """Chunks alive at once: logits, their log-softmax, its gradient. All fp32."""
 TOLD_BYTES = 8
 """Id and log-prob of one of a served teacher's likeliest tokens: `policy.distance.Told`."""
-PREFILL_TOKENS = {"Torch": 16384, "SGLang": 8192}
-"""Prompt tokens of one prefill pass: `rollout.decoding.PREFILL_TOKENS`, SGLang's `chunked_prefill_size`."""
+PREFILL_TOKENS = 16384
+"""Prompt tokens of one prefill pass of the torch engine: `rollout.decoding.PREFILL_TOKENS`."""
+SERVER_PREFILL_TOKENS = ((20 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192), (math.inf, 16384))
+"""SGLang's `chunked_prefill_size` on GPUs with less memory than this (`arg_groups/memory_hook.py`)."""
+CPU_PREFILL_TOKENS = 8192
+"""The same on a CPU, where it follows the memory of a NUMA node."""
 ADAPTER_VERSIONS = 2
 """Policy versions in an engine during a publish: the new one, and the one that samples until then."""
 SERVER_SLOTS = ADAPTER_VERSIONS + 2

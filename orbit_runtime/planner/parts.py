@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from orbit_runtime.model_info.gpus import GPUCard
 from orbit_runtime.model_info.stages import stage_layers
 from orbit_runtime.model_info.weights import ModelFacts, Role, StoredWeight
 from orbit_runtime.planner import assumptions as known
 from orbit_runtime.planner.activations import (
     KEYS_AND_VALUES,
     Recompute,
+    expert_outputs,
     key_copies,
     live_elements,
     recomputed_elements,
@@ -126,13 +128,15 @@ def size_parts(setting: Setting) -> PartSizes:
         cache = _times(job.replicas, {"KV cache": per_sequence * running, **work})
         awake = {} if job.is_elsewhere else {**server, **cache}
         beside = {} if alone else awake
+        proof = {} if job.is_elsewhere else {"adapter slots, copied": _proof_copies(setting)}
         loading = {"loading buffer": _loading(setting)}
         # A server starts once the trainer has its base and its adapter.
         phases = {
             "load": _merged(trainer.loaded, {} if alone else server, loading),
-            "rollout": _merged({} if job.is_split else trainer.resident, awake),
+            # An engine with GPUs of its own proves a publish while it samples.
+            "rollout": _merged({} if job.is_split else trainer.resident, awake, proof if job.is_split else {}),
             "train": _merged(trainer.resident, _asleep(setting, beside), passes),
-            "publish": _merged(trainer.resident, beside, exported),
+            "publish": _merged(trainer.resident, beside, {} if alone else proof, exported),
         }
     named = {phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()}
     return PartSizes(named, per_sequence, running)
@@ -168,13 +172,14 @@ def _server_side(setting: Setting) -> Parts:
 def _asleep(setting: Setting, awake: Parts) -> Parts:
     """Memory that a sleeping server still holds on the trainer's device; on a CPU it releases nothing.
 
-    A server that releases its cache also releases what its allocator kept of a pass.
+    A server that releases its cache also releases what its allocator kept of a pass. It never releases its graphs:
+    SGLang would for `SGLANG_MEMORY_SAVER_CUDA_GRAPH`, which its prefill graphs refuse.
     """
     if setting.job.sleep == "None" or setting.machine.gpu is None:
         return awake
     freed: tuple[str, ...] = ("KV cache", "engine workspace")
     if setting.job.sleep == "All":
-        freed += ("CUDA graphs", "base (engine)")
+        freed += ("base (engine)",)
     return {name: size for name, size in awake.items() if not name.startswith(freed)}
 
 
@@ -356,6 +361,11 @@ def _slots(setting: Setting) -> int:
     return elements * setting.compute_bytes * known.SERVER_SLOTS
 
 
+def _proof_copies(setting: Setting) -> int:
+    """Bytes of the slots that a server copies while it proves a publish: the new version's and the standing one's."""
+    return _slots(setting) // known.SERVER_SLOTS * known.ADAPTER_VERSIONS
+
+
 # --- rollout ---
 
 
@@ -371,17 +381,27 @@ def _kv(setting: Setting) -> tuple[int, int]:
     return math.ceil(one / shares), math.ceil(setting.job.running / replicas)
 
 
+def server_prefill_tokens(gpu: GPUCard | None) -> int:
+    """Prompt tokens of one prefill pass of SGLang if `chunked-prefill-size` is not set."""
+    if gpu is None:
+        return known.CPU_PREFILL_TOKENS
+    return next(tokens for below, tokens in known.SERVER_PREFILL_TOKENS if gpu.usable_bytes < below)
+
+
 def _engine_work(setting: Setting) -> Parts:
     """A prefill pass: nothing is kept for a backward pass, so one layer's tensors are alive at a time."""
-    engine = "Torch" if setting.job.in_process else "SGLang"
+    model, in_process = setting.model.architecture, setting.job.in_process
     prompt = setting.job.spec.model.max_sequence_length * setting.job.running
-    most = setting.job.engine_arguments.get("chunked-prefill-size", known.PREFILL_TOKENS[engine])
-    tokens = min(most, prompt)
-    layer = live_elements(setting.model.architecture) * tokens * setting.compute_bytes
-    streams = setting.model.architecture.hidden_size * setting.model.architecture.streams
+    chosen = known.PREFILL_TOKENS if in_process else server_prefill_tokens(setting.machine.gpu)
+    tokens = min(setting.job.engine_arguments.get("chunked-prefill-size", chosen), prompt)
+    # The hidden states, and what each of a token's experts adds to them, are whole on every GPU of a server.
+    whole = expert_outputs(model)
+    divided = (live_elements(model) - whole) / setting.engine_layout.tensor
     return {
-        "engine workspace": math.ceil(layer / setting.engine_layout.tensor) + tokens * streams * setting.compute_bytes,
-        "dequantisation": _dequantisation(setting) if setting.job.in_process else 0,
+        "engine workspace": math.ceil(
+            (divided + whole + model.hidden_size * model.streams) * tokens * setting.compute_bytes
+        ),
+        "dequantisation": _dequantisation(setting) if in_process else 0,
     }
 
 
@@ -476,8 +496,14 @@ def _runtime(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
     layout = setting.layout if side == "trainer" else setting.engine_layout
     if max(layout.num_gpus, setting.layout.num_gpus) > 1:
         size += known.NCCL_BYTES
-    graphs = known.GRAPH_BYTES if side == "engine" and not setting.job.in_process else 0
-    is_alone = side == "trainer" or setting.job.is_split
-    reserve = int(setting.machine.gpu.usable_bytes * known.RESERVE_FRACTION) if is_alone else 0
+    is_server = side == "engine" and not setting.job.in_process
+    if is_server and setting.job.trainer == "Megatron" and setting.job.sleep != "None":
+        size += known.BARE_CONTEXT_BYTES
+    graphs = known.GRAPH_BYTES if is_server else 0
+    kept = setting.machine.gpu.usable_bytes if side == "trainer" or setting.job.is_split else 0
+    margin = 0 if setting.machine.gpu.name in known.MEASURED_GPUS else int(kept * known.MARGIN_FRACTION)
     named = "runtime" if setting.job.in_process else f"runtime ({side})"
-    return {named: size, "CUDA graphs": graphs, "reserve": reserve}
+    return {
+        named: size, "CUDA graphs": graphs, "reserve": int(kept * known.RESERVE_FRACTION),
+        "reserve, GPU not measured": margin,
+    }  # fmt: skip

@@ -313,10 +313,12 @@ def _host_bytes(choice: Candidate, machine: Machine) -> int:
     gathered = setting.adapter.total * (known.CHECKPOINT_BYTES + 2)
     # A server that releases its weights keeps a copy of them in main memory.
     backup = served * base_bytes(setting, "engine") if job.sleep == "All" else 0
+    # Each process of a server joins gate and up of the adapters that it has loaded, in memory of its own.
+    loaded = served * known.ADAPTER_VERSIONS * setting.adapter.written_parameters * 2
     # With several nodes, the first has the servers; each of the others has ranks.
     ranks = max(1, setting.layout.num_gpus)
     processes = ranks + served if machine.nodes == 1 else max(machine.node_gpus, served)
-    return processes * known.HOST_RANK_BYTES + gathered + backup
+    return processes * known.HOST_RANK_BYTES + gathered + backup + loaded
 
 
 def _disk_bytes(model: ModelFacts, job: Job, adapter: AdapterSize) -> int:

@@ -29,6 +29,7 @@ from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.model_info.quantization import quantisation_method
 from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
+from orbit_runtime.planner.parts import server_prefill_tokens
 from orbit_runtime.policy.facts import PolicyFacts, RoutedFacts
 from orbit_runtime.rollout.sglang_server import server_arguments, server_variables
 from orbit_runtime.sides.engines import engine_settings, plan_servers
@@ -191,7 +192,7 @@ def test_what_sglang_decides_itself_is_what_orbit_counts_on(gpu: str, told: dict
         assert found["kv_cache_dtype"] == ("fp8_e4m3" if is_v4 else "auto"), name
         assert not found["disable_overlap_schedule"], name
         assert found["cuda_graph_config"]["decode"]["backend"] == "full", name
-        assert found["chunked_prefill_size"] == (16384 if gpu == "B200" else 8192), name
+        assert found["chunked_prefill_size"] == server_prefill_tokens(find_gpu(gpu)), name
         assert found["chunked_prefill_size"] % found["page_size"] == 0, name
         assert found["sampling_backend"] == ("pytorch" if deterministic else "flashinfer"), name
         # Prefixes are lost only with FlashInfer's deterministic attention.

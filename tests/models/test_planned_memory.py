@@ -284,4 +284,4 @@ def living_tensors() -> list[torch.Tensor]:
 def test_the_constants_of_our_own_loops_are_the_planners() -> None:
     assert known.DENSE_BYTES == DENSE_BYTES_LIMIT
     assert known.LOGIT_ELEMENTS == CHUNK_ELEMENTS
-    assert known.PREFILL_TOKENS["Torch"] == PREFILL_TOKENS
+    assert known.PREFILL_TOKENS == PREFILL_TOKENS

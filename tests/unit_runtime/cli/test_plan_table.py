@@ -59,7 +59,7 @@ def test_a_bar_ends_where_the_device_does_and_what_is_over_stands_behind(capsys:
 def test_the_phase_that_decides_is_told_from_the_fullest(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed("kimi-k2-6", capsys)
     told = [line for line in lines if line.startswith("fullest phase")]
-    assert told == ["fullest phase: publish, 1.1 GiB left"]
+    assert told == ["fullest phase: publish, 723.9 MiB left"]
     assert any(line.startswith("each server: ") and "4 adapter slots" in line for line in lines)
     # A cache that sleeps is not there while the trainer works.
     asleep = printed("kimi-k2-6", capsys, overrides=["rollout.engine=SGLang", "rollout.sleep=Cache"])

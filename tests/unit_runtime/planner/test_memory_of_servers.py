@@ -8,6 +8,7 @@ from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.planner import Machine, Plan
 from orbit_runtime.planner import assumptions as known
+from orbit_runtime.planner.parts import server_prefill_tokens
 from orbit_runtime.planner.verdict import plan_as_run
 from tests.unit_runtime.planner.test_planner import build
 
@@ -41,7 +42,9 @@ def test_what_sleeps_is_not_added_to_what_trains() -> None:
     assert "KV cache" not in cache.phases["train"]
     assert "engine workspace" not in cache.phases["train"]
     assert cache.phases["train"]["base (engine)"] > 0
-    assert not [name for name in everything.phases["train"] if name.startswith(("base (engine)", "KV", "CUDA"))]
+    assert not [name for name in everything.phases["train"] if name.startswith(("base (engine)", "KV"))]
+    # SGLang releases graphs by a variable only, which its prefill graphs refuse.
+    assert everything.phases["train"]["CUDA graphs"] == awake.phases["train"]["CUDA graphs"] == known.GRAPH_BYTES
     # The adapters stay where they are: what a publish proved is not loaded anew.
     slots = {made.phases["train"]["adapter slots"] for made in (awake, cache, everything)}
     assert slots == {awake.phases["rollout"]["adapter slots"]}
@@ -63,6 +66,50 @@ def test_a_server_holds_a_slot_for_each_version_one_for_preflight_and_one_for_th
     assert made.server_memory.adapter_slots == known.ADAPTER_VERSIONS + 2 == 4
     one = made.adapter.dense * 2
     assert made.phases["rollout"]["adapter slots"] == 4 * one
+
+
+def test_the_proof_of_a_publish_holds_copies_of_the_new_and_the_standing_slot() -> None:
+    part = "adapter slots, copied"
+    for made in (planned(), planned(8, KIMI, training={"trainer": "Megatron"})):
+        assert made.phases["publish"][part] == made.phases["publish"]["adapter slots"] // 2
+        assert not [phase for phase in ("load", "rollout", "train") if part in made.phases[phase]]
+    # An engine with GPUs of its own proves while it samples; its trainer's GPUs hold none of it.
+    split = planned(8, placement={"layout": "Split", "trainerGpus": 1}, rollout={"tensorParallel": 1})
+    assert split.phases["rollout"][part] == split.phases["rollout"]["adapter slots"] // 2
+    assert part not in split.phases["publish"]
+    assert part not in planned(rollout={"engine": "Torch"}).phases["publish"]
+
+
+@pytest.mark.parametrize(("card", "tokens"), [("RTX4090", 4096), ("H100", 8192), ("H200", 8192), ("B200", 16384)])
+def test_a_prefill_pass_of_a_server_has_the_tokens_that_sglang_chooses_by_memory(card: str, tokens: int) -> None:
+    found = find_gpu(card)
+    assert found is not None
+    assert server_prefill_tokens(found) == tokens
+    run = build(KIMI, rollout={"engine": "SGLang"}, model={"maxSequenceLength": 16384})
+    work = plan_as_run(run, card_facts(KIMI), Machine(found, 8)).phases["rollout"]["engine workspace"]
+    # Marlin writes the product of each of a token's eight experts whole, on every GPU; hidden states are whole too.
+    assert work > tokens * (8 * 7168 + 7168) * 2
+
+
+def test_on_a_gpu_that_nobody_measured_a_margin_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, capacity = "reserve, GPU not measured", planned().capacity or 0
+    for engine in ("Torch", "SGLang"):
+        for parts in planned(rollout={"engine": engine}).phases.values():
+            assert parts[part] == int(capacity * 0.05)
+    monkeypatch.setattr(known, "MEASURED_GPUS", {"H100"})
+    assert part not in planned().phases["train"]
+
+
+def test_a_run_that_reads_the_memory_of_sleeping_servers_has_a_context_of_its_own_beside_its_ranks() -> None:
+    ranks = {"trainer": "Megatron"}
+    awake, asleep = (planned(8, training=ranks, rollout={"sleep": sleep}).phases["train"] for sleep in ("None", "All"))
+    assert asleep["runtime (engine)"] - awake["runtime (engine)"] == known.BARE_CONTEXT_BYTES
+
+
+def test_each_process_of_a_server_holds_the_adapters_it_loaded_in_main_memory() -> None:
+    small, large = (planned(8, KIMI, adapter={"lora": {"rank": rank, "alpha": 1.0}}) for rank in (8, 16))
+    more = large.adapter.total - small.adapter.total
+    assert large.host_bytes - small.host_bytes == more * (known.CHECKPOINT_BYTES + 2) + 8 * 2 * more * 2
 
 
 @pytest.mark.parametrize("sleep", ["None", "Cache", "All"])
