@@ -23,6 +23,8 @@ from orbit_runtime.spec.run import find_contradictions
 PREFIX = "ORBIT_OPERATOR_"
 PRIORITY_CLASS = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?")
 NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+OWN_VARIABLE = re.compile(r"ORBIT_.*|RAY_ADDRESS|RAY_USAGE_STATS_ENABLED|HOME")
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -68,10 +70,22 @@ def read_annotations(where: str, text: str) -> Mapping[str, str]:
     return pairs
 
 
+def read_variables(where: str, text: str) -> Mapping[str, str]:
+    """Environment variables of a run's containers."""
+    pairs = _read_json(where, text)
+    if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
+        raise UsageError("a mapping of texts is expected", where=where, fix=f"{FIX}; quote numbers, true and false")
+    for name in pairs:
+        if not VARIABLE.fullmatch(name) or OWN_VARIABLE.fullmatch(name):
+            raise UsageError("Orbit sets this variable, or it cannot be one", where=f"{where}: {name}", fix=FIX)
+    return pairs
+
+
 READERS: dict[str, Callable[[str, str], Any]] = {
     "run_node_selector": read_node_selector,
     "run_tolerations": read_tolerations,
     "run_egress": read_egress,
+    "run_env": read_variables,
     "run_pod_labels": read_labels,
     "run_pod_annotations": read_annotations,
 }
@@ -134,6 +148,12 @@ class Settings:
     """Taints that every run tolerates, besides those that its manifest names."""
     run_egress: tuple[Egress, ...] = ()
     """Destinations that every run may connect to, besides those that its manifest names."""
+    run_env: Mapping[str, str] = NOTHING
+    """Environment variables of every container of a run, such as a proxy's."""
+    run_ca_config_map: str = ""
+    """ConfigMap in the run's namespace whose `ca.crt` holds the authorities to trust; empty trusts the image's."""
+    run_as_user: int = 65532
+    """User, group and file group of a run's pods; -1 leaves them to the cluster."""
     run_priority_class: str = ""
     """PriorityClass of the pods that train; empty names none."""
     run_pod_labels: Mapping[str, str] = NOTHING
@@ -162,6 +182,8 @@ class Settings:
     """Finished runs whose manifest states no lifetime are deleted after this long; -1 keeps them."""
     network_policies: bool = True
     """Whether every run gets a NetworkPolicy that denies by default."""
+    dns_ports: tuple[str, ...] = ("53", "5353")
+    """Ports on which a run reaches DNS: the Service's, and the one behind it, which some networks (OVN) check."""
     scrape_namespaces: tuple[str, ...] = ()
     """Namespaces that may read `/metrics` of a run, besides the operator's own."""
     lease_name: str = "orbit-operator"
@@ -224,7 +246,7 @@ def _check(settings: Settings) -> None:
     at_least = {
         "workers": 1, "poll_connections": 1, "poll_seconds": 0.1, "progress_seconds": 0.0, "resync_seconds": 1.0,
         "node_lost_seconds": 1.0, "lease_seconds": 1.0, "ttl_seconds": -1, "run_cpu": 0, "run_cpu_per_gpu": 0.0,
-        "metrics_port": 0, "health_port": 0,
+        "run_as_user": -1, "metrics_port": 0, "health_port": 0,
     }  # fmt: skip
     for name, bound in at_least.items():
         if not getattr(settings, name) >= bound:

@@ -20,6 +20,7 @@ FaultKind = Literal[
     "refused",
     "no-credentials",
     "clock",
+    "untrusted",
     "rejected",
     "full",
     "denied",
@@ -103,7 +104,8 @@ def read_fault(error: Exception) -> Fault:
         passing = status.startswith("5") and status != "501"
         kind: FaultKind = "transient" if passing or status in _PASSING_STATUS else "rejected"
         return Fault(kind, f"{status} {code}" if code else status)
-    return Fault("transient", _os_reason(text))
+    certificate = _first(r"InvalidCertificate\(\s*(\w+)", text)
+    return Fault("transient", _os_reason(text)) if certificate is None else Fault("untrusted", certificate)
 
 
 def _os_reason(text: str) -> str:

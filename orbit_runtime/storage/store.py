@@ -386,6 +386,13 @@ class Store:
                     where=where,
                     fix="synchronise the clock (NTP) and start again",
                 )
+            case "untrusted":
+                return CredentialsError(
+                    f"the certificate of the store is not trusted ({fault.reason})",
+                    where=where,
+                    fix="name a file with its authority in SSL_CERT_FILE (on a cluster: the chart's "
+                    "`runs.caConfigMap`), or correct AWS_ENDPOINT_URL",
+                )
             case "rejected":
                 return OutputError(
                     f"{doing} was rejected ({fault.reason})",

@@ -18,6 +18,7 @@ from orbit_operator.manifests.config_map import build_config_map
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.mounts import build_mounts, localise
 from orbit_operator.manifests.network_policy import build_network_policy
+from orbit_operator.manifests.ray_cluster import build_ray_cluster
 from orbit_operator.manifests.source import Object, RunSource, labels
 from orbit_operator.settings import Settings
 from orbit_runtime.spec import OrbitRun
@@ -257,3 +258,28 @@ def test_claims_and_config_maps_become_paths_and_read_only_mounts() -> None:
 def test_halving_a_quantity(whole: str, half: str) -> None:
     assert halve(whole) == half
     assert read_quantity(half) * 2 == read_quantity(whole)
+
+
+@pytest.mark.parametrize("spec", [SMALL, LARGE])
+def test_what_an_installation_asks_of_pods_is_in_every_pod(spec: dict[str, Any]) -> None:
+    settings = replace(
+        SETTINGS, run_env={"HTTPS_PROXY": "http://proxy:3128"}, run_ca_config_map="our-cas", run_as_user=-1
+    )
+    run = source(
+        {**spec, "lifecycle": {}, "placement": {**spec.get("placement", {}), "layout": "Colocated", "nodes": 2}}
+    )
+    groups = build_ray_cluster(run, 1, settings)["spec"]
+    templates = [
+        each["spec"]["template"] for each in (build_job(run, 1, (), settings), build_cleanup_job(run, settings))
+    ]
+    templates += [groups["headGroupSpec"]["template"], groups["workerGroupSpecs"][0]["template"]]
+    for template in templates:
+        pod = template["spec"]
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & set(pod["securityContext"])
+        assert {"name": "authorities", "configMap": {"name": "our-cas"}} in pod["volumes"]
+        for container in pod["containers"]:
+            variables = {each["name"]: each["value"] for each in container["env"]}
+            assert variables["HTTPS_PROXY"] == "http://proxy:3128"
+            assert variables["SSL_CERT_FILE"] == "/etc/orbit-ca/ca.crt"
+    (engine,) = build_job(source(LARGE), 1, (), settings)["spec"]["template"]["spec"]["initContainers"]
+    assert {"HTTPS_PROXY", "SSL_CERT_FILE"} <= {each["name"] for each in engine["env"]}

@@ -34,6 +34,8 @@ def test_what_has_an_inner_structure_is_json_in_the_shape_of_a_manifest() -> Non
             "ORBIT_OPERATOR_RUN_TOLERATIONS": '[{"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}]',
             "ORBIT_OPERATOR_RUN_EGRESS": '[{"cidr": "169.254.170.23/32", "ports": [80]}, {"namespace": "minio"}]',
             "ORBIT_OPERATOR_RUN_PRIORITY_CLASS": "training",
+            "ORBIT_OPERATOR_RUN_ENV": '{"HTTPS_PROXY": "http://proxy:3128"}',
+            "ORBIT_OPERATOR_RUN_AS_USER": "-1",
             "ORBIT_OPERATOR_RUN_POD_LABELS": '{"azure.workload.identity/use": "true", "team": ""}',
             "ORBIT_OPERATOR_RUN_POD_ANNOTATIONS": '{"example.com/note": "two words"}',
         }
@@ -42,6 +44,7 @@ def test_what_has_an_inner_structure_is_json_in_the_shape_of_a_manifest() -> Non
     assert settings.run_tolerations == (Toleration(key="dedicated", operator="Exists", effect="NoSchedule"),)
     assert settings.run_egress == (Egress(cidr="169.254.170.23/32", ports=(80,)), Egress(namespace="minio"))
     assert settings.run_priority_class == "training"
+    assert (settings.run_env, settings.run_as_user) == ({"HTTPS_PROXY": "http://proxy:3128"}, -1)
     assert settings.run_pod_labels == {"azure.workload.identity/use": "true", "team": ""}
     assert settings.run_pod_annotations == {"example.com/note": "two words"}
     empty = {"NODE_SELECTOR": "{}", "TOLERATIONS": "[]", "EGRESS": "[]", "POD_LABELS": "{}", "POD_ANNOTATIONS": "{}"}
@@ -102,3 +105,9 @@ def test_a_wrong_variable_is_named(name: str, value: str) -> None:
 
 def test_what_kubernetes_says_of_a_service_of_the_same_name_is_no_setting() -> None:
     assert load_settings({"ORBIT_OPERATOR_SERVICE_HOST": "10.0.0.1", "ORBIT_OPERATOR_PORT_8080_TCP": "x"}) == Settings()
+
+
+@pytest.mark.parametrize("text", ['{"ORBIT_ATTEMPT": "1"}', '{"HOME": "/"}', '{"no name": "1"}', '{"A": 1}', "[]"])
+def test_a_variable_of_orbit_s_own_or_none_at_all_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="ORBIT_OPERATOR_RUN_ENV"):
+        load_settings({"ORBIT_OPERATOR_RUN_ENV": text})

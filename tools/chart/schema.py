@@ -38,6 +38,8 @@ _RESERVED = (
     r"^([^/]+\.)?orbitrl\.dev/|^batch\.kubernetes\.io/"
     r"|^app\.kubernetes\.io/(name|instance|component|part-of|managed-by)$|^(controller-uid|job-name)$"
 )
+_OBJECT_NAME = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"
+_PORTS: Schema = {"items": {"type": "integer", "minimum": 1, "maximum": 65535}, "minItems": 1}
 _POD_KEYS: Schema = {**_STRINGS, "patternProperties": {_RESERVED: False}}
 
 
@@ -75,7 +77,14 @@ BOUNDS: dict[str, Schema] = {
     "runs.nodeSelector": _of_manifest("nodeSelector"),
     "runs.tolerations": _of_manifest("tolerations"),
     "runs.egress": _of_manifest("egress"),
-    "runs.priorityClassName": {"pattern": "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"},
+    "runs.env": {
+        **_STRINGS,
+        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+        "patternProperties": {"^(ORBIT_.*|RAY_ADDRESS|RAY_USAGE_STATS_ENABLED|HOME)$": False},
+    },
+    "runs.caConfigMap": {"pattern": _OBJECT_NAME},
+    "runs.runAsUser": {"type": ["integer", "null"], "minimum": 1},
+    "runs.priorityClassName": {"pattern": _OBJECT_NAME},
     "runs.podLabels": _POD_KEYS,
     "runs.podAnnotations": _POD_KEYS,
     "runs.ttlSecondsAfterFinished": {"minimum": -1},
@@ -102,7 +111,8 @@ BOUNDS: dict[str, Schema] = {
     "podLabels": _STRINGS,
     "serviceAccount.annotations": _STRINGS,
     "networkPolicy.scrapeNamespaces": {"items": NAMESPACE, "uniqueItems": True},
-    "networkPolicy.apiServerPorts": {"items": {"type": "integer", "minimum": 1, "maximum": 65535}, "minItems": 1},
+    "networkPolicy.dnsPorts": _PORTS,
+    "networkPolicy.apiServerPorts": _PORTS,
     "networkPolicy.apiServerCIDRs": {"items": {"type": "string", "pattern": "/[0-9]{1,3}$"}},
     "monitoring.additionalLabels": _STRINGS,
     "monitoring.serviceMonitor.interval": _DURATION,

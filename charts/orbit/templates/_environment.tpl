@@ -12,6 +12,9 @@
   "RUN_NODE_SELECTOR" (toJson .Values.runs.nodeSelector)
   "RUN_TOLERATIONS" (toJson .Values.runs.tolerations)
   "RUN_EGRESS" (toJson .Values.runs.egress)
+  "RUN_ENV" (toJson .Values.runs.env)
+  "RUN_CA_CONFIG_MAP" .Values.runs.caConfigMap
+  "RUN_AS_USER" (.Values.runs.runAsUser | default -1 | int64)
   "RUN_PRIORITY_CLASS" .Values.runs.priorityClassName
   "RUN_POD_LABELS" (toJson .Values.runs.podLabels)
   "RUN_POD_ANNOTATIONS" (toJson .Values.runs.podAnnotations)
@@ -26,6 +29,7 @@
   "NODE_LOST_SECONDS" .Values.operator.nodeLostSeconds
   "TTL_SECONDS" (int64 .Values.runs.ttlSecondsAfterFinished)
   "NETWORK_POLICIES" .Values.networkPolicy.enabled
+  "DNS_PORTS" (join "," .Values.networkPolicy.dnsPorts)
   "SCRAPE_NAMESPACES" (join "," .Values.networkPolicy.scrapeNamespaces)
   "LEASE_NAME" (include "orbit.operatorName" .)
   "LEASE_SECONDS" .Values.operator.leaseSeconds

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from orbit_operator.manifests.pod import (
+    authority_mounts,
+    authority_volumes,
     build_container,
     build_node_selector,
     build_pod_metadata,
     build_tolerations,
     container_security,
+    installed_variables,
     pod_security,
 )
 from orbit_operator.manifests.source import Object, RunSource, cleanup_name, labels, metadata, run_folder
@@ -35,21 +38,21 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
         "imagePullPolicy": run["imagePullPolicy"],
         "command": ["python", "-m", "orbit_runtime.storage.delete"],
         "args": [run_folder(storage.uri, source.name)],
-        "env": [{"name": "HOME", "value": "/tmp"}],
+        "env": installed_variables(settings),
         "envFrom": run["envFrom"],
         "resources": {name: {"cpu": "500m", "memory": "512Mi"} for name in ("requests", "limits")},
         "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *authority_mounts(settings)],
     }
     pod: Object = {
         # A failed pod stays until its Job is deleted, and tells why it failed.
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": pod_security(),
+        "securityContext": pod_security(settings),
         "containers": [container],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *authority_volumes(settings)],
         "tolerations": build_tolerations(placement, settings),
     }
     if selector := build_node_selector(placement, settings):

@@ -8,7 +8,6 @@ from orbit_operator.settings import Settings
 from orbit_runtime.spec.placement import Egress
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
-DNS_PORTS = ({"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53})
 
 
 def build_network_policy(source: RunSource, settings: Settings) -> Object:
@@ -27,7 +26,8 @@ def build_network_policy(source: RunSource, settings: Settings) -> Object:
         # Ranks, their head and the run may use any port: Ray and the collectives choose ports dynamically.
         among = [{"podSelector": {"matchLabels": {RUN_UID: source.uid}}}]
         ingress.append({"from": among})
-    egress: list[Object] = [{"ports": list(DNS_PORTS)}, {"ports": [{"protocol": "TCP", "port": 443}]}]
+    dns = [{"protocol": protocol, "port": int(port)} for port in settings.dns_ports for protocol in ("UDP", "TCP")]
+    egress: list[Object] = [{"ports": dns}, {"ports": [{"protocol": "TCP", "port": 443}]}]
     named = dict.fromkeys((*source.manifest.spec.placement.egress, *settings.run_egress))
     egress += [_egress(each) for each in named]
     egress += [{"to": among}] if among else []

@@ -18,13 +18,14 @@ from orbit_runtime.planner.job import split_devices
 from orbit_runtime.spec.placement import Placement, Toleration, halve
 
 GPU = "nvidia.com/gpu"
-USER_ID = 65532
 MANIFEST_FOLDER, CACHE_FOLDER, WORK_FOLDER = "/etc/orbit", "/var/cache/orbit", "/var/lib/orbit"
-TOKEN_FOLDER = "/run/orbit"
-"""An in-memory folder shared by the two containers of a `Split` pod only."""
+TOKEN_FOLDER, AUTHORITIES_FOLDER = "/run/orbit", "/etc/orbit-ca"
+"""The first is in memory and shared by the two containers of a `Split` pod only."""
 ENGINE_PORT = 9401
 TERMINATION_FILE = "/dev/termination-log"
 """File in which the kubelet looks for a container's termination message."""
+AUTHORITY_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+"""Variables by which the store's client and Python's HTTP clients find the authorities that they trust."""
 AVOIDANCE_WEIGHT = 100
 """The maximum: any other node is preferred to one that failed, yet a cluster of one node can still continue."""
 
@@ -39,9 +40,9 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
         "terminationGracePeriodSeconds": spec.lifecycle.termination_grace_period_seconds,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": pod_security(),
+        "securityContext": pod_security(settings),
         "containers": [run],
-        "volumes": [*build_volumes(source), *extra_volumes],
+        "volumes": [*build_volumes(source), *authority_volumes(settings), *extra_volumes],
         "tolerations": build_tolerations(placement, settings),
     }
     if placement.layout == "Split":
@@ -77,7 +78,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             {"name": "ORBIT_BIND_ADDRESS", "value": "0.0.0.0"},
             {"name": "ORBIT_CACHE", "value": CACHE_FOLDER},
             {"name": "ORBIT_TERMINATION_FILE", "value": TERMINATION_FILE},
-            {"name": "HOME", "value": "/tmp"},
+            *installed_variables(settings),
             *(_engine_variables() if split else []),
             *_ray_variables(source, attempt),
         ],
@@ -92,6 +93,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             {"name": "shm", "mountPath": "/dev/shm"},
             {"name": "cache", "mountPath": CACHE_FOLDER},
             *([{"name": "token", "mountPath": TOKEN_FOLDER}] if split else []),
+            *authority_mounts(settings),
             *extra_mounts,
         ],
     }
@@ -114,12 +116,31 @@ def build_node_selector(placement: Placement, settings: Settings) -> dict[str, s
     return {**settings.run_node_selector, **placement.node_selector}
 
 
-def pod_security() -> Object:
+def installed_variables(settings: Settings) -> list[Object]:
+    """What every container of a run gets: a home that is writable, and the installation's variables."""
+    pairs = {"HOME": "/tmp"}
+    if settings.run_ca_config_map:
+        pairs |= dict.fromkeys(AUTHORITY_VARIABLES, f"{AUTHORITIES_FOLDER}/ca.crt")
+    return [{"name": name, "value": value} for name, value in {**pairs, **settings.run_env}.items()]
+
+
+def authority_volumes(settings: Settings) -> list[Object]:
+    """The authorities that the installation trusts."""
+    name = settings.run_ca_config_map
+    return [{"name": "authorities", "configMap": {"name": name}}] if name else []
+
+
+def authority_mounts(settings: Settings) -> list[Object]:
+    """Where containers find them."""
+    mount = {"name": "authorities", "mountPath": AUTHORITIES_FOLDER, "readOnly": True}
+    return [mount] if settings.run_ca_config_map else []
+
+
+def pod_security(settings: Settings) -> Object:
+    user = settings.run_as_user
     return {
         "runAsNonRoot": True,
-        "runAsUser": USER_ID,
-        "runAsGroup": USER_ID,
-        "fsGroup": USER_ID,
+        **({} if user < 0 else {"runAsUser": user, "runAsGroup": user, "fsGroup": user}),
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
@@ -157,6 +178,7 @@ def _engine(run: Object, placement: Placement, settings: Settings) -> Object:
     Its agent starts servers when the run requests them, and is reachable from this pod only. Models, adapters and the
     token are in volumes that both containers share.
     """
+    shared = {"ORBIT_CACHE", "ORBIT_TOKEN_FILE", *(each["name"] for each in installed_variables(settings))}
     return {
         **{name: run[name] for name in ("imagePullPolicy", "workingDir", "envFrom", "volumeMounts",
                                         "securityContext", "terminationMessagePolicy", "command")},
@@ -164,7 +186,7 @@ def _engine(run: Object, placement: Placement, settings: Settings) -> Object:
         "image": settings.engine_image or run["image"],
         "args": ["agent", "--port", str(ENGINE_PORT)],
         "resources": _resources(placement, settings, len(split_devices(placement, placement.gpus).engine), halved=True),
-        "env": [each for each in run["env"] if each["name"] in ("ORBIT_CACHE", "ORBIT_TOKEN_FILE", "HOME")],
+        "env": [each for each in run["env"] if each["name"] in shared],
         "restartPolicy": "Always",
     }  # fmt: skip
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from orbit_operator.facts import RANKS_CONTAINER
 from orbit_operator.manifests.mounts import build_mounts
 from orbit_operator.manifests.pod import (
+    authority_volumes,
     build_container,
     build_node_selector,
     build_pod_metadata,
     build_tolerations,
     build_volumes,
+    installed_variables,
     node_affinity,
     pod_security,
 )
@@ -63,7 +65,8 @@ def _template(source: RunSource, settings: Settings, port: int, *, head: bool) -
         "name": COMPONENT,
         "env": [
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
-            *(each for each in run["env"] if each["name"] in ("ORBIT_CACHE", "HOME")),
+            *(each for each in run["env"] if each["name"] == "ORBIT_CACHE"),
+            *installed_variables(settings),
         ],
         "envFrom": [{"secretRef": {"name": name}} for name in placement.env_from_secrets],
         "resources": HEAD_RESOURCES if head else run["resources"],
@@ -74,9 +77,13 @@ def _template(source: RunSource, settings: Settings, port: int, *, head: bool) -
     pod: Object = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": pod_security(),
+        "securityContext": pod_security(settings),
         "containers": [container],
-        "volumes": [*(each for each in build_volumes(source) if each["name"] != "manifest"), *extra_volumes],
+        "volumes": [
+            *(each for each in build_volumes(source) if each["name"] != "manifest"),
+            *authority_volumes(settings),
+            *extra_volumes,
+        ],
         "tolerations": build_tolerations(placement, settings),
         "terminationGracePeriodSeconds": min(30, spec.lifecycle.termination_grace_period_seconds),
     }

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import http.server
 import os
+import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from orbit_runtime.errors import OutputError, StorageError, UsageError
+from orbit_runtime.errors import CredentialsError, OutputError, StorageError, UsageError
 from orbit_runtime.storage import claim_execution, list_bundles, open_store, write_bundle
 
 
@@ -196,3 +199,27 @@ def test_a_read_only_file_system_is_73(small_disk: Path) -> None:
         store.put("k", b"v")
     with pytest.raises(OutputError, match=r"(?i)read-only"):
         claim_execution(store, run_name="r")
+
+
+def test_a_store_whose_certificate_is_not_trusted_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real TLS server with an authority of its own. Nothing is retried: it never heals by itself."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that goes is what is expected
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in {"ENDPOINT_URL": f"https://127.0.0.1:{server.server_port}", "REGION": "x",
+                        "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():  # fmt: skip
+        monkeypatch.setenv(f"AWS_{name}", value)
+    try:
+        with pytest.raises(CredentialsError, match=r"store is not trusted \(\w+\)(?s:.)*SSL_CERT_FILE"):
+            open_store("s3://bucket/run")
+    finally:
+        server.shutdown()
