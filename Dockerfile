@@ -3,9 +3,14 @@
 # The default bases are public; with BASE_IMAGE and OPERATOR_BASE_IMAGE any other that has, or can install, Python 3.12 or
 # newer will do. HEAVY=mounted builds a runtime whose heavy packages come from a folder mounted at /opt/heavy: the same
 # image, entry point and user, for tests and for clusters that share one environment between many images.
-ARG BASE_IMAGE=docker.io/nvidia/cuda:13.0.2-runtime-ubuntu24.04
+# CUBINS=downloaded adds FlashInfer's kernels for Blackwell, which its servers otherwise download when they start.
+#
+# Kernels are compiled when they first run: Triton needs a C compiler and Python's headers; SGLang and FlashInfer need
+# nvcc, CUDA's headers and libraries, and a C++ compiler. Hence CUDA's base for development.
+ARG BASE_IMAGE=docker.io/nvidia/cuda:13.0.2-devel-ubuntu24.04
 ARG OPERATOR_BASE_IMAGE=docker.io/library/python:3.12.12-slim-trixie
 ARG HEAVY=built
+ARG CUBINS=
 
 
 # What builds: an interpreter with pip, the wheel of this checkout.
@@ -17,7 +22,7 @@ RUN groupadd --gid 65532 orbit && useradd --uid 65532 --gid 65532 --home-dir /tm
 
 FROM ${BASE_IMAGE} AS runtime-base
 RUN command -v python3 && python3 -m ensurepip --version >/dev/null \
-    || { apt-get update && apt-get install -y --no-install-recommends python3 python3-venv ca-certificates \
+    || { apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev gcc g++ ca-certificates \
          && rm -rf /var/lib/apt/lists/*; }
 RUN groupadd --gid 65532 orbit && useradd --uid 65532 --gid 65532 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin orbit
 
@@ -63,9 +68,13 @@ FROM runtime-base AS heavy-built
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/build && python3 -m venv --without-pip /opt/orbit
 COPY images/constraints/node.txt /images/constraints.txt
-# Transformer Engine is compiled against the installed torch by a CUDA compiler, which this base has not.
+# Transformer Engine is pinned, but nothing uses it, and it has no wheel (docs/decisions/0007-kernels.md).
 RUN grep -v '^transformer-engine' /images/constraints.txt > /images/heavy.txt \
     && /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile --no-deps -r /images/heavy.txt
+ARG CUBINS
+# The command ends with 0 even if it could not download.
+RUN [ -z "$CUBINS" ] || { FLASHINFER_CUBIN_DIR=/opt/orbit/share/cubins /opt/orbit/bin/python -m flashinfer download-cubin \
+    && find /opt/orbit/share/cubins -name '*.cubin' | grep -q .; }
 
 FROM runtime-base AS heavy-mounted
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -90,7 +99,9 @@ COPY --from=runtime-environment /opt/orbit /opt/orbit
 RUN mkdir -p /opt/heavy
 COPY images/smoke.sh /opt/orbit/smoke.sh
 COPY examples /opt/orbit/examples
-ENV PATH=/opt/orbit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp
+ARG CUBINS
+ENV PATH=/opt/orbit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp \
+    FLASHINFER_CUBIN_DIR=${CUBINS:+/opt/orbit/share/cubins}
 USER 65532:65532
 WORKDIR /
 ARG VERSION=0.0.0

@@ -27,6 +27,15 @@ assert not heavy, f"the operator imports {heavy}"
 PYTHON
     ;;
 runtime)
+    if [ -d /usr/local/cuda ]; then
+        # What Triton, FlashInfer and SGLang compile when they first run.
+        [ -x /usr/local/cuda/bin/nvcc ] || fail "no nvcc: SGLang cannot compile its kernels"
+        headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')
+        printf '#include <cuda.h>\n#include <Python.h>\n' | gcc -x c -fsyntax-only -I/usr/local/cuda/include "-I$headers" - \
+            || fail "Triton cannot compile its launcher"
+        printf '#include <curand_kernel.h>\n#include <cublas_v2.h>\n' | c++ -x c++ -fsyntax-only -I/usr/local/cuda/include - \
+            || fail "FlashInfer cannot compile its kernels"
+    fi
     orbit --help >/dev/null || fail "orbit does not start"
     orbit validate /opt/orbit/examples/quickstart.yaml >/dev/null || fail "the quickstart is refused"
     # What a policy wrote is run in a sandbox of the kernel's own means: it needs no right that a restricted pod lacks.

@@ -16,7 +16,5 @@ compile() {
 compile laptop.txt --universal --extra train --extra dev --extra operator --extra docs "$@"
 # Environments of other packages: verifiers pins older versions of what the others have newer.
 compile bridges.txt --universal --extra train --extra gym --extra verifiers "$@"
-# Transformer Engine's metadata are computed by its build script, which otherwise looks for a CUDA compiler.
-export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_SKIP_CUDA_BUILD=TRUE
 compile node.txt --python-platform x86_64-manylinux_2_35 \
-    --extra train --extra sglang --extra megatron --extra ray --extra te --extra operator --extra trackers "$@"
+    --extra train --extra sglang --extra megatron --extra ray --extra operator --extra trackers "$@"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds the operator's and the runtime's image with buildah and runs the smoke test in each, or pushes them.
 # usage: tools/images.sh build [operator|runtime] | push REGISTRY
-# BASE_IMAGE, OPERATOR_BASE_IMAGE, HEAVY and VERSION in the environment go to the Dockerfile, which says what they are.
+# BASE_IMAGE, OPERATOR_BASE_IMAGE, HEAVY, CUBINS and VERSION in the environment go to the Dockerfile, which says what they are.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -20,7 +20,7 @@ case ${1-} in
 build)
     for target in ${2:-operator runtime}; do
         set -- --build-arg "VERSION=$VERSION" --build-arg "REVISION=$REVISION" --build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH"
-        for name in BASE_IMAGE OPERATOR_BASE_IMAGE HEAVY; do
+        for name in BASE_IMAGE OPERATOR_BASE_IMAGE HEAVY CUBINS; do
             value=$(printenv $name || true)
             [ -z "$value" ] || set -- "$@" --build-arg "$name=$value"
         done

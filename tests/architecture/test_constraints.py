@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 SETS = {
     "laptop": ("", "data", "train", "dev", "operator", "trackers", "docs"),
     "bridges": ("", "train", "gym", "verifiers"),
-    "node": ("", "train", "sglang", "megatron", "ray", "te", "operator", "trackers"),
+    "node": ("", "train", "sglang", "megatron", "ray", "operator", "trackers"),
 }
 ENVIRONMENT = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux", "extra": ""}
 

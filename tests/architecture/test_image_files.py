@@ -33,9 +33,25 @@ def test_the_script_passes_arguments_that_the_dockerfile_takes() -> None:
     listed = re.search(r"for name in ([A-Z_ ]+); do", SCRIPT)
     assert listed is not None
     assert passed | set(listed[1].split()) == {
-        "VERSION", "REVISION", "SOURCE_DATE_EPOCH", "BASE_IMAGE", "OPERATOR_BASE_IMAGE", "HEAVY",
+        "VERSION", "REVISION", "SOURCE_DATE_EPOCH", "BASE_IMAGE", "OPERATOR_BASE_IMAGE", "HEAVY", "CUBINS",
     }  # fmt: skip
     assert passed | set(listed[1].split()) <= ARGUMENTS
+
+
+def test_the_runtime_has_what_kernels_are_compiled_with_when_they_first_run() -> None:
+    """Triton: a C compiler and Python's headers. SGLang and FlashInfer: nvcc of the toolkit for which torch was built,
+    CUDA's headers and libraries to link, and a C++ compiler."""
+    base = re.search(r"^ARG BASE_IMAGE=docker\.io/nvidia/cuda:([\d.]+)-(\w+)-", DOCKERFILE, re.MULTILINE)
+    stage = re.search(r"^FROM \$\{BASE_IMAGE\} AS runtime-base\n(.*?)\n\n", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    assert base is not None
+    assert stage is not None
+    installed = set(re.findall(r"apt-get install -y --no-install-recommends ([^\\]+)", stage[1])[0].split())
+    assert {"python3", "python3-dev", "gcc", "g++"} <= installed
+    pins = (ROOT / "images/constraints/node.txt").read_text(encoding="utf-8")
+    runtime = re.search(r"^nvidia-cuda-runtime==(\d+\.\d+)", pins, re.MULTILINE)
+    assert runtime is not None
+    assert base[2] == "devel"
+    assert base[1].startswith(f"{runtime[1]}.")
 
 
 def test_the_runtime_holds_every_tracker_that_a_manifest_may_ask_for() -> None:

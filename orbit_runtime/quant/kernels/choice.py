@@ -13,6 +13,8 @@ import functools
 import importlib.util
 import logging
 import os
+import shutil
+import sysconfig
 from typing import Literal, get_args
 
 import torch
@@ -45,14 +47,15 @@ def select_path(
 @functools.cache
 def _select(layout: str, device: torch.device, many: bool, grouped: bool, asked: str) -> Path:
     wanted = parse_override(asked)
-    reason = why_not(layout, torch.cuda.get_device_capability(device), has_triton())
+    reason = why_not(layout, torch.cuda.get_device_capability(device), triton_lacks())
     path: Path = wanted or ("Dequantize" if many else "Fused")
+    level = logging.INFO if reason is None else logging.WARNING
     if reason is not None:
         path = "Torch"
     else:
         reason = f"{VARIABLE}={asked}" if wanted else f"{'at least' if many else 'below'} {DEQUANTIZE_FROM} tokens"
     kind = "experts" if grouped else "linears"
-    _log.info("%s %s on %s: %s (%s)", layout, kind, device, path, reason)
+    _log.log(level, "%s %s on %s: %s (%s)", layout, kind, device, path, reason)
     return path
 
 
@@ -67,12 +70,16 @@ def parse_override(value: str) -> Path | None:
     return value  # type: ignore[return-value]
 
 
-def why_not(layout: str, capability: tuple[int, int], triton_installed: bool) -> str | None:
-    """Why no kernel can run for this layout on such a device; None if one can."""
+def why_not(layout: str, capability: tuple[int, int], lacks: str | None) -> str | None:
+    """Why no kernel can run for this layout on such a device; None if one can.
+
+    Args:
+        lacks: as `triton_lacks` says.
+    """
     if torch.version.hip is not None:
         return "the kernels are for CUDA"
-    if not triton_installed:
-        return "Triton is not installed"
+    if lacks is not None:
+        return lacks
     needed = MINIMUM_CAPABILITY.get(KINDS[layout], E4M3_CAPABILITY)
     if capability < needed:
         return f"compute capability {capability[0]}.{capability[1]} is below {needed[0]}.{needed[1]}"
@@ -80,5 +87,12 @@ def why_not(layout: str, capability: tuple[int, int], triton_installed: bool) ->
 
 
 @functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def triton_lacks() -> str | None:
+    """What Triton needs on a GPU and this machine lacks: it compiles C code at its first launch."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler: install gcc"
+    if not os.path.exists(os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h")):
+        return "Triton finds no Python.h: install Python's headers (python3-dev)"
+    return None

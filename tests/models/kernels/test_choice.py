@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
 
 from orbit_runtime.errors import UsageError
 from orbit_runtime.quant.kernels import choice
-from orbit_runtime.quant.kernels.choice import parse_override, select_path, why_not
+from orbit_runtime.quant.kernels.choice import parse_override, select_path, triton_lacks, why_not
 from orbit_runtime.quant.kernels.launch import Tiles, candidates, fitting, quickest, tuned
 
 CPU = torch.device("cpu")
@@ -29,13 +31,27 @@ def test_a_cpu_always_takes_torch(asked: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_device_that_lacks_an_instruction_is_named() -> None:
-    assert why_not("INT4", (8, 0), True) is None
-    assert why_not("MXFP4", (8, 0), True) is None
-    assert why_not("FP8BlockV4", (8, 0), True) == "compute capability 8.0 is below 8.9"
-    assert why_not("NVFP4ModelOpt", (8, 6), True) == "compute capability 8.6 is below 8.9"
-    assert why_not("NVFP4", (9, 0), True) is None
-    assert why_not("INT4", (7, 5), True) == "compute capability 7.5 is below 8.0"
-    assert why_not("INT4", (9, 0), False) == "Triton is not installed"
+    assert why_not("INT4", (8, 0), None) is None
+    assert why_not("MXFP4", (8, 0), None) is None
+    assert why_not("FP8BlockV4", (8, 0), None) == "compute capability 8.0 is below 8.9"
+    assert why_not("NVFP4ModelOpt", (8, 6), None) == "compute capability 8.6 is below 8.9"
+    assert why_not("NVFP4", (9, 0), None) is None
+    assert why_not("INT4", (7, 5), None) == "compute capability 7.5 is below 8.0"
+    assert why_not("INT4", (9, 0), "Triton is not installed") == "Triton is not installed"
+
+
+def test_without_a_c_compiler_or_pythons_headers_a_packed_base_takes_torch_and_the_reason_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert triton_lacks.__wrapped__() == "Triton finds no C compiler: install gcc"
+    (tmp_path / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert triton_lacks.__wrapped__() == "Triton finds no Python.h: install Python's headers (python3-dev)"
+    (tmp_path / "Python.h").touch()
+    assert triton_lacks.__wrapped__() is None
 
 
 @pytest.mark.parametrize("asked", ["Torch", "Dequantize", "Fused"])
