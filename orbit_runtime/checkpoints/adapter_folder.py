@@ -7,9 +7,10 @@ Does not belong here: computing with the tensors (`combine`, `merge`), proving a
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Buffer, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,8 +19,9 @@ from orbit_runtime.adapters.files import is_outer, layer_of
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.model_info.headers import TensorHeader, parse_header
+from orbit_runtime.observability.run_folder import find_best
 from orbit_runtime.spec.adapter import NEUMANN_TERMS
-from orbit_runtime.storage import NotFound, Store, open_store
+from orbit_runtime.storage import NotFound, Store, open_store, read_run_file
 from orbit_runtime.storage.bundles import MANIFEST, list_bundles, read_pieces
 
 CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE = "adapter_config.json", "adapter_model.safetensors", "rotations.safetensors"
@@ -64,6 +66,8 @@ class AdapterFolder:
     """Header of `adapter_model.safetensors`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts that the publish wrote into `manifest.json`; empty for an adapter that Orbit did not write."""
+    chosen: str = ""
+    """Why it is this one of its run's; empty for an adapter that was named itself."""
 
     @property
     def type(self) -> str:
@@ -148,22 +152,56 @@ def is_adapter(store: Store) -> bool:
     return store.exists(CONFIG_FILE)
 
 
-def adapter_address(uri: str) -> str | None:
-    """The location of an adapter's folder, or of the newest adapter in a run folder; None if there is none."""
+def split_address(uri: str) -> tuple[str, str | None]:
+    """Example: `split_address("runs/a@best") == ("runs/a", "best")`; None after any other address."""
+    found = re.fullmatch(r"(.+?)/?@(best|newest|step-\d+)", uri)
+    return (found[1], found[2]) if found else (uri, None)
+
+
+def adapter_address(uri: str) -> tuple[str, str] | None:
+    """The location of an adapter's folder, or of an adapter in a run folder, and why it is this one.
+
+    `RUN@best` is the best that an evaluation found, `RUN@newest` the newest, `RUN@step-12` that of a step, and `RUN`
+    the best of a run that has evaluated, else the newest. None if there is none.
+
+    Raises:
+        UsageError: the run does not keep that step, or has no best.
+    """
     store = open_store(uri, writable=False)
     if is_adapter(store):
-        return uri
-    kept = list_bundles(store, "adapters")
-    return f"{uri.rstrip('/')}/{kept[0].rstrip('/')}" if kept else None
+        return uri, ""
+    run, named = split_address(uri)
+    store = open_store(run, writable=False) if named else store
+    if named and named.startswith("step-"):
+        (kept,) = saved_steps(store, [int(named.removeprefix("step-"))], first=True, option=f"@{named}")
+        return kept.uri, f"{named} of its run"
+    best, names = find_best(store), list_bundles(store, ADAPTERS)
+    if best and named != "newest":
+        said = f"the best of its run, {best[0].evaluation} {best[0].value:.3f} at step {best[0].step}"
+        return f"{run.rstrip('/')}/{ADAPTERS}{adapter_name(best[0].step)}", said
+    if named == "best" and names and not _writes_only_best(store):
+        raise UsageError(
+            "no adapter that this run keeps was evaluated, so none is its best",
+            where=uri,
+            fix=f"name {run}@newest; `spec.evaluation.everySteps` makes a run evaluate",
+        )
+    return (f"{run.rstrip('/')}/{names[0].rstrip('/')}", "the newest of its run") if names else None
+
+
+def _writes_only_best(store: Store) -> bool:
+    """Whether the run measures on held-out demonstrations: its newest adapter is then the best."""
+    return bool(((read_run_file(store) or {}).get("resolved") or {}).get("spec", {}).get("data", {}).get("validation"))
 
 
 def open_adapter(uri: str) -> AdapterFolder:
-    """Reads a folder or a store's prefix, and checks every file against the manifest's digest if there is one.
+    """Reads the adapter at an address, and checks every file against the manifest's digest if there is one.
 
     Raises:
         ModelError: a file is missing or changed, or Orbit does not support the adapter.
+        UsageError: see `adapter_address`.
     """
-    return read_adapter(open_store(uri, writable=False))
+    place, chosen = adapter_address(uri) or (uri, "")
+    return replace(read_adapter(open_store(place, writable=False)), chosen=chosen)
 
 
 def read_adapter(store: Store) -> AdapterFolder:

@@ -150,10 +150,10 @@ def _adapter_of_step(run: str | None, step: int | None) -> dict[str, str]:
     """Its name and address, if a step is named. Raises UsageError if the run does not keep it."""
     if run is None or step is None:
         return {}
-    from orbit_runtime.checkpoints.adapter_folder import saved_steps
+    from orbit_runtime.checkpoints.adapter_folder import saved_steps, split_address
     from orbit_runtime.storage import open_store
 
-    kept = saved_steps(open_store(run, writable=False), [step], first=True, option="--step")
+    kept = saved_steps(open_store(split_address(run)[0], writable=False), [step], first=True, option="--step")
     return {each.name: each.uri for each in kept}
 
 

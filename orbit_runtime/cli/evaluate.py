@@ -48,7 +48,8 @@ class Models(NamedTuple):
 
 def evaluate(
     target: Annotated[
-        str, typer.Argument(metavar="FILE|DIR", help="A manifest, or a run folder.", autocompletion=complete_runs)
+        str,
+        typer.Argument(metavar="FILE|DIR", help="A manifest, a run folder or RUN@best.", autocompletion=complete_runs),
     ],
     out: Annotated[
         str | None, typer.Option(metavar="URI", help="Where to store samples and report. By default, next to the run.")
@@ -80,6 +81,9 @@ def evaluate(
     Raises:
         OrbitError: something is missing, or a model, an environment or the store ended it. What was answered is kept.
     """
+    target, steps = _step_of(target, steps)
+    if weights_dir is not None:
+        weights_dir, steps = _step_of(weights_dir, steps)
     models = Models(weights_dir, steps, not no_eval_base, adapter, base_url, api_key_env, model, against)
     _check_models(models)
     run, folder, weights = _read(target, models, overrides or [])
@@ -210,6 +214,18 @@ def _is_address(text: str) -> bool:
         return False
 
 
+def _step_of(address: str, steps: str | None) -> tuple[str, str | None]:
+    """The run folder of an address such as `RUN@best`, and the step that it names; else both as they are."""
+    from orbit_runtime.checkpoints.adapter_folder import adapter_address, split_address
+
+    run, named = split_address(address)
+    if named is None or (found := adapter_address(address)) is None:
+        return run, steps
+    place, why = found
+    print(f"{place} is {why}", file=sys.stderr)
+    return run, place.rpartition("policy-v")[2]
+
+
 def _steps(text: str | None) -> list[int] | None:
     if text is None:
         return None
@@ -271,7 +287,7 @@ def _local_subjects(
     models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None, progress: Progress
 ) -> Sequence[Subject]:
     progress.stage("importing torch")
-    from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, saved_steps
+    from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, adapter_address, saved_steps
     from orbit_runtime.loop.evaluate import open_models
     from orbit_runtime.planner.support.manifests import check_adapted
     from orbit_runtime.storage import open_store
@@ -279,7 +295,8 @@ def _local_subjects(
     check_adapted(run.spec)
     kept = []
     if models.adapter is not None:
-        kept = [NamedAdapter(Path(models.adapter.rstrip("/")).name, models.adapter)]
+        place, _ = adapter_address(models.adapter) or (models.adapter, "")
+        kept = [NamedAdapter(Path(place.rstrip("/")).name, place)]
     elif weights is not None:
         from_elsewhere = getattr(run.spec.adapter, "init_from", None) is not None
         kept = saved_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)

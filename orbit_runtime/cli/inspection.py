@@ -40,7 +40,13 @@ def inspect(
 
 
 def _inspect(uri: str, precision: str) -> Inspection | dict[str, Any]:
-    from orbit_runtime.checkpoints.adapter_folder import describe_adapter, is_adapter, read_adapter
+    from orbit_runtime.checkpoints.adapter_folder import (
+        adapter_address,
+        describe_adapter,
+        is_adapter,
+        read_adapter,
+        split_address,
+    )
     from orbit_runtime.checkpoints.inspection import inspect_facts, inspect_headers
     from orbit_runtime.cli.addresses import local_folder
     from orbit_runtime.model_info.cards import find_card_facts, repositories
@@ -58,6 +64,8 @@ def _inspect(uri: str, precision: str) -> Inspection | dict[str, Any]:
                 fix=f"download it and name its folder; cards: {', '.join(sorted(repositories()))}",
             )
         return inspect_facts(facts)
+    if split_address(uri)[1] and (found := adapter_address(uri)):
+        uri = found[0]
     folder = local_folder(uri, precision=precision, option="--precision")
     if folder is not None:
         check_folder(folder, "correct the path")

@@ -6,6 +6,7 @@ Belongs here: arguments and tables. Does not belong here: the work (`checkpoints
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +27,9 @@ MAX_PROMPTS = 64
 
 
 def merge(
-    adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="Folders or URIs of saved adapters.")],
+    adapters: Annotated[
+        list[str], typer.Argument(metavar="ADAPTER...", help="Saved adapters: folders, URIs, or RUN@best.")
+    ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to, new or empty.")],
     base: Annotated[
         str | None,
@@ -73,6 +76,9 @@ def merge(
 
         stage("reading the adapters")
         read = [open_adapter(each) for each in adapters]
+    for each in read:
+        if each.chosen:
+            print(f"{each.place} is {each.chosen}", file=sys.stderr)
     weights = weight or [1.0] * len(read)
     if base is None:
         _merge_adapters(read, weights, out, as_json=as_json)

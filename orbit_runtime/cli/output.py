@@ -44,12 +44,17 @@ def outcomes(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     A reward is the mean of several steps where the run has them: one batch may have other prompts than another.
     """
     lines = []
-    for name, (first, *others) in (facts.get("evaluation") or {}).items():
-        shown = [first, *others[-1:]]
-        best = max([first, *others], key=lambda point: point["mean"])
-        text = ", ".join(f"{each['mean']:.3f} at step {each['step']}" for each in shown)
-        is_shown = f"{best['mean']:.3f}" in [f"{each['mean']:.3f}" for each in shown]
-        lines.append((name, text if is_shown else f"{text}; best {best['mean']:.3f} at step {best['step']}"))
+    for name, points in (facts.get("evaluation") or {}).items():
+        scored = [point for point in points if point["mean"] is not None]
+        if not scored:
+            lines.append((name, "no score"))
+            continue
+        first, last = scored[0], scored[-1]
+        best = max(scored, key=lambda point: point["mean"])
+        text = ", ".join(f"{each['mean']:.3f} at step {each['step']}" for each in (first, *scored[1:][-1:]))
+        if (lower := best["mean"] - last["mean"]) >= 0.0005:
+            text += f"; best {best['mean']:.3f} at step {best['step']}, last {lower:.3f} lower"
+        lines.append((name, text))
     if gain := facts.get("gain"):
         margin = "" if gain["margin"] is None else f" ± {gain['margin']:.4f}"
         over = "step" if gain["steps"] == 1 else f"{gain['steps']} steps"

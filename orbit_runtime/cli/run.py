@@ -97,7 +97,7 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
         "converged": "done early: the held-out loss no longer improved",
     }
     took = f"{report.get('steps')} steps in {report.get('seconds', 0):.1f} s"
-    version = report.get("policy_version")
+    version, best = report.get("policy_version"), report.get("best")
     words = [
         f"{report.get('run')}: {state.get(ended, ended)}, {took}",
         *(f"{name} {text}" for name, text in outcomes(report)),
@@ -109,6 +109,7 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
         *(f"warning: {warning}" for warning in report.get("warnings", ())),
         # Stopped before the first step, a run has trained no adapter.
         *([] if version is None else [_published(uri, report)]),
+        *([f"best    {uri}/adapters/policy-v{best['step']}"] if best and best["step"] != version else []),
         f"report  {uri}/report.html",
     ]
     return "\n".join(words)

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 def serve(
     source: Annotated[
         str | None,
-        typer.Argument(metavar="RUN", help="A run folder, or a manifest.", autocompletion=complete_runs),
+        typer.Argument(metavar="RUN", help="A run folder or RUN@step-12, or a manifest.", autocompletion=complete_runs),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="URI", help="Without a run: the base.")] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="A model name and its adapter, or a run's newest. Repeatable."),
+        typer.Option(metavar="NAME=FOLDER", help="A model name and its adapter, such as RUN@best. Repeatable."),
     ] = None,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 takes any free port.")] = "127.0.0.1:8000",
     token_file: Annotated[
@@ -99,9 +99,11 @@ def check_named(source: str | None, model: str | None, adapters: Sequence[str]) 
     """Checks the names on this machine before torch is imported, which takes seconds.
 
     Raises:
-        UsageError: neither or both of run and model are named, an address is none, or a local folder is not there.
+        UsageError: neither or both of run and model are named, an address is none, a local folder is not there, or a
+            run has not the adapter that was named.
         ModelError: the model's folder is not there, or holds no model.
     """
+    from orbit_runtime.checkpoints.adapter_folder import adapter_address, split_address
     from orbit_runtime.cli.addresses import local_folder
     from orbit_runtime.model_info.settings import check_model_folder
     from orbit_runtime.serve.names import check_one_source
@@ -116,8 +118,11 @@ def check_named(source: str | None, model: str | None, adapters: Sequence[str]) 
         if (folder := local_folder(model)) is not None:
             check_model_folder(folder, "correct --model")
     for where, what in ((source, "run folder or manifest"), *((each, "adapter or run folder") for each in adapters)):
-        if where is not None and "://" not in where and not Path(where).exists():
+        if where is not None and "://" not in where and not Path(split_address(where)[0]).exists():
             raise UsageError(f"there is no such {what}", where=where, fix="check the path; `orbit ls` lists runs")
+        if where is not None and split_address(where)[1]:
+            adapter_address(where)
+    source = source and split_address(source)[0]
     if source is not None and Path(source).is_dir() and not Path(source, "run.json").exists():
         raise UsageError("there is no run here", where=source, fix="name a run folder; `orbit ls` lists them")
 

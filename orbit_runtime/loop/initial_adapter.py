@@ -49,8 +49,8 @@ def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> InitialAdap
     if asked is None:
         return None
     known = ((before or {}).get("initial") or {}).get("uri")
-    address = known or adapter_address(asked)
-    if address is None:
+    address = known or asked
+    if adapter_address(address) is None:
         raise ModelError(
             "there is no adapter here",
             where=f"{FIELD}: {asked}",
@@ -109,4 +109,5 @@ def begin_with(parts: RunParts, state: RunState, initial: InitialAdapter) -> Non
     if initial.folder.base_weights is None:
         state.warn(f"{FIELD}: the adapter does not record its base; only its shapes were compared")
     parts.side.begin(initial.folder, initial.digest)
-    parts.show.note(f"beginning with the adapter {initial.folder.place}")
+    why = f" ({initial.folder.chosen})" if initial.folder.chosen else ""
+    parts.show.note(f"beginning with the adapter {initial.folder.place}{why}")

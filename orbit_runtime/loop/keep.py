@@ -19,6 +19,7 @@ from orbit_runtime.loop.collect import CollectedStep, EpisodeEvidence
 from orbit_runtime.loop.publish import MODELS, BackgroundWriter
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, row_digest
+from orbit_runtime.observability.run_folder import find_best
 from orbit_runtime.storage import (
     Bundle,
     CheckpointParts,
@@ -111,6 +112,8 @@ class Checkpoints:
     """Digest of everything that affects the run's numbers."""
     keep: int
     """Number of checkpoints to keep; 0 for all."""
+    keep_best: int = 0
+    """Number of adapters to keep for their evaluation."""
 
     def begin(self, state: RunState, cursor: Mapping[str, Any], kept: Sequence[EpisodeSnapshot]) -> None:
         """Writes everything an exact resume needs, under one manifest, and prunes checkpoints and adapters to `keep`.
@@ -122,7 +125,7 @@ class Checkpoints:
         Writing overlaps the next step. The publish stores the adapter first, and `keep_step` the rollouts and the row;
         only then does the step exist.
         """
-        prefix, name = checkpoint_prefix(state.step), adapter_name(state.version)
+        step, prefix, name = state.step, checkpoint_prefix(state.step), adapter_name(state.version)
         facts = _facts(state, cursor, self.identity)
         parts = CheckpointParts(prefix)
         self.trainer.save_state(parts)
@@ -134,8 +137,11 @@ class Checkpoints:
             finally:
                 parts.is_read.set()
             prune_bundles(self.store, "checkpoints/", self.keep, newest=prefix)
+            best = find_best(self.store, step)[: self.keep_best] if self.keep_best else []
+            spared = [f"{ADAPTERS}{adapter_name(each.step)}" for each in best]
             for folder in (ADAPTERS, MODELS):
-                prune_bundles(self.store, folder, self.keep + 1 if self.keep else 0, newest=f"{folder}{name}")
+                most = self.keep + 1 if self.keep else 0
+                prune_bundles(self.store, folder, most, newest=f"{folder}{name}", spared=spared)
 
         # If the write never begins because the adapter could not be stored, nothing reads the parts either.
         self.keeper.submit(write).add_done_callback(lambda _: parts.is_read.set())

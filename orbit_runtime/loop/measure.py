@@ -144,8 +144,11 @@ def measure(parts: Parts, state: RunState, collector: Collector, stop: StopFlag,
     every, held_out = parts.spec.evaluation.every_steps, parts.held_out
     if held_out is None or every is None or not (is_last or state.step % every == 0):
         return
+    assert state.publication is not None
     found = read_evaluation(parts.store, state.step)
-    if found is None:
+    # An execution that was killed may have evaluated another adapter of this step, or asked something else.
+    asked = (state.publication.adapter.digest, json.loads(json.dumps(held_out.settings())))
+    if found is None or (found.get("adapter_digest"), found.get("settings")) != asked:
         parts.show.stage("evaluate", state.step)
         found = _ask(parts, state, collector, stop, held_out)
         parts.show.note(_sentence(found), **{"evaluated_step": state.step})

@@ -77,8 +77,10 @@ class RunParts:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        keep = self.spec.checkpoint.keep
-        return Checkpoints(self.store, self.execution, self.keeper, self.trainer, self.identity, keep)
+        asked = self.spec.checkpoint
+        # Of demonstrations, only the best adapters are written.
+        best = 0 if self.spec.algorithm.type == "SFT" else asked.keep_best.count
+        return Checkpoints(self.store, self.execution, self.keeper, self.trainer, self.identity, asked.keep, best)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -130,6 +130,7 @@ class Report:
             "headline": self.headline,
             "gain": self.gain.to_json() if self.gain else None,
             "evaluation": evaluation_curves(self.folder.evaluations),
+            "best": asdict(self.folder.best) if self.folder.best else None,
             "publishes": summary.get("publishes", 0),
             "publishes_proven": summary.get("publishes_proven", 0),
             "base_digest_before": summary.get("base_digest_before") or self.folder.run.get("base_digest"),

@@ -7,6 +7,7 @@ Does not belong here: judging it (`report`), drawing it (`report_html`), or writ
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Buffer, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +42,16 @@ class FolderSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BestVersion:
+    """A kept adapter, and what its evaluation found. Example: `BestVersion(12, "held-out", 0.801)`"""
+
+    step: int
+    """The adapter's version as well."""
+    evaluation: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Everything from which a report is made."""
 
@@ -66,6 +77,8 @@ class RunFolder:
     """Answers to the held-out prompts, for every finished evaluation, in order."""
     row_faults: tuple[str, ...] = ()
     """See the function of this name."""
+    best: BestVersion | None = None
+    """The best of the evaluated adapters; None if none was evaluated."""
 
     @property
     def facts(self) -> Json:
@@ -110,7 +123,45 @@ def read_run_folder(source: FolderSource, rows: tuple[MetricsRow, ...] | None = 
         rollouts=rollout_files(source),
         answers=tuple(File(_number(folder), f"{folder}/samples.jsonl.zst") for folder in evaluations),
         row_faults=tuple(faults),
+        best=next(iter(find_best(source)), None),
     )
+
+
+def find_best(source: FolderSource, until: int | None = None) -> list[BestVersion]:
+    """The kept adapters that were evaluated, the best first and of equal ones the earlier.
+
+    An evaluation counts for the adapter whose digest it carries, because a step that is trained again may end in
+    another. It is compared with those that asked what the newest did.
+
+    Args: until: the last step that counts.
+    """
+    adapters = {_number(key): key for key in source.list("adapters") if key.endswith("/manifest.json")}
+    kept = [step for step in adapters if until is None or step <= until]
+    found = {_number(folder): each for folder, each in _read_evaluations(source, kept).items()}
+    if not found:
+        return []
+    checkpoint = ((_read_json(source, "run.json") or {}).get("resolved") or {}).get("spec", {}).get("checkpoint", {})
+    settings = [*found.values()][-1].get("settings") or {}
+    name = (asked := checkpoint.get("keepBest") or {}).get("evaluation") or next(iter(settings), "")
+    best = []
+    for step, each in found.items():
+        value = _evaluated(each, name, asked.get("metric", "Mean"))
+        facts = (_read_json(source, adapters[step]) or {}).get("facts", {})
+        is_its_own = each.get("adapter_digest") == facts.get("digest")
+        if value is not None and is_its_own and (each.get("settings") or {}).get(name) == settings.get(name):
+            best.append(BestVersion(step, name, value))
+    return sorted(best, key=lambda each: (-each.value, each.step))
+
+
+def _evaluated(summary: Json, environment: str, metric: str) -> float | None:
+    """The value by which policies are compared; None if it is no number."""
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        for score in summary["scores"]:
+            if score["environment"] == environment:
+                passes = score["pass_at"]
+                mean = (score["average"] if metric == "Mean" else passes[max(passes, key=int)])["mean"]
+                return float(mean) if math.isfinite(mean) else None
+    return None
 
 
 def rollout_files(source: FolderSource) -> tuple[File, ...]:
@@ -217,9 +268,10 @@ def _read_manifests(source: FolderSource, folder: str) -> tuple[Json, ...]:
     return tuple(manifests)
 
 
-def _read_evaluations(source: FolderSource) -> dict[str, Json]:
-    """Files by folder, ordered by step."""
+def _read_evaluations(source: FolderSource, steps: Collection[int] | None = None) -> dict[str, Json]:
+    """Files by folder, ordered by step. Args: steps: those to read; all if None."""
     keys = [key for key in source.list("evaluation") if key.endswith("/summary.json")]
+    keys = [key for key in keys if steps is None or _number(key) in steps]
     found = {key.removesuffix("/summary.json"): _read_json(source, key) for key in sorted(keys, key=_number)}
     return {name: each for name, each in found.items() if each is not None and isinstance(each.get("scores"), list)}
 

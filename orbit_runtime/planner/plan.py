@@ -324,4 +324,5 @@ def _host_bytes(choice: Candidate, machine: Machine) -> int:
 def _disk_bytes(model: ModelFacts, job: Job, adapter: AdapterSize) -> int:
     """The model's files, the kept checkpoints and as many published adapters."""
     kept = job.spec.checkpoint.keep + 1
-    return model.checkpoint_bytes + kept * adapter.total * (known.CHECKPOINT_BYTES + 2)
+    best = job.spec.checkpoint.keep_best.count if job.spec.evaluation.every_steps else 0
+    return model.checkpoint_bytes + (kept * (known.CHECKPOINT_BYTES + 2) + best * 2) * adapter.total

@@ -33,6 +33,8 @@ class ServedModel:
     """The place it was read from."""
     version: int | None = None
     digest: str = ""
+    chosen: str = ""
+    """Why it is this adapter of its run."""
 
     @property
     def fingerprint(self) -> str:

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.checkpoints.adapter_folder import split_address
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UsageError
 from orbit_runtime.model_info.builtin_models import any_builtin_folder
@@ -161,7 +162,8 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
         policies = Policies(base, held.engine, source.updates_from)
         for adapter, where in source.adapters.items():
             served, proof = policies.load(adapter, where)
-            note(f"{adapter}: {served.place}, {served.digest[:19]}…, {proof.verdict} live")
+            why = f" ({served.chosen})" if served.chosen else ""
+            note(f"{adapter}: {served.place}{why}, {served.digest[:19]}…, {proof.verdict} live")
         return ServedModels(
             policies, held.engine, source.limits, source.folder, held.kind, source.chat, held.watch,
             closing.pop_all(),
@@ -274,7 +276,8 @@ def _of_run(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None
     spec = resolved.run.spec
     fetched = Inputs(spec, inputs, RetryPolicy(notice=note, tell=progress_lines(note)), [])
     kept = list_bundles(open_store(uri, writable=False), "adapters") if _is_there(uri) else []
-    adapters = {**({POLICY: uri} if kept else {}), **asked.adapters}
+    named = split_address(asked.source)[1]
+    adapters = {**({POLICY: f"{uri}@{named}" if named else uri} if kept else {}), **asked.adapters}
     model = fetched.model()
     config, settings = adapter_config(spec), partial(engine_settings, resolved)
     limits = _within(replace(limits, sequence=min(limits.sequence, spec.model.max_sequence_length)), model)
@@ -295,6 +298,7 @@ def _served(rollout: Rollout, engine: EngineName) -> Rollout:
 
 def _read_run(source: str) -> tuple[OrbitRun, Mapping[str, object], str, Path | None]:
     """The manifest, the inputs of its first start, its run folder, and the base of its relative paths."""
+    source = split_address(source)[0]
     path = Path(source)
     if path.is_file():
         manifest = load_manifest(path, [])

@@ -25,7 +25,7 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, expected_applied_digest, files_digest
 from orbit_runtime.adapters.state import config_json
-from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_address, open_adapter
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_address, open_adapter, split_address
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError, ModelError, UsageError
 from orbit_runtime.model_info.content import weights_digest
@@ -130,7 +130,7 @@ class Policies:
             with self._slot_filled(slot, adapter):
                 proof = self._prove(slot, adapter, folder.facts)
             version = folder.facts.get("version")
-            served = ServedModel(name, slot, folder.place, version, adapter.digest)
+            served = ServedModel(name, slot, folder.place, version, adapter.digest, folder.chosen)
             self._switch(served)
         return served, proof
 
@@ -218,7 +218,7 @@ class Policies:
 
     def check_source(self, uri: str, field: str = "adapter") -> None:
         """Raises UsageError if the server may not load weights from there. Args: field: of the request."""
-        if not any(_is_within(uri, source) for source in self._sources):
+        if not any(_is_within(split_address(uri)[0], source) for source in self._sources):
             raise UsageError(
                 f"this server does not load {field}s from there",
                 where=field,
@@ -342,10 +342,11 @@ class Policies:
 
 
 def open_policy(uri: str) -> AdapterFolder:
-    """Opens an adapter's folder, or the newest adapter of a run folder.
+    """Opens the adapter at an address.
 
     Raises:
         ModelError: there is none, or it is damaged.
+        UsageError: see `adapter_address`.
     """
     found = adapter_address(uri)
     if found is None and open_store(uri, writable=False).exists("config.json"):
@@ -357,7 +358,7 @@ def open_policy(uri: str) -> AdapterFolder:
         )
     if found is None:
         raise ModelError("there is no adapter, and no run folder with one", where=uri, fix="name an adapter's folder")
-    return open_adapter(found)
+    return open_adapter(uri)
 
 
 def config_of(folder: AdapterFolder) -> AdapterConfig:

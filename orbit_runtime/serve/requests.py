@@ -215,7 +215,7 @@ class UpdateBody(_Body):
     """One of the two."""
 
     adapter: str | None = None
-    """Folder of an adapter, or of a run, whose newest adapter is then used."""
+    """Folder of an adapter, or of a run: alone its best adapter, or else its newest, or with `@newest`, `@step-12`."""
     checkpoint: str | None = None
     """Folder of a whole model, which takes the base's place."""
     model: str | None = None

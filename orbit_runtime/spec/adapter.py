@@ -84,10 +84,10 @@ class Adapter(Block):
     engines fold into others."""
 
     init_from: Annotated[Uri | None, LAYOUT, Field(examples=["runs/sft"])] = None
-    """Adapter that the run starts from, with a fresh optimiser: a run folder, whose newest adapter is taken, or the
-    folder of one adapter (`…/adapters/policy-v40`, in PEFT's format). Its base and its own settings must match this
-    manifest. It may move on resume, because a run identifies it by digest. If unset, the first adapter changes nothing.
-    """
+    """Adapter that the run starts from, with a fresh optimiser: the folder of one (`…/adapters/policy-v40`, in PEFT's
+    format), or a run folder, of which the adapter is taken that did best in the run's evaluations, or else the newest
+    (`runs/sft@newest` and `runs/sft@step-40` name others). Its base and its own settings must match this manifest. It
+    may move on resume, because a run identifies it by digest. If unset, the first adapter changes nothing."""
     experts: Annotated[ExpertLayout, IDENTITY] = "Auto"
     """Adapters of routed experts: one for each expert (`PerExpert`), one for all experts of a layer (`Shared`), one
     matrix for the side that faces the hidden state and an inner one for each expert (`SharedOuter`), or none (`None`).

@@ -184,6 +184,20 @@ class Model(Block):
     rules = (uri_rule(("builtin", "file", "hf", "s3", "pvc")), MODEL_ON_HUB)
 
 
+class KeepBest(Block):
+    """Policies that are kept for what their evaluation found, besides the newest ones."""
+
+    evaluation: Annotated[
+        str | None, LATER_DISPLAY, Field(min_length=1, max_length=NAME_LENGTH, examples=["held-out"])
+    ] = None
+    """Name of the one of `evaluation.environments` that decides; if unset, the first."""
+    metric: Annotated[Literal["Mean", "PassAt"], LATER_DISPLAY] = "Mean"
+    """`Mean` is the mean reward of a prompt's samples, `PassAt` the share of prompts of which a sample passes."""
+    count: Annotated[int, LATER_DISPLAY, Field(ge=0, le=1000)] = 1
+    """Number of best policies to keep; of equal ones the earlier is better. Without `evaluation.everySteps` there are
+    none."""
+
+
 class Checkpoint(Block):
     """How much a killed run can lose, and how many checkpoints are kept."""
 
@@ -191,6 +205,8 @@ class Checkpoint(Block):
     """Number of steps between checkpoints; the last step always gets one."""
     keep: Annotated[int, DISPLAY, Field(ge=1, le=1_000_000)] = 3
     """Number of newest complete checkpoints to keep; older ones are deleted."""
+    keep_best: KeepBest = KeepBest()
+    """Best policies to keep."""
     resume_from: Annotated[
         str | None, IDENTITY, Field(min_length=1, max_length=1024, examples=["s3://bucket/runs/quickstart"])
     ] = None
@@ -371,6 +387,13 @@ class RunSpec(Block):
             "`spec.checkpoint.resumeFrom` brings an adapter already, with its optimizer",
             "remove one of them",
             server="remove it, or checkpoint.resumeFrom",
+        ),
+        Rule(
+            "checkpoint.keepBest.evaluation",
+            "!has(self.checkpoint.keepBest.evaluation)"
+            " || self.evaluation.environments.exists(o, o.name == self.checkpoint.keepBest.evaluation)",
+            "there is no evaluation `{self.checkpoint.keep_best.evaluation}` in `spec.evaluation.environments`",
+            "name one of those, or leave it out for the first",
         ),
         Rule(
             "placement.layout",

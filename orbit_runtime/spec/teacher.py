@@ -26,7 +26,7 @@ class Teacher(Block):
     the policy. `Lagged`: the policy some steps ago. These share the run's base; none is a second copy of it. `Served`:
     another model with the same tokenizer, behind `endpoints`; it takes `over: Sampled` or `over: TopK`."""
     uri: Annotated[Uri | None, LAYOUT, Field(examples=["runs/bigger/adapters/policy-v60"])] = None
-    """Folder of the adapter: PEFT's, or a run's `adapters/policy-v…`."""
+    """Folder of the adapter: PEFT's, or a run's `adapters/policy-v…`; or an address in a run, such as `runs/a@best`."""
     endpoints: Annotated[
         tuple[Server, ...], AsTuple, Field(max_length=16, examples=[[{"url": "http://teacher:30000"}]])
     ] = ()

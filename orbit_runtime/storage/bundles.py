@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -433,20 +433,25 @@ class Pruning:
     parts: tuple[str, ...]
 
 
-def prune_bundles(store: Store, prefix: str, keep: int, *, newest: str | None = None) -> Pruning:
+def prune_bundles(
+    store: Store, prefix: str, keep: int, *, newest: str | None = None, spared: Collection[str] = ()
+) -> Pruning:
     """Remove all but the newest `keep` complete bundles (0 keeps all), and parts of older unfinished ones.
 
     Args:
         newest: the bundle just written. Higher ones are left alone and not counted: after a fall-back, a corrupt
         checkpoint still has a higher number than the good ones, which must not be removed in its favour.
+        spared: further bundles to keep.
     """
-    choice = choose_pruning(store.list(prefix), keep, newest=newest)
+    choice = choose_pruning(store.list(prefix), keep, newest=newest, spared=spared)
     store.delete(choice.manifests)
     store.delete(choice.parts)
     return choice
 
 
-def choose_pruning(keys: Sequence[str], keep: int, *, newest: str | None = None) -> Pruning:
+def choose_pruning(
+    keys: Sequence[str], keep: int, *, newest: str | None = None, spared: Collection[str] = ()
+) -> Pruning:
     """The keys below a prefix to delete: never the newest complete bundle, nor anything above it. Pure."""
     bundles: dict[str, list[str]] = {}
     for key in keys:
@@ -458,7 +463,7 @@ def choose_pruning(keys: Sequence[str], keep: int, *, newest: str | None = None)
     complete = [folder for folder in order if f"{folder}/{MANIFEST}" in bundles[folder]]
     if not complete:
         return Pruning((), ())
-    kept = set(complete if keep == 0 else complete[: max(keep, 1)])
+    kept = {*spared, *(complete if keep == 0 else complete[: max(keep, 1)])}
     gone = [folder for folder in order[order.index(complete[0]) :] if folder not in kept]
     gone_keys = [key for folder in gone for key in bundles[folder]]
     return Pruning(

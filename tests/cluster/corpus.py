@@ -350,6 +350,21 @@ OTHERS = (
         manifest(algorithm="{type: SFT}", rollout="{engine: SGLang}", placement="{layout: Split, gpus: 8}"),
         ("spec.placement.layout",),
     ),
+    Case(
+        "the best by an evaluation that is not there",
+        manifest(
+            checkpoint="{keepBest: {evaluation: other}}",
+            evaluation="{everySteps: 2, environments: [{name: held-out, prompts: [{uri: held-out.jsonl}]}]}",
+        ),
+        ("spec.checkpoint.keepBest.evaluation",),
+    ),
+    Case(
+        "the best by an evaluation",
+        manifest(
+            checkpoint="{keepBest: {evaluation: held-out, metric: PassAt, count: 2}}",
+            evaluation="{everySteps: 2, environments: [{name: held-out, prompts: [{uri: held-out.jsonl}]}]}",
+        ),
+    ),
     Case("two adapters", manifest(adapter="{initFrom: a}", checkpoint="{resumeFrom: b}"), ("spec.adapter.initFrom",)),
     Case(
         "no stragglers", manifest(algorithm="{type: SFT}", rollout="{overSampling: 1}"), ("spec.rollout.overSampling",)

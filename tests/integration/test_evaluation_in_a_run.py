@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 
+from orbit_runtime.checkpoints.adapter_folder import adapter_address
 from orbit_runtime.cli.main import run_command
+from orbit_runtime.cli.run import format_result
 from orbit_runtime.evaluation.journal import read_samples
 from orbit_runtime.loop import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
+from orbit_runtime.observability.run_folder import find_best
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Store, open_store
 from tests.integration.killing import adapter_digests, small_manifest, timeless_rows
@@ -205,3 +208,68 @@ def test_an_evaluation_may_come_to_a_run_that_is_done(plain: Store, tmp_path: Pa
     assert only.endswith(f"step-{STEPS:06d}/summary.json")
     assert timeless_rows(store)[-1]["eval_addition_mean"] is not None
     assert adapter_digests(store) == adapter_digests(plain)
+
+
+FOLDER = "evaluation/step-000005"
+VALUES = (0.1, 0.9, 0.3, 0.5, 0.5, 0.4)
+"""Means of evaluations in their order; that of step 1 is the highest."""
+
+
+def peaking(made: dict[str, Any], out: Path) -> tuple[Store, list[str]]:
+    """Trains with a reward by which evaluations have `VALUES`; also returns what the evaluations asked."""
+    asked: list[str] = []
+
+    def correct(completion: str, prompt: Any, fields: Mapping[str, str]) -> float:
+        if "*" not in prompt[-1]["content"]:
+            return float(completion == fields["answer"])
+        asked.append(completion)
+        return VALUES[(len(asked) - 1) // PROMPTS]
+
+    return train(made, out, {"correct": correct}), asked
+
+
+def kept_versions(store: Store) -> set[str]:
+    return {key.split("/")[1] for key in store.list("adapters") if key.endswith("manifest.json")}
+
+
+def test_the_best_adapter_is_kept_however_old_and_is_what_the_run_stands_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = [{"name": "held-out", "prompts": [{"uri": "builtin://two-digit-multiplication"}]}]
+    made = manifest(everySteps=1, samples=1, environments=only)
+    made["spec"]["training"]["steps"], made["spec"]["checkpoint"]["keep"] = 5, 2
+    store, _ = peaking(made, tmp_path / "run")
+    assert kept_versions(store) == {"policy-v1", "policy-v3", "policy-v4", "policy-v5"}
+    assert adapter_address(store.uri) == adapter_address(f"{store.uri}@best")
+    assert adapter_address(store.uri) == (
+        f"{store.uri}/adapters/policy-v1", "the best of its run, held-out 0.900 at step 1"
+    )  # fmt: skip
+    facts = build_report(store).to_json()
+    assert facts["best"] == {"step": 1, "evaluation": "held-out", "value": pytest.approx(0.9)}
+    said = format_result("done", store.uri, facts)
+    assert "best 0.900 at step 1, last 0.500 lower" in said
+    assert f"best    {store.uri}/adapters/policy-v1" in said
+
+    capsys.readouterr()
+    assert run_command(["eval", f"{store.uri}@best", "--no-eval-base", "--out", str(tmp_path / "eval"), "--json"]) == 0
+    told = capsys.readouterr()
+    assert [each["subject"] for each in json.loads(told.out)["scores"]] == ["step-1"]
+    assert "adapters/policy-v1 is the best of its run, held-out 0.900 at step 1" in told.err
+    assert run_command(["inspect", f"{store.uri}@step-4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["policy_version"] == 4
+
+    # As if an execution that was killed had evaluated another adapter of step 5, and it did better than any.
+    found = summary(store, 5)
+    found["scores"][0]["average"]["mean"] = 1.0
+    for name, content in (("summary", found), ("evaluation", json.loads(store.get(f"{FOLDER}/evaluation.json")))):
+        text = json.dumps(content).replace(found["adapter_digest"], "tree:another")
+        (tmp_path / f"run/{FOLDER}/{name}.json").write_text(text)
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000005")
+    again, asked = peaking(made, tmp_path / "run")
+    assert len(asked) == PROMPTS, "of step 5 alone"
+    assert summary(again, 5)["adapter_digest"] != "tree:another"
+    assert kept_versions(again) == {"policy-v1", "policy-v3", "policy-v4", "policy-v5"}
+    assert find_best(again)[0].step == 1
+    made["spec"]["checkpoint"]["keepBest"] = {"count": 0}
+    made["spec"]["training"]["steps"] = 6
+    assert kept_versions(peaking(made, tmp_path / "run")[0]) == {"policy-v4", "policy-v5", "policy-v6"}

@@ -36,7 +36,7 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
     tiny = ["--model", "builtin://tiny-adder"]
     for version in (9, 10, 11):
         (tmp_path / "adapters" / f"policy-v{version}").mkdir(parents=True)
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text('{"resolved": {}}')
     for version in (9, 10):
         # An adapter exists once it has a manifest.
         (tmp_path / "adapters" / f"policy-v{version}" / "manifest.json").write_text("{}")
@@ -52,6 +52,9 @@ def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:
         (["chat", none, "--prompt", "1+1="], f"{none}: there is no such run folder or manifest"),
         (["chat", "--prompt", "1+1="], "name either a run or a model"),
         (["chat", here, "--step", "11"], f"{here}, --step: the run keeps no adapter of step 11; it keeps: 9, 10"),
+        (["serve", f"{here}@step-11"], f"{here}, @step-11: the run keeps no adapter of step 11; it keeps: 9, 10"),
+        (["chat", f"{here}@best"], f"{here}@best: no adapter that this run keeps was evaluated, so none is its best"),
+        (["serve", f"{none}@best"], f"{none}@best: there is no such run folder or manifest"),
         (["chat", f"{here}/empty", "--step", "3"], f"{here}/empty: this folder holds no adapter"),
         (["chat", here, "--adapter", none], f"{none}: there is no such adapter or run folder"),
     ]

@@ -199,6 +199,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         *(path for path in of("display") if path.startswith("evaluation.")),
         "checkpoint.everySteps",
         "checkpoint.keep",
+        *(path for path in of("display") if path.startswith("checkpoint.keepBest.")),
         "storage.uri",
         "storage.credentialsSecretName",
         "storage.serviceAccountName",

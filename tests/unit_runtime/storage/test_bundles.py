@@ -253,16 +253,19 @@ def test_bundles_are_ordered_by_number_not_by_letters() -> None:
 STEPS = st.dictionaries(st.integers(0, 40), st.booleans(), max_size=12)
 
 
-@given(steps=STEPS, keep=st.integers(0, 5), newest=st.none() | st.integers(0, 40))
-def test_pruning_never_takes_what_a_resume_needs(steps: dict[int, bool], keep: int, newest: int | None) -> None:
+@given(steps=STEPS, keep=st.integers(0, 5), newest=st.none() | st.integers(0, 40), spared=st.sets(st.integers(0, 40)))
+def test_pruning_never_takes_what_a_resume_needs(
+    steps: dict[int, bool], keep: int, newest: int | None, spared: set[int]
+) -> None:
     """`steps` says of each whether its manifest is there."""
     keys = [f"c/step-{step}/part" for step in steps]
     keys += [f"c/step-{step}/manifest.json" for step, complete in steps.items() if complete]
-    choice = choose_pruning(keys, keep, newest=None if newest is None else f"c/step-{newest}")
+    named = [f"c/step-{step}" for step in spared]
+    choice = choose_pruning(keys, keep, newest=None if newest is None else f"c/step-{newest}", spared=named)
     gone = {int(key.split("/")[1].removeprefix("step-")) for key in (*choice.manifests, *choice.parts)}
     counted = [step for step in steps if newest is None or step <= newest]
     complete = sorted((step for step in counted if steps[step]), reverse=True)
-    kept = complete if keep == 0 else complete[: max(1, keep)]
+    kept = [*(complete if keep == 0 else complete[: max(1, keep)]), *spared]
     assert gone.isdisjoint(kept)
     assert {step for step in complete if step not in kept} <= gone
     top = complete[0] if complete else -1
