@@ -7,17 +7,20 @@ from them. Does not belong here: which prompts there are.
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.data.scan import MAX_ROW
 from orbit_runtime.data.tiktoken_model import VOCABULARY, is_tiktoken, load_tiktoken
 from orbit_runtime.data.typescript import NotWritable, sorted_keys, write_tools
 from orbit_runtime.errors import DataError, ManifestError, ModelError, OrbitError
@@ -44,6 +47,8 @@ TOOLS_FIX = (
     "put a template that writes them into the model's folder as chat_template.jinja, or describe the tools in a "
     "message, in an environment of your own"
 )
+TEMPLATE_SECONDS = 10.0
+"""Most processor time that a chat template may take for one conversation; published ones take milliseconds."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", VOCABULARY, "vocab.json", "tokenizer_config.json")
 
 
@@ -101,6 +106,7 @@ class ChatTokenizer:
         eos_ids = _resolve_eos_ids(self._folder, self._tokenizer, self._rows)
         self._eos_ids = tuple(_unique([*eos_ids, *(special[end] for end in ends if end in special)]))
         self._template_arguments: dict[str, Any] = {}
+        self._runs_away: ModelError | None = None
         then = None if started is None else time.gmtime(started)
         self._clock = {} if then is None else {"strftime_now": lambda form: time.strftime(form, then)}
         self._texts: dict[int, str] = {}
@@ -268,9 +274,20 @@ class ChatTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of rendered text: the template already wrote the special tokens."""
-        if self._backend is not None:
-            return self._known(self._backend.encode(text, add_special_tokens=False).ids)
-        return self._known(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        with self._explained():
+            if self._backend is not None:
+                ids = self._backend.encode(text, add_special_tokens=False).ids
+            else:
+                ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._known(ids)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a tokenizer's patterns are by the model's author, and may not come to an end
+            fix = "use the tokenizer that the model was trained with"
+            raise ModelError(f"the tokenizer fails: {_summary(error)}", where=str(self._folder), fix=fix) from error
 
     def encode_raw(self, text: str) -> list[int]:
         """Ids of text that no template wrote, behind the token with which the tokenizer begins texts, if it has one."""
@@ -296,10 +313,12 @@ class ChatTokenizer:
         if len(texts) < 2:
             # A batch is handed to the backend's own threads, which for one text takes longer than the text.
             return [self.encode_text(text) for text in texts]
-        if self._backend is not None:
-            made = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [self._known(each.ids) for each in made]
-        return [self._known(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+        with self._explained():
+            if self._backend is not None:
+                made = [each.ids for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            else:
+                made = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return [self._known(ids) for ids in made]
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text with its special tokens."""
@@ -433,17 +452,30 @@ class ChatTokenizer:
         return self._apply(taken, tools, answer=answer)
 
     def _apply(self, messages: Messages, tools: Tools, *, answer: bool) -> str:
+        if self._runs_away is not None:
+            raise self._runs_away
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=answer,
-                    **self._declared(tools),
-                    **self._clock,
-                    **self._template_arguments,
+            with _TEMPLATES.limited():
+                text = str(
+                    self._tokenizer.apply_chat_template(
+                        messages,
+                        tokenize=False,
+                        add_generation_prompt=answer,
+                        **self._declared(tools),
+                        **self._clock,
+                        **self._template_arguments,
+                    )
                 )
+            if len(text) > MAX_ROW:
+                raise _RunsAwayError(f"more than {MAX_ROW >> 20} million characters")
+            return text
+        except _RunsAwayError as error:
+            self._runs_away = ModelError(
+                f"the chat template does not come to an end: {str(error) or f'{TEMPLATE_SECONDS:.0f} s'}",
+                where=str(self._folder),
+                fix="correct it",
             )
+            raise self._runs_away from None
         except Exception as error:  # templates are programs by the model's author and may raise anything
             raise ModelError(
                 f"the chat template refuses a prompt: {error}",
@@ -451,6 +483,59 @@ class ChatTokenizer:
                 fix="use the roles that the template knows, in the order it expects, and arguments that it takes "
                 f"({ARGUMENTS})",
             ) from error
+
+
+class _RunsAwayError(Exception):
+    """A chat template does not come to an end."""
+
+
+class _TemplateLimit:
+    """Ends what a thread does with a template, which may loop for ever, after `TEMPLATE_SECONDS` of its processor time:
+    raises there, from a thread that looks once a second."""
+
+    def __init__(self) -> None:
+        self._lock, self._begun = threading.Lock(), dict[int, float]()
+        self._watcher: threading.Thread | None = None
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        with self._lock:
+            self._begun[thread] = _seconds(thread)
+            if self._watcher is None or not self._watcher.is_alive():
+                self._watcher = threading.Thread(target=self._watch, name="orbit-templates", daemon=True)
+                self._watcher.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._begun.pop(thread, None) is None:
+                    # What was to be raised here may not have been yet.
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+
+    def _watch(self) -> None:
+        while self._look():
+            time.sleep(1.0)
+
+    def _look(self) -> bool:
+        with self._lock:
+            for thread, begun in [*self._begun.items()]:
+                if _seconds(thread) - begun > TEMPLATE_SECONDS:
+                    del self._begun[thread]
+                    raised = ctypes.py_object(_RunsAwayError)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+            self._watcher = self._watcher if self._begun else None
+            return self._watcher is not None
+
+
+def _seconds(thread: int) -> float:
+    """Processor time of a thread; where the system does not tell it, the time."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.monotonic()
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+_TEMPLATES = _TemplateLimit()
 
 
 def _is_written(message: Mapping[str, Any], text: str) -> bool:

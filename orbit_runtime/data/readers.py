@@ -150,7 +150,7 @@ def _listed_rows(file: IO[bytes], path: Path, where: str) -> IO[bytes] | None:
             fix="write one JSON object a line",
         )
     try:
-        rows = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        rows = _JSON.decode(raw.decode("utf-8-sig"))
         return io.BytesIO(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
@@ -163,7 +163,7 @@ def _listed_rows(file: IO[bytes], path: Path, where: str) -> IO[bytes] | None:
 def _scan_line(line: bytes, path: Path, scan: Scan, number: int, offset: int) -> None:
     at = f"line {number}"
     try:
-        row = json.loads(line.decode().rstrip("\r\n"), parse_constant=_refuse_constant)
+        row = _JSON.decode(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         scan.refuse(
             f"{at}: not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})",
@@ -268,25 +268,55 @@ def _read_parquet(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batche
 
 
 def _read_arrow(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batches:
-    """An Arrow file or stream (`datasets` writes streams). Both are memory-mapped, and decoded on reading."""
+    """An Arrow file or stream (`datasets` writes streams), each batch decoded on reading. Never memory-mapped: a file
+    that becomes shorter meanwhile would end the process by a signal."""
     with _arrow(where, "Arrow"):
         import pyarrow
 
-        source = pyarrow.memory_map(str(path))
-        if file.read(6) == b"ARROW1":
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        source = pyarrow.PythonFile(file, "r")
+        if is_file:
             reader = pyarrow.ipc.open_file(source)
-            load, counts = reader.get_batch, [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)]
+            load, number = reader.get_batch, reader.num_record_batches
         else:
-            batches = [*pyarrow.ipc.open_stream(source)]
-            load, counts = batches.__getitem__, [batch.num_rows for batch in batches]
-        pieces = (
-            batch.slice(start, DECODED_ROWS)
-            for batch in map(load, range(len(counts)))
-            for start in range(0, batch.num_rows, DECODED_ROWS)
-        )
-        _scan_batches(pieces, scan)
+            load, number = _stream_batches(source)
+
+        def checked(index: int) -> Any:
+            batch = load(index)
+            # Offsets in a damaged file may point anywhere in memory.
+            batch.validate(full=True)
+            return batch
+
+        counts: list[int] = []
+
+        def pieces() -> Iterator[Any]:
+            for batch in map(checked, range(number)):
+                counts.append(batch.num_rows)
+                yield from (batch.slice(start, DECODED_ROWS) for start in range(0, batch.num_rows, DECODED_ROWS))
+
+        _scan_batches(pieces(), scan)
     scan.check(where, TABLE_FIX)
-    return Batches(_loading(load, where, "Arrow"), counts, scan.longest, UnchangedFile(file, where))
+    return Batches(_loading(checked, where, "Arrow"), counts, scan.longest, UnchangedFile(file, where))
+
+
+def _stream_batches(source: Any) -> tuple[Callable[[int], Any], int]:
+    """What reads a batch of an Arrow stream by its number, and how many there are."""
+    import pyarrow
+
+    stream = pyarrow.ipc.open_stream(source)
+    places, batches = [source.tell()], []
+    # A dictionary stands between batches, so that none of these can be read alone.
+    is_kept = any(pyarrow.types.is_dictionary(field.type) for field in stream.schema)
+    for batch in stream:
+        places.append(source.tell())
+        batches += [batch] * is_kept
+
+    def load(index: int) -> Any:
+        source.seek(places[index])
+        return pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(source), stream.schema)
+
+    return (batches.__getitem__ if is_kept else load), len(places) - 1
 
 
 def _scan_batches(batches: Iterator[Any], scan: Scan) -> None:
@@ -324,8 +354,8 @@ def _arrow(where: str, kind: str) -> Iterator[None]:
         ) from None
     try:
         yield
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        message = f"not {kind} that can be read: {str(error).splitlines()[0]}"
+    except (pyarrow.ArrowException, ArithmeticError, LookupError, OSError, SystemError, TypeError, ValueError) as error:
+        message = f"not {kind} that can be read: {(str(error) or type(error).__name__).splitlines()[0]}"
         raise DataError(message, where=where, fix="fetch it, or write it, again: it is damaged or cut off") from None
 
 
@@ -376,6 +406,18 @@ class _Pieces(io.RawIOBase):
 
 def _refuse_constant(constant: str) -> float:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice in one object")
+    return row
+
+
+# Made once: `json.loads` with arguments would make one for each line.
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_twice)
 
 
 def _excerpt(line: bytes) -> str:

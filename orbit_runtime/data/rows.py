@@ -18,6 +18,7 @@ from orbit_runtime.data.readers import COMPRESSED, SUFFIXES, Format, format_of, 
 from orbit_runtime.data.scan import Columns, Scan
 from orbit_runtime.data.stores import RowStore, Shards
 from orbit_runtime.errors import DataError
+from orbit_runtime.model_info.settings import open_regular
 
 BUILTIN = {
     name: f"{name}.jsonl"
@@ -97,7 +98,7 @@ def open_rows(source: PromptSource, counted: int | None = None, *, prompts: bool
 
 def _open_file(path: Path, where: str, field: str | None, asked: Format, scan: Scan) -> tuple[RowStore, str]:
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         raise DataError(
             f"the prompts file does not exist{'' if str(path) == where else f': {path.absolute()}'}",

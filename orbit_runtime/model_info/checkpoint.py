@@ -9,7 +9,6 @@ counted by their headers.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from orbit_runtime.model_info.families import FAMILIES, describe
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
 from orbit_runtime.model_info.module_tree import MISMATCH, describe_tensors, split_targets
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, quantisation_method
+from orbit_runtime.model_info.settings import load_settings
 from orbit_runtime.model_info.weights import ENDINGS, EXPERT, STORED, ModelFacts, StoredWeight, Weight
 
 LEGACY_QUANTISATION = "hf_quant_config.json"
@@ -62,7 +62,7 @@ def folder_headers(folder: Path) -> Headers:
     config = _read_config(folder / "config.json")
     legacy = folder / LEGACY_QUANTISATION
     if legacy.is_file() and not config.get("quantization_config"):
-        config = {**config, "quantization_config": from_legacy_modelopt(parse_object(legacy.read_bytes(), str(legacy)))}
+        config = {**config, "quantization_config": from_legacy_modelopt(load_settings(legacy))}
     return Headers(str(folder), config, tensors)
 
 
@@ -77,21 +77,11 @@ def headers_facts(headers: Headers, name: str) -> ModelFacts:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        return parse_object(path.read_bytes(), str(path))
+        return load_settings(path)
     except OSError as error:
         raise ModelError(
             f"the configuration cannot be read: {error.strerror}", where=str(path), fix="download the model again"
         ) from None
-
-
-def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise ModelError(f"not JSON: {error}", where=where, fix="download the model again") from None
-    if not isinstance(value, dict):
-        raise ModelError("not a JSON object", where=where, fix="download the model again")
-    return value
 
 
 def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name: str, source: str) -> ModelFacts:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.model_info.settings import load_settings
+from orbit_runtime.model_info.settings import load_settings, open_regular
 
 BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
-    "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64, "F6_E2M3": 6,
+    "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format itself."""
@@ -62,9 +64,9 @@ def parse_header(data: bytes | memoryview, *, size: int, where: str) -> TensorHe
         raise _broken(where, f"the header claims {length} bytes, the file has {size}")
     try:
         entries = json.loads(bytes(data[8:data_start]), object_pairs_hook=_without_duplicates)
-        metadata = entries.pop("__metadata__", {})
+        metadata = dict(entries.pop("__metadata__", {}))
         tensors = {name: _tensor_info(entry) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _broken(where, f"the header does not parse: {error}") from None
     _check_layout(tensors, size - data_start, where)
     return TensorHeader(tensors, metadata, data_start)
@@ -73,8 +75,8 @@ def parse_header(data: bytes | memoryview, *, size: int, where: str) -> TensorHe
 def read_header(path: Path) -> TensorHeader:
     """The header of one file, checked against the file's actual size. Reads only the header's bytes."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = min(int.from_bytes(start, "little"), size, MAX_HEADER_BYTES)
             data = start + file.read(length)
@@ -118,7 +120,7 @@ def _is_stale(index: Path) -> bool:
     Raises:
         ModelError: they are there too, so that programs disagree about which model this is.
     """
-    names = set((load_settings(index).get("weight_map") or {}).values())
+    names = set(read_weight_map(load_settings(index), str(index)).values())
     if names and "model.safetensors" not in names and any((index.parent / name).is_file() for name in names):
         raise ModelError(
             f"the folder holds model.safetensors and, by its index, {len(names)} other files: transformers reads the "
@@ -149,12 +151,24 @@ def with_known_names[F](tensors: Mapping[str, tuple[F, TensorInfo]]) -> dict[str
     }
 
 
+def read_weight_map(index: Mapping[str, Any], where: str, fix: str = "download the model again") -> dict[str, str]:
+    """Tensor → file, from a checkpoint's index.
+
+    Raises:
+        ModelError: it is not there, or names a file outside of the checkpoint's folder.
+    """
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError("the index has no weight_map", where=where, fix=fix)
+    for name in weight_map.values():
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ModelError(f"the index names {name!r}, which is outside of the model's folder", where=where, fix=fix)
+    return weight_map
+
+
 def _read_shards(folder: Path, index: Path) -> dict[str, tuple[Path, TensorInfo]]:
-    try:
-        weight_map: dict[str, str] = load_settings(index)["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (KeyError, TypeError, AttributeError):
-        raise ModelError("the index has no weight_map", where=str(index), fix="download the model again") from None
+    weight_map = read_weight_map(load_settings(index), str(index))
+    files = sorted(set(weight_map.values()))
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise ModelError(
@@ -187,9 +201,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _tensor_info(entry: Mapping[str, Any]) -> TensorInfo:
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    if not all(isinstance(number, int) and number >= 0 for number in (start, end, *shape)):
+    if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
         raise ValueError("shapes and offsets must be whole numbers")
-    if entry["dtype"] in BITS and math.prod(shape) * BITS[entry["dtype"]] != (end - start) * 8:
+    if entry["dtype"] not in BITS:
+        raise ValueError(f"there is no dtype {str(entry['dtype'])[:20]!r}")
+    if math.prod(shape) * BITS[entry["dtype"]] != (end - start) * 8:
         raise ValueError(f"{entry['dtype']} {list(shape)} does not fill bytes {start} to {end}")
     return TensorInfo(str(entry["dtype"]), shape, start, end)
 

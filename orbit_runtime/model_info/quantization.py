@@ -75,12 +75,24 @@ def parse_quantization(
     where = f"{where}: quantization_config"
     if not isinstance(block, Mapping):
         raise _unknown(f"is a {type(block).__name__}", where)
+    try:
+        found = _parse(config, block, tensors or {}, where)
+        for pattern in (*found.ignore, *found.targets, *(each for _, targets in found.exceptions for each in targets)):
+            re.compile(pattern.removeprefix("re:"))
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+        raise _unknown(f"a value or a pattern in it is broken: {error}", where) from None
+    return found
+
+
+def _parse(
+    config: Mapping[str, Any], block: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str
+) -> QuantFormat:
     method = block.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed_tensors(block, tensors or {}, where)
+        return _compressed_tensors(block, tensors, where)
     if method == "fp8":
         expert_dtype = config.get("expert_dtype") or block.get("expert_dtype")
-        return _fp8(block, expert_dtype, tensors or {}, where)
+        return _fp8(block, expert_dtype, tensors, where)
     if method == "mxfp4":
         experts = (r"re:.*\.experts\.(gate_up_proj|down_proj)$",)
         return QuantFormat("MXFP4", 32, _like_transformers(block), experts, "MXFP4GptOss")

@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Protocol
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.model_info.checkpoint import LEGACY_QUANTISATION, Headers, headers_facts, parse_object
-from orbit_runtime.model_info.headers import MAX_HEADER_BYTES, TensorInfo, parse_header, with_known_names
+from orbit_runtime.model_info.checkpoint import LEGACY_QUANTISATION, Headers, headers_facts
+from orbit_runtime.model_info.headers import (
+    MAX_HEADER_BYTES,
+    TensorInfo,
+    parse_header,
+    read_weight_map,
+    with_known_names,
+)
 from orbit_runtime.model_info.quantization import from_legacy_modelopt
+from orbit_runtime.model_info.settings import parse_settings
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.storage import NotFound
 
@@ -46,9 +53,9 @@ def store_headers(store: ModelFiles, *, first_read: int = FIRST_READ) -> Headers
                 fix="upload the model again",
             )
         tensors |= {each: (name, info) for each, info in found.items() if not weight_map or each in listed}
-    config = parse_object(store.get("config.json"), f"{store.uri}/config.json")
+    config = parse_settings(store.get("config.json"), f"{store.uri}/config.json")
     if not config.get("quantization_config") and store.exists(LEGACY_QUANTISATION):
-        legacy = parse_object(store.get(LEGACY_QUANTISATION), f"{store.uri}/{LEGACY_QUANTISATION}")
+        legacy = parse_settings(store.get(LEGACY_QUANTISATION), f"{store.uri}/{LEGACY_QUANTISATION}")
         config = {**config, "quantization_config": from_legacy_modelopt(legacy)}
     return Headers(store.uri, config, with_known_names(tensors))
 
@@ -61,7 +68,7 @@ def store_facts(store: ModelFiles, *, first_read: int = FIRST_READ) -> ModelFact
 def _weight_map(store: ModelFiles) -> dict[str, str]:
     """Tensor → file, from the index; empty if there is only one file."""
     try:
-        index = parse_object(store.get("model.safetensors.index.json"), f"{store.uri}/model.safetensors.index.json")
+        index = parse_settings(store.get("model.safetensors.index.json"), f"{store.uri}/model.safetensors.index.json")
     except NotFound:
         if not store.exists("model.safetensors"):
             raise ModelError(
@@ -70,10 +77,7 @@ def _weight_map(store: ModelFiles) -> dict[str, str]:
                 fix="name a Hugging Face model folder with safetensors weights",
             ) from None
         return {}
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
-        raise ModelError("the index does not parse", where=store.uri, fix="upload the model again")
-    return weight_map
+    return read_weight_map(index, store.uri, "upload the model again")
 
 
 def _read_header(store: ModelFiles, name: str, first_read: int) -> Mapping[str, TensorInfo]:

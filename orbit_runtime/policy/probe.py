@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from orbit_runtime.adapters.layer import Selection
-from orbit_runtime.errors import OrbitError, UnsupportedError
+from orbit_runtime.errors import ModelError, OrbitError, UnsupportedError
 from orbit_runtime.policy.attention import (
     IMPLEMENTATION,
     PACKED,
@@ -77,6 +77,7 @@ def check_rope(config: PretrainedConfig, longest: int, where: str) -> None:
         longest: maximum length of a sequence.
 
     Raises:
+        ModelError: the model has no rotary angles.
         UnsupportedError: the model's rotary angles depend on the longest sequence of a pass.
     """
     found: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -89,6 +90,8 @@ def check_rope(config: PretrainedConfig, longest: int, where: str) -> None:
                 where=where,
                 fix="choose a model whose rope_type is default, linear, llama3, yarn or longrope",
             )
+        if isinstance(base := rope.get("rope_theta"), int | float) and base <= 0:
+            raise ModelError(f"rope_theta is {base}: rotary angles need more than 0", where=where, fix="correct it")
         limit = rope.get("original_max_position_embeddings")
         if kind == "longrope" and limit is not None and longest > limit:
             raise UnsupportedError(

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
+from orbit_runtime.quant.checks import DAMAGED
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 """Tensors that are not used: values that the model computes itself, and static scales of caches and, weight-only, of
@@ -45,10 +46,19 @@ class CheckpointReader:
                 f"the checkpoint holds no tensor {name}", where=str(self.folder), fix="download the model again"
             )
         path, info = self.tensors[name]
-        if self._open is None or self._open[0] != path:
-            self._open = (path, safe_open(str(path), framework="pt", device="cpu"))
+        try:
+            if self._open is None or self._open[0] != path:
+                self._open = (path, safe_open(str(path), framework="pt", device="cpu"))
+            values: torch.Tensor = self._open[1].get_tensor(info.stored_as or name).to(self._device)
+        except SafetensorError as error:
+            raise ModelError(f"{name} cannot be read: {error}", where=str(path), fix=DAMAGED) from None
         self._unused.discard(name)
-        return self._open[1].get_tensor(info.stored_as or name).to(self._device)
+        # Scales are checked by their formats. A sum takes one pass and no memory; finite values whose sum is too large
+        # are looked at one by one.
+        is_plain = values.is_floating_point() and values.element_size() > 1 and "scale" not in name
+        if is_plain and not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):
+            raise ModelError(f"{name} is not finite: it holds NaN or infinite values", where=str(path), fix=DAMAGED)
+        return values
 
     def check_all_used(self, left_out: Sequence[str] = ()) -> None:
         """`left_out`: regular expressions for names outside the language model, matched from the start."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -236,6 +237,26 @@ def test_the_date_in_a_template_is_that_of_the_runs_first_start(templated: Calla
     dated = "{{ strftime_now('%Y-%m-%d %H:%M') }} {{ messages[0].content }}"
     assert templated(dated, started=0.0).render([USER]) == "1970-01-01 00:00 hi"
     assert not templated(dated).render([USER]).startswith("1970")
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}", "10 s"),
+        ("{{ 'a' * 200000000 }}{{ messages }}", "more than 128 million characters"),
+    ],
+    ids=["loops", "size"],
+)
+def test_a_template_that_does_not_come_to_an_end_is_ended(
+    templated: Callable[..., ChatTokenizer], template: str, told: str
+) -> None:
+    tokenizer = templated(template)
+    started = time.thread_time()
+    for _ in range(2):
+        with pytest.raises(ModelError, match=f"the chat template does not come to an end: {told}"):
+            tokenizer.render([USER])
+    assert time.thread_time() - started < 20, "the second time it is known"
+    assert templated(PLAIN, level="").render([USER]) == "user: hi", "others go on"
 
 
 def change(folder: Path, **fields: Any) -> None:

@@ -184,7 +184,19 @@ ROWS: dict[str, Row] = {
         "INT4", config(lambda held: held.pop("quantization_config")), ("leaves", "in BF16")
     ),
     "a weight that is not finite": Row(
-        "BF16", put(f"{M}.weight", one(float("nan"))), (f"{M}.weight", "not finite"), ("convert",)
+        "BF16", put(f"{M}.weight", one(float("nan"))), (f"{M}.weight", "not finite"), VALUES
+    ),
+    "a norm that is not finite": Row(
+        "INT4", put("model.norm.weight", one(float("inf"))), ("model.norm.weight", "not finite"), ("run",)
+    ),
+    "a setting that is not finite": Row(
+        "BF16", config(lambda held: held.update(rms_norm_eps=float("nan"))), ("config.json", "rms_norm_eps is nan")
+    ),
+    "rotary angles of nothing": Row(
+        "BF16",
+        config(lambda held: held.update(rope_theta=0.0, rope_parameters={"rope_type": "default", "rope_theta": 0.0})),
+        ("config.json", "rope_theta is 0.0"),
+        ("run",),
     ),
     "weights of another model": Row(
         "BF16", config(lambda held: held.update(intermediate_size=192)), ("192",), ("run", "inspect")

@@ -47,6 +47,63 @@ CHAT = [
 ]
 
 
+def write_dictionary(path: Path, rows: Sequence[Any]) -> None:
+    table = pyarrow.Table.from_pylist([*rows])
+    coded = table.set_column(1, "answer", table["answer"].dictionary_encode())
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, coded.schema) as stream:
+        stream.write_table(coded, max_chunksize=30)
+
+
+@pytest.mark.parametrize("suffix", ["", ".dictionary"])
+def test_arrow_that_becomes_shorter_while_it_is_read_is_an_error_and_no_signal(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}.arrow"
+    (write_dictionary if suffix else write_stream)(path, ROWS)
+    source = rows.open_rows(PromptSource(str(path)))
+    assert [source.store.read(number) for number in (99, 0, 50)] == [ROWS[99], ROWS[0], ROWS[50]]
+    large = tmp_path / "large.arrow"
+    write_stream(large, [{"prompt": "x" * 1000, "answer": str(index)} for index in range(20000)])
+    store = rows.open_rows(PromptSource(str(large))).store
+    store.read(0)
+    os.truncate(large, 5000)
+    with pytest.raises(DataError, match="the file was changed while the run reads from it"):
+        store.read(19999)
+
+
+def test_arrow_with_offsets_outside_of_its_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.arrow"
+    write_stream(path, ROWS)
+    data = bytearray(path.read_bytes())
+    last = data.index(sum(len(each["prompt"].encode()) for each in ROWS[:10]).to_bytes(4, "little"))
+    data[last : last + 4] = (2**31 - 2).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="not Arrow that can be read"):
+        rows.open_rows(PromptSource(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.jsonl", '{"prompt": "1"}\n{"prompt": "2", "answer": "3", "answer": "4"}\n', "line 2: .*'answer' is there"),
+        ("a.jsonl", '{"prompt": "2", "more": [{"b": 1, "b": 1}]}\n', "line 1: .*'b' is there twice"),
+        ("a.json", '[{"prompt": "2", "prompt": "3"}]', "'prompt' is there twice in one object"),
+    ],
+)
+def test_a_name_that_is_twice_in_a_row_is_refused(tmp_path: Path, name: str, text: str, told: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=told) as caught:
+        rows.open_rows(PromptSource(str(tmp_path / name)))
+    assert caught.value.exit_code == 65
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_and_a_link_to_itself_are_named_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to("link.jsonl")
+    for name, told in (("pipe.jsonl", "a pipe or a device"), ("link.jsonl", "Too many levels of symbolic links")):
+        with pytest.raises(DataError, match=told):
+            rows.open_rows(PromptSource(str(tmp_path / name)))
+
+
 def jsonl(rows: Sequence[Any]) -> bytes:
     return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 

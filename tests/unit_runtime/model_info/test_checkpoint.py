@@ -161,6 +161,11 @@ def test_the_shipped_models_are_understood() -> None:
     assert packed.num_bytes() < plain.num_bytes()
 
 
+def point_to(folder: Path, file: object) -> None:
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+
+
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     write_model(tmp_path, SMALL["qwen3_moe"], {})
     config = {**SMALL["qwen3_moe"], "num_hidden_layers": 3}
@@ -183,6 +188,17 @@ def test_tensors_that_the_family_does_not_know_are_counted_and_named(tmp_path: P
     [
         (lambda f: (f / "config.json").write_text("{"), "not JSON"),
         (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
+        (lambda f: (f / "config.json").write_text('{"a": ' * 100000), "nested too deeply"),
+        (lambda f: (f / "config.json").write_text('{"a": ' + "1" * 5000 + "}"), "a number of thousands of digits"),
+        (lambda f: (f / "config.json").write_text('{"a": {"rms_norm_eps": NaN}}'), "rms_norm_eps is nan, not a finite"),
+        (lambda f: (f / "config.json").write_text('{"a": [1e999]}'), r"a\[0\] is inf"),
+        (
+            lambda f: (f / "config.json").write_text('{"num_hidden_layers": 10000000}'),
+            "is 10,000,000; no model has more",
+        ),
+        (lambda f: point_to(f, 3), "the index has no weight_map"),
+        (lambda f: point_to(f, "../other.safetensors"), "outside of the model's folder"),
+        (lambda f: point_to(f, "/tmp/other.safetensors"), "outside of the model's folder"),
         (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda f: (f / "model.safetensors").write_bytes(b"12"), "too few"),
     ],

@@ -56,6 +56,10 @@ def test_a_file_written_by_safetensors_is_read(tmp_path: Path) -> None:
         (file_of({"a": entry("BF16", [-2, -3], 0, 12)}, bytes(12)), "whole numbers"),
         (file_of({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 2, 6)}, bytes(6)), "do not follow"),
         (file_of({"a": {"dtype": "U8"}}), "does not parse"),
+        (file_of({"a": entry("U7", [4], 0, 4)}, bytes(4)), "there is no dtype 'U7'"),
+        (file_of({"a": entry("U8", [4, True], 0, 4)}, bytes(4)), "whole numbers"),
+        (file_of({"__metadata__": 5}), "does not parse"),
+        ((600000).to_bytes(8, "little") + b'{"a":' * 120000, "does not parse"),
         ((19).to_bytes(8, "little") + b'{"a": 1, "a": 2}   ', "occurs twice"),
     ],
 )

@@ -68,6 +68,8 @@ def test_a_whole_row_may_be_one_group() -> None:
         ({"config_groups": {}}, "0 config groups"),
         ({"config_groups": {"a": {}, "b": {}}}, "num_bits is not given"),
         ({"transform_config": {"config_groups": {}}}, "transform_config"),
+        ({"ignore": ["re:["]}, "a value or a pattern in it is broken: unterminated character set"),
+        ({"ignore": 5}, "a value or a pattern in it is broken"),
     ],
 )
 def test_other_formats_are_named(changes: dict[str, Any], named: str) -> None:
