@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics
-from orbit_runtime.observability.origins import LOOPBACK, foreign
 from orbit_runtime.observability.status import LiveStatus
+from orbit_runtime.workers.port_guard import LOOPBACK, Guard, foreign
 
 if TYPE_CHECKING:
     import uvicorn
@@ -145,17 +145,15 @@ def start_server(
     address = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
     fix = f"{_FIX}; {BIND_VARIABLE} must be an address of this machine"
     listener = listen(address, port, "spec.observability.metricsPort", fix)
-    return serve_app(build_app(status, metrics, live), listener, address, fix)
+    app: Any = build_app(status, metrics, live)
+    return serve_app(Guard(app, token=None) if address in LOOPBACK else app, listener, address, fix)
 
 
 def serve_app(app: Any, listener: socket.socket, address: str, fix: str) -> HTTPServer:
     """Serves an ASGI application in a daemon thread. Raises OutputError if it does not start."""
-    import uvicorn
+    from orbit_runtime.workers.http_server import build_server
 
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", workers=1, server_header=False
-    )
-    server = uvicorn.Server(config)
+    server = build_server(app, lifespan="off")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="orbit-http", daemon=True)
     thread.start()
     deadline = time.monotonic() + _START_SECONDS

@@ -22,8 +22,7 @@ from orbit_runtime.planner.support.sampling import Kind
 from orbit_runtime.serve.answers import LAST_EVENT, ResponseForm, SentText, event
 from orbit_runtime.serve.channel import Choice
 from orbit_runtime.serve.engine_client import EngineClient, ServedRequest
-from orbit_runtime.serve.errors import APIError, from_orbit
-from orbit_runtime.serve.guard import Guard
+from orbit_runtime.serve.errors import from_orbit
 from orbit_runtime.serve.metrics import ServeMetrics
 from orbit_runtime.serve.names import POLICY, ServedModel
 from orbit_runtime.serve.requests import (
@@ -37,6 +36,7 @@ from orbit_runtime.serve.requests import (
     choice_key,
     parse_body,
 )
+from orbit_runtime.workers.port_guard import APIError, Guard
 
 LONG_BODY = 1 << 15
 """Body size in bytes above which prompts are tokenised outside the event loop."""
@@ -64,13 +64,13 @@ def build_app(
     """
     metrics.watch(lambda: engine.under_way)
     routes = Routes(engine, tokenizer, vocabulary, limits, metrics, kind)
+    paths = frozenset(path for path, _ in routes.table)
     return Guard(
         routes,
-        metrics,
         token=token,
         body_bytes=limits.body_bytes,
         read_seconds=limits.read_seconds,
-        routes=[path for path, _ in routes.table],
+        answered=lambda path, *told: metrics.answered(path if path in paths else "other", *told),
     )
 
 
@@ -102,8 +102,9 @@ class Routes:
             ("/metrics", "GET"): self.metrics,
         }
 
-    async def __call__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        path, method = scope["path"], scope["method"]
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The guard around it passes each body on whole."""
+        path, method, body = scope["path"], scope["method"], (await receive())["body"]
         try:
             if (route := self.table.get((path, method))) is not None:
                 await route(body, receive, send)

@@ -21,6 +21,7 @@ from orbit_runtime.serve.app import build_app
 from orbit_runtime.serve.channel import Line, Ready, Setup, Stop
 from orbit_runtime.serve.engine_client import EngineClient
 from orbit_runtime.serve.metrics import ServeMetrics
+from orbit_runtime.workers.http_server import PEER_CONNECTIONS, build_server
 
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048
@@ -39,8 +40,6 @@ class Front:
         self._line = Line(self._hear, lambda: os._exit(0))
 
     async def serve(self, connection: socket.socket) -> None:
-        import uvicorn
-
         await asyncio.get_running_loop().create_connection(lambda: self._line, sock=connection)
         setup = await self._setup
         try:
@@ -63,20 +62,14 @@ class Front:
         )
         tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.chat)
         app = build_app(engine, tokenizer, setup.vocabulary, setup.limits, metrics, setup.token, setup.kind)
-        config = uvicorn.Config(
+        server = self._server = build_server(
             app,
-            http="httptools",
-            log_config=None,
-            access_log=False,
+            most=max(PEER_CONNECTIONS, 2 * setup.limits.concurrent),
             lifespan="off",
-            ws="none",
             proxy_headers=False,
-            workers=1,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            server_header=False,
         )
-        server = self._server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.002)

@@ -30,9 +30,10 @@ from orbit_runtime.serve.channel import (
     Stop,
     Submit,
 )
-from orbit_runtime.serve.errors import APIError, from_orbit
+from orbit_runtime.serve.errors import from_orbit
 from orbit_runtime.serve.policies import Policies
 from orbit_runtime.types import Request
+from orbit_runtime.workers.port_guard import APIError
 
 
 class Sampler:

@@ -40,10 +40,9 @@ from orbit_runtime.errors import (
     is_out_of_memory,
 )
 from orbit_runtime.observability.server import LISTEN_FIX, HTTPServer, listen, serve_app
-from orbit_runtime.serve.guard import Guard
-from orbit_runtime.serve.metrics import ServeMetrics
 from orbit_runtime.services.frames import Frame, chunks, frame, num_bytes, unpack
 from orbit_runtime.workers.child.heartbeat import silent_seconds
+from orbit_runtime.workers.port_guard import Guard
 
 WAIT_SECONDS = 20.0
 """Longest wait for a result before the client must ask again."""
@@ -142,10 +141,10 @@ class Host:
 
     # --- the thread of HTTP ---
 
-    async def __call__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: bytes | Frame
         try:
-            status, answer = await self._answer(scope, body)
+            status, answer = await self._answer(scope, (await receive())["body"])
         except _Refused as refused:
             status, answer = refused.status, json.dumps(refused.error.to_json()).encode()
         except LOST as error:
@@ -254,13 +253,5 @@ def start_host(host: Host, address: str, port: int, token: str | None, *, body_b
     Raises:
         OutputError: the port is taken, or the address is not one of this machine's.
     """
-    guard = Guard(
-        host,
-        ServeMetrics(),
-        token=token,
-        body_bytes=body_bytes,
-        read_seconds=READ_SECONDS,
-        routes=("/health", "/facts", "/open", "/close"),
-        takes_json=False,
-    )
+    guard = Guard(host, token=token, body_bytes=body_bytes, read_seconds=READ_SECONDS, takes_json=False)
     return serve_app(guard, listen(address, port, "--listen", LISTEN_FIX), address, LISTEN_FIX)

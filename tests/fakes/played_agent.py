@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import uvicorn
-
+from orbit_runtime.workers.http_server import build_server
 from orbit_runtime.workers.servers import agent as server_agent
 
 if __name__ == "__main__":
@@ -18,4 +17,4 @@ if __name__ == "__main__":
     token, folder = sys.argv[3:5]
     made = server_agent.Agent(Path(folder), token, lambda arguments: [sys.executable, engine, *arguments])
     app = server_agent.build_app(made, token)
-    uvicorn.run(app, host=server_agent.HOST, port=int(sys.argv[1]), log_config=None)
+    build_server(app, host=server_agent.HOST, port=int(sys.argv[1])).run()

@@ -10,7 +10,6 @@ token. It can be reached only from within the pod.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,7 +18,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Annotated
 
-from fastapi import Depends, FastAPI, Header, HTTPException
+from fastapi import FastAPI, HTTPException
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,6 +27,8 @@ from orbit_runtime.errors import OutputError, UnsupportedError, UsageError
 from orbit_runtime.spec.engine_arguments import ALLOWED
 from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE, shared_token
+from orbit_runtime.workers.http_server import build_server
+from orbit_runtime.workers.port_guard import Guard
 from orbit_runtime.workers.servers import protocol
 from orbit_runtime.workers.servers.process import VERSION_VARIABLE, ServerProcess, launch_command, launch_environment
 from orbit_runtime.workers.system import ask_driver
@@ -175,21 +176,14 @@ def build_app(agent: Agent, token: str) -> FastAPI:
 
     All servers end with the app. Every request needs the token.
     """
-    wanted = f"Bearer {token}".encode()
-
-    def check(authorization: Annotated[str, Header()] = "") -> None:
-        if not secrets.compare_digest(authorization.encode(), wanted):
-            raise HTTPException(401, "this is not the run's token")
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
         await run_in_threadpool(agent.end)
 
-    app = FastAPI(
-        title="orbit agent", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan,
-        dependencies=[Depends(check)],
-    )  # fmt: skip
+    app = FastAPI(title="orbit agent", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_middleware(Guard, token=token)
 
     @app.put("/servers/{name}")
     def _start(name: Name, order: ServerOrder) -> State:
@@ -251,8 +245,6 @@ def run_agent(port: int) -> None:
         OutputError: the port is taken, or the run's token cannot be shared.
         UsageError: the path of the token is not set.
     """
-    import uvicorn
-
     named = os.environ.get(TOKEN_VARIABLE)
     if not named:
         raise UsageError(
@@ -263,9 +255,8 @@ def run_agent(port: int) -> None:
     token = shared_token(Path(named))
     with TemporaryDirectory(prefix="orbit-agent-") as folder:
         app = build_app(Agent(Path(folder), token), token)
-        config = uvicorn.Config(app, host=HOST, port=port, log_config=None, access_log=False, workers=1)
         try:
-            uvicorn.Server(config).run()
+            build_server(app, host=HOST, port=port).run()
         except SystemExit:
             # uvicorn exits this way if it cannot listen.
             raise OutputError(

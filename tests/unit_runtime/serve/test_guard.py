@@ -9,21 +9,20 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from orbit_runtime.serve.guard import Guard
-from orbit_runtime.serve.metrics import ServeMetrics
 from orbit_runtime.services.frames import pack
 from orbit_runtime.services.host import CALL, SESSION, Host, start_host
+from orbit_runtime.workers.port_guard import Guard
 
 HERE = "http://127.0.0.1:8000"
 
 
-async def answers(scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+async def answers(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": (await receive())["body"]})
 
 
 def asked(method: str, headers: dict[str, str], *, path: str = "/update_weights", token: str | None = None) -> int:
-    guard = Guard(answers, ServeMetrics(), token=token, body_bytes=100, read_seconds=5.0, routes=())
+    guard = Guard(answers, token=token, body_bytes=100, read_seconds=5.0)
 
     async def ask() -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url=HERE) as client:
