@@ -38,6 +38,12 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File with the token for clients. [ORBIT_SERVE_TOKEN]")
     ] = None,
+    update_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File with the token that alone may change weights. [ORBIT_SERVE_UPDATE_TOKEN]"
+        ),
+    ] = None,
     updates_from: Annotated[
         list[str] | None,
         typer.Option(metavar="FOLDER", help="/update_weights may load weights below this folder. Repeatable."),
@@ -60,9 +66,10 @@ def serve(
         taken. OrbitError: model or adapters cannot be served.
     """
     from orbit_runtime.api.checks import check_can_train
-    from orbit_runtime.workers.child.run_token import SERVE_VARIABLE
+    from orbit_runtime.workers.child.run_token import SERVE_VARIABLE, UPDATE_VARIABLE
 
     host, port, token = read_door(listen, token_file, SERVE_VARIABLE)
+    update_token = read_token(update_token_file, os.environ, UPDATE_VARIABLE)
     limits = read_limits(limit or [])
     adapters = dict(_named(each) for each in adapter or [])
     check_named(source, model, list(adapters.values()))
@@ -81,7 +88,7 @@ def serve(
         stop.on_request = stopped.set
         asked = ServeRequest(source, model, folder, adapters, tuple(updates_from or ()), engine)
         with closing(open_models(asked, limits, to_stderr)) as opened:
-            serving = start_serving(opened, host, port, token)
+            serving = start_serving(opened, host, port, token, update_token)
             names = [each.name for each in opened.policies.all()]
             if as_json:
                 print_json({"url": serving.url, "models": names})

@@ -24,7 +24,7 @@ from orbit_runtime.serve.channel import Choice
 from orbit_runtime.serve.engine_client import EngineClient, ServedRequest
 from orbit_runtime.serve.errors import from_orbit
 from orbit_runtime.serve.metrics import ServeMetrics
-from orbit_runtime.serve.names import POLICY, ServedModel
+from orbit_runtime.serve.names import NEW_NAME, POLICY, ServedModel, address_fault
 from orbit_runtime.serve.requests import (
     ChatBody,
     CompletionBody,
@@ -43,6 +43,7 @@ LONG_BODY = 1 << 15
 DEFAULT_TOKENS = 16
 """Default of `/v1/completions`, as at OpenAI; a chat completion may use all remaining tokens."""
 MODEL_PREFIX = "/v1/models/"
+UPDATE_PATHS = ("/update_weights", "/reload_weights")
 JSON = (b"content-type", b"application/json")
 
 Route = Callable[[bytes, Receive, Send], Awaitable[None]]
@@ -56,11 +57,13 @@ def build_app(
     metrics: ServeMetrics,
     token: str | None,
     kind: Kind = "Torch",
+    update_token: str | None = None,
 ) -> ASGIApp:
     """
     Args:
         token: token that clients must send; None for none.
         kind: engine kind, which decides the supported sampling settings.
+        update_token: token that alone may change weights; None if `token` may too.
     """
     metrics.watch(lambda: engine.under_way)
     routes = Routes(engine, tokenizer, vocabulary, limits, metrics, kind)
@@ -68,6 +71,7 @@ def build_app(
     return Guard(
         routes,
         token=token,
+        path_tokens={} if update_token is None else dict.fromkeys(UPDATE_PATHS, update_token),
         body_bytes=limits.body_bytes,
         read_seconds=limits.read_seconds,
         answered=lambda path, *told: metrics.answered(path if path in paths else "other", *told),
@@ -116,6 +120,8 @@ class Routes:
             await _say(send, error)
         except OrbitError as error:
             await _say(send, from_orbit(error))
+        except RecursionError:
+            await _say(send, APIError(400, "the body is nested too deeply"))
         except Exception as error:
             await _say(send, APIError(500, "a bug in Orbit", code=type(error).__name__))
             raise
@@ -147,10 +153,13 @@ class Routes:
             message = f"a whole model takes the place of the base, {self._engine.base!r}: leave `model` out"
             raise APIError(400, message, param="model")
         is_whole = asked.checkpoint is not None
-        if not (asked.adapter or asked.checkpoint or "").strip():
+        if fault := address_fault(asked.adapter or asked.checkpoint or ""):
             self._metrics.updated("refused")
-            raise APIError(422, "the address is empty", param="checkpoint" if is_whole else "adapter")
+            raise APIError(422, fault, param="checkpoint" if is_whole else "adapter")
         name = self._engine.base if is_whole else asked.model or self._engine.default_name(POLICY)
+        if self._engine.find(name) is None and not NEW_NAME.fullmatch(name):
+            message = "a new name has up to 4 parts of up to 64 letters, digits and ` _.:@+-`, such as team/sums:v2"
+            raise APIError(400, message, param="model")
         try:
             said = await self._engine.change(name, adapter=asked.adapter, checkpoint=asked.checkpoint)
         except APIError as error:

@@ -61,7 +61,9 @@ class Front:
             self._line.send, setup.models, setup.base, concurrent=setup.limits.concurrent, ended=metrics.ended
         )
         tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.chat)
-        app = build_app(engine, tokenizer, setup.vocabulary, setup.limits, metrics, setup.token, setup.kind)
+        app = build_app(
+            engine, tokenizer, setup.vocabulary, setup.limits, metrics, setup.token, setup.kind, setup.update_token
+        )
         server = self._server = build_server(
             app,
             most=max(PEER_CONNECTIONS, 2 * setup.limits.concurrent),

@@ -4,6 +4,7 @@ no more of a model, and commands check their arguments before they import torch.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,10 @@ from orbit_runtime.errors import UsageError
 
 POLICY = "policy"
 """The model name of an adapter without a name."""
+NEW_NAME = re.compile(r"\w[\w .:@+-]{0,63}(/\w[\w .:@+-]{0,63}){0,3}")
+"""Names that a request may add. Example: `team/sums:v2`"""
+PATH_BYTES, PART_BYTES = 4095, 255
+"""Most bytes of a path, and of each of its parts."""
 
 
 def check_one_source(source: str | None, model: str | None) -> None:
@@ -20,6 +25,21 @@ def check_one_source(source: str | None, model: str | None) -> None:
             "name either a run or a model",
             fix="name a run folder, a manifest's file, or --model with --adapter; `orbit ls` lists runs",
         )
+
+
+def address_fault(place: str) -> str:
+    """Why no weights can be at an address, as far as its text tells; empty if they can."""
+    path = place.removeprefix("file://")
+    if not place.strip():
+        return "the address is empty"
+    if "\0" in path:
+        return "the address contains a NUL"
+    if re.match("~[^/]", path):
+        return f"the address names the folder of a user, {path.partition('/')[0][:64]}: write its path"
+    longest = max(len(part.encode()) for part in path.split("/"))
+    if len(path.encode()) > PATH_BYTES or (longest > PART_BYTES and "://" not in path):
+        return f"the address has more than {PATH_BYTES} bytes, or a part of it more than {PART_BYTES}"
+    return ""
 
 
 @dataclass(frozen=True)

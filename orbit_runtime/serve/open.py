@@ -159,7 +159,8 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
             name, source.place, tokenizer, held.config, weights, held.vocabulary, held.compute_dtype, held.policy,
             held.most_adapters, held.replacing,
         )  # fmt: skip
-        policies = Policies(base, held.engine, source.updates_from)
+        most = max(source.limits.models, 1 + len(source.adapters))
+        policies = Policies(base, held.engine, source.updates_from, most=most)
         for adapter, where in source.adapters.items():
             served, proof = policies.load(adapter, where)
             why = f" ({served.chosen})" if served.chosen else ""

@@ -83,14 +83,19 @@ class Base:
 class Policies:
     """The models of one server. Every method may be called from any thread."""
 
-    def __init__(self, base: Base, engine: Engine, sources: Sequence[str]) -> None:
-        """Args: sources: folders and addresses from which adapters may be loaded at run time."""
+    def __init__(self, base: Base, engine: Engine, sources: Sequence[str], *, most: int = 64) -> None:
+        """
+        Args:
+            sources: folders and addresses from which adapters may be loaded at run time.
+            most: maximum number of names.
+        """
         self.base = base
         """The model that answers now."""
         self._first = replace(base, policy=None)
         """The model that the server started with."""
         self._engine = engine
         self._sources = tuple(sources)
+        self._most = most
         self._lock = threading.Lock()
         """Held while a request gets its slot, and while a name changes."""
         self._updating = threading.Lock()
@@ -123,7 +128,7 @@ class Policies:
         folder = open_policy(uri)
         with self._updating:
             adapter = self._adapter(folder)
-            self._check_room()
+            self._check_room(name)
             self._loads += 1
             # A name that every engine accepts, also in a URL and as a folder name.
             slot = f"{re.sub('[^A-Za-z0-9_.]', '_', name)[:64]}-{self._loads}"
@@ -246,8 +251,13 @@ class Policies:
                 self._retired.append(before.slot)
         self.sweep()
 
-    def _check_room(self) -> None:
-        """Raises ModelError if the engine is full, because it would drop an adapter by itself."""
+    def _check_room(self, name: str) -> None:
+        """Raises ModelError if there are too many names, or the engine is full: it would drop an adapter by itself."""
+        if name not in self._served and len(self._served) >= self._most:
+            raise ModelError(
+                f"{len(self._served)} models are served, and at most {self._most} may be",
+                fix="give one of their names this adapter, or start the server with a larger --limit models",
+            )
         most, held = self.base.most_adapters, len(self._engine.adapters())
         if most is not None and held >= most:
             raise ModelError(
@@ -429,5 +439,9 @@ def _is_within(uri: str, source: str) -> bool:
         return ".." not in uri.split("/") and f"{uri.rstrip('/')}/".startswith(f"{source.rstrip('/')}/")
     if "://" in uri and not uri.startswith("file://"):
         return False
-    inner, outer = (Path(each.removeprefix("file://")).expanduser().resolve() for each in (uri, source))
+    try:
+        inner, outer = (Path(each.removeprefix("file://")).expanduser().resolve() for each in (uri, source))
+    except (OSError, RuntimeError, ValueError):
+        # Links that lead to each other, or a home that is not known.
+        return False
     return inner.is_relative_to(outer)

@@ -62,6 +62,8 @@ class ServeLimits:
     """Time limit for one completion, which then ends as it is, as `length`."""
     read_seconds: float = 30.0
     """Time limit for receiving a request's body."""
+    models: int = 64
+    """Maximum names that are served, unless more are served from the start."""
     drain_seconds: float = 30.0
     """Time limit for requests in flight once the server is asked to stop."""
 
@@ -297,7 +299,7 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         what = "parts of a content" if isinstance(made["content"], list) else "a content"
         raise APIError(400, f"messages[{index}]: {what} must be text", param="messages")
     calls = made.get("tool_calls")
-    if isinstance(calls, list) and not all(map(_is_call, calls)):
+    if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
         what = f"messages[{index}]: a tool call is a function with a name, and arguments as a JSON string"
         raise APIError(400, what, param="messages")
     return made

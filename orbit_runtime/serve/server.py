@@ -56,8 +56,14 @@ class RunningServer:
         self._sampler.close()
 
 
-def start_serving(opened: ServedModels, host: str, port: int, token: str | None) -> RunningServer:
+def start_serving(
+    opened: ServedModels, host: str, port: int, token: str | None, update_token: str | None = None
+) -> RunningServer:
     """
+    Args:
+        token: token that clients must send; None for none.
+        update_token: token that alone may change weights; None if `token` may too.
+
     Raises:
         OutputError: the port is taken, or the address is not one of this machine's.
     """
@@ -75,7 +81,7 @@ def start_serving(opened: ServedModels, host: str, port: int, token: str | None)
         theirs.close()
     setup = Setup(
         str(opened.folder), policies.base.vocabulary, limits, token, host, port, tuple(policies.all()),
-        policies.base.name, opened.kind, opened.chat,
+        policies.base.name, opened.kind, opened.chat, update_token,
     )  # fmt: skip
     sampler = Sampler(opened.engine, policies, seconds=limits.seconds)
     try:

@@ -470,3 +470,98 @@ def _first_document(process: subprocess.Popen[str]) -> str:
             continue
         return text
     raise AssertionError(f"it ended: {process.communicate()[1]}")
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["run/\0", "~nobody-here/x", "file://~nobody-here/x", "x" * 300, "ab/" * 2000, "s3://bucket/\0"],
+    ids=["NUL", "user", "user of a file", "part", "path", "NUL of a store"],
+)
+@pytest.mark.parametrize("field", ["adapter", "checkpoint"])
+def test_an_address_at_which_nothing_can_be_is_422_at_once(raw: httpx.Client, field: str, place: str) -> None:
+    before = raw.get("/v1/models").json()
+    answer = raw.post("/update_weights", json={field: place}, timeout=10)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, field), answer.text
+    assert raw.get("/v1/models").json() == before
+    assert raw.get("/health").status_code == 200
+
+
+def test_a_link_to_itself_is_no_failure_of_the_engine(raw: httpx.Client, trained: Path) -> None:
+    link = trained / "loop"
+    link.symlink_to(link)
+    assert raw.post("/update_weights", json={"adapter": str(link)}, timeout=10).status_code in (403, 422)
+    link.unlink()
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/../b", "x\x1b[2J", "", "/a", "a//b", "x" * 65, "a/b/c/d/e", "ü\u202e"])
+def test_a_new_name_is_one_that_can_be_shown(raw: httpx.Client, trained: Path, name: str) -> None:
+    before = raw.get("/v1/models").json()
+    asked = {"adapter": str(trained / "adapters" / "policy-v1"), "model": name or " "}
+    answer = raw.post("/update_weights", json=asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model"), answer.text
+    assert raw.get("/v1/models").json() == before
+
+
+CALLS = [
+    "abc", {"a": 1}, ["f"], [{"function": {"name": "f"}}], [{"function": {"name": "f", "arguments": "{"}}],
+    [{"function": {"name": "f", "arguments": "[1]"}}], [{"function": {"name": "f", "arguments": [{}]}}],
+    [{"function": {"name": "f", "arguments": 1}}], [{"function": {"name": ["f"], "arguments": "{}"}}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", CALLS, ids=json.dumps)
+def test_calls_that_are_none_are_400(raw: httpx.Client, calls: object) -> None:
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "tool_calls": calls}]
+    answer = raw.post("/v1/chat/completions", json={"model": "policy", "messages": messages, "max_tokens": 1})
+    assert answer.status_code == 400, answer.text
+
+
+def test_arguments_of_any_depth_are_no_bug_of_orbit(raw: httpx.Client) -> None:
+    for depth in range(880, 1000, 4):
+        arguments = '{"a":' * depth + "1" + "}" * depth
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "user", "content": "1"}, {"role": "assistant", "tool_calls": [call]}]
+        answer = raw.post("/v1/chat/completions", json={"model": "policy", "messages": messages, "max_tokens": 1})
+        assert answer.status_code == 400, (depth, answer.text)
+
+
+def test_names_and_rights_are_bounded(trained: Path) -> None:
+    """No more names than the limit, and only one of the two tokens changes them."""
+    opened = open_models(ServeRequest(str(trained)), ServeLimits(models=3), lambda _: None)
+    serving = start_serving(opened, "127.0.0.1", 0, TOKEN, "the-other")
+    asked = {"adapter": str(trained / "adapters" / "policy-v1"), "model": "team/sums:v2"}
+    try:
+        with (
+            httpx.Client(base_url=serving.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client,
+            httpx.Client(base_url=serving.url, headers={"Authorization": "Bearer the-other"}, timeout=60) as owner,
+        ):
+            sampled = {"model": "policy", "prompt": "1+1=", "max_tokens": 1}
+            assert client.post("/v1/completions", json=sampled).status_code == 200
+            for path in ("/update_weights", "/reload_weights"):
+                assert client.post(path, json=asked).status_code == 403
+                assert httpx.post(f"{serving.url}{path}", json=asked).status_code == 401
+            assert owner.post("/v1/completions", json=sampled).status_code == 200
+            assert owner.post("/update_weights", json=asked).status_code == 200
+            # Even a name that stands for the base again is one.
+            assert owner.post("/reload_weights", json={"model": "team/sums:v2"}).status_code == 200
+            refused = owner.post("/update_weights", json={**asked, "model": "another"})
+            assert refused.status_code == 422
+            assert "at most 3" in refused.json()["error"]["message"]
+            assert owner.post("/update_weights", json=asked).status_code == 200
+            assert len(owner.get("/v1/models").json()["data"]) == 3
+    finally:
+        serving.close()
+        opened.close()
+
+
+def test_weights_need_their_token_where_sampling_needs_none(trained: Path) -> None:
+    opened = open_models(ServeRequest(model="builtin://tiny-adder"), ServeLimits(), lambda _: None)
+    serving = start_serving(opened, "127.0.0.1", 0, None, "the-other")
+    try:
+        assert httpx.get(f"{serving.url}/v1/models").status_code == 200
+        assert httpx.post(f"{serving.url}/reload_weights").status_code == 401
+        told = {"Authorization": "Bearer the-other"}
+        assert httpx.post(f"{serving.url}/reload_weights", headers=told).status_code == 200
+    finally:
+        serving.close()
+        opened.close()

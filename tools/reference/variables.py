@@ -26,6 +26,8 @@ VARIABLES: tuple[Variable, ...] = (
              "everything that reads or writes a run folder"),
     Variable("ORBIT_SERVE_TOKEN", "", "Token that clients must present, without `--token-file`; if unset, the "
              "server listens on the loopback interface only.", "orbit serve"),
+    Variable("ORBIT_SERVE_UPDATE_TOKEN", "", "Token that alone may change weights, without `--update-token-file`; if "
+             "unset, clients that may sample may change them.", "orbit serve"),
     Variable("ORBIT_SERVICE_TOKEN", "", "Token that orchestrator, trainer and inference share, without "
              "`--token-file`; `orbit rl` creates one for its children.",
              "orbit orchestrator, orbit trainer, orbit inference"),

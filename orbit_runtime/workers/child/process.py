@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.workers.child.run_token import SERVE_VARIABLE, SERVICE_VARIABLE
+from orbit_runtime.workers.child.run_token import SERVE_VARIABLE, SERVICE_VARIABLE, UPDATE_VARIABLE
 
 if TYPE_CHECKING:
     # A reward worker, which reads by blocking, starts without it.
@@ -58,9 +58,10 @@ def child_environment() -> dict[str, str]:
     """The environment of a process that runs a user's code: the parent's without the tokens of its ports, with Orbit
     importable and without a thread pool in every worker."""
     inherited = os.environ.get("PYTHONPATH")
+    tokens = (SERVE_VARIABLE, SERVICE_VARIABLE, UPDATE_VARIABLE)
     return {
         "OMP_NUM_THREADS": "1",
-        **{name: value for name, value in os.environ.items() if name not in (SERVE_VARIABLE, SERVICE_VARIABLE)},
+        **{name: value for name, value in os.environ.items() if name not in tokens},
         "PYTHONPATH": os.pathsep.join([*([inherited] if inherited else []), PACKAGE_ROOT]),
     }
 

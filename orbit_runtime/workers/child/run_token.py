@@ -18,6 +18,8 @@ PIPE_VARIABLE = "ORBIT_SGLANG_TOKEN_FD"
 """Descriptor from which a server reads its token."""
 SERVE_VARIABLE, SERVICE_VARIABLE = "ORBIT_SERVE_TOKEN", "ORBIT_SERVICE_TOKEN"
 """Tokens that the clients of `orbit serve`, and the three processes of a run, present."""
+UPDATE_VARIABLE = "ORBIT_SERVE_UPDATE_TOKEN"
+"""Token of those clients of `orbit serve` that may change its weights."""
 
 
 def new_token() -> str:

@@ -57,7 +57,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "check of an entry point": {"own group": False, "own session": False},
     "server": {"streams": ["device", "file", "file"], "hands on": ["pipe"]},
 }
-TOKENS = ("ORBIT_SERVE_TOKEN", "ORBIT_SERVICE_TOKEN")
+TOKENS = ("ORBIT_SERVE_TOKEN", "ORBIT_SERVE_UPDATE_TOKEN", "ORBIT_SERVICE_TOKEN")
 USERS_ENVIRONMENT = {"OMP_NUM_THREADS": "1", **dict.fromkeys(TOKENS)}
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "server": {"HF_HUB_OFFLINE": "1", "ORBIT_SGLANG_PARENT": str(os.getpid()), "OWN": "1"},
