@@ -110,9 +110,9 @@ def test_it_installs_with_the_rights_of_one_namespace(helm: str) -> None:
 def test_the_lease_is_the_only_one_it_may_change(helm: str) -> None:
     objects = render(helm, {})
     lease = pick(objects, "Lease")["metadata"]["name"]
-    (rule,) = pick(objects, "Role", "orbit-operator-lease")["rules"]
-    assert rule["resourceNames"] == [lease]
-    assert "create" not in rule["verbs"]
+    made, rule = pick(objects, "Role", "orbit-operator-lease")["rules"]
+    assert (made["resources"], made["verbs"]) == (["leases"], ["create"]), "RBAC limits this to no name"
+    assert (rule["resourceNames"], rule["verbs"]) == ([lease], ["get", "update"])
 
 
 def test_the_operator_takes_only_from_those_who_may_scrape_it(helm: str) -> None:
