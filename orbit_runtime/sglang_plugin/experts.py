@@ -92,6 +92,10 @@ def _turn_tokens(
     if tokens_TK.shape[-1] > width:
         turned_TK = torch.cat([turned_TK, tokens_TK[..., width:]], -1)
     # DeepSeek's blocks quantise once for routed and shared experts (`quantised`): those bytes are of unrotated tokens.
+    # If they come from another stream, CUDA's graphs are captured only where this one waits for it.
+    ready = getattr(quantised, "ready", None)
+    if ready is not None:
+        ready.wait()
     return (layer, turned_TK, routes, None), {}
 
 

@@ -132,14 +132,20 @@ def call(runner: Any, batch: Any, name: str, x: Any) -> Any:
 
 
 def sent(layer: Any, x: Any) -> Any:
-    """The tokens as the experts' kernel gets them. Some blocks bring them quantised as well, which must be dropped."""
+    """The tokens as the experts' kernel gets them. Some blocks bring them quantised as well, from a stream of
+    their own, which must be dropped and waited for."""
+    from types import SimpleNamespace
+
     import torch
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     rows = len(x)
     routes = StandardTopKOutput(torch.ones(rows, 1), torch.zeros(rows, 1, dtype=torch.int32), torch.zeros(rows, 8))
-    dispatched = layer._dispatch_with_pre_quant(x, routes, (x, x))
+    waited: list[str] = []
+    quantised = SimpleNamespace(x_q=x, x_sf=x, ready=SimpleNamespace(wait=lambda: waited.append("event")))
+    dispatched = layer._dispatch_with_pre_quant(x, routes, quantised)
     assert dispatched.hidden_states_pre_quant is None
+    assert waited == ["event"]
     return dispatched.hidden_states
 
 

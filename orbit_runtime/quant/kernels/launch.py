@@ -2,8 +2,8 @@
 
 Belongs here: everything between a Python call and a kernel. Does not belong here: kernels, which path runs (`choice`).
 
-Tile sizes are measured once per process, then cached. Every candidate sums in the same order, so a different choice in
-another process should not change results; not run on hardware.
+Tile sizes are measured once per process, then cached. Every candidate of a kernel sums in the same order by the same
+kind of matrix instruction, so a different choice in another process should not change results; not run on hardware.
 
 Legend: `T` tokens, `E` experts, weight `[N, K]`.
 """
@@ -132,14 +132,16 @@ FORWARD_TILES = (
 """Columns are a power of two of at least 64, so that a tile holds whole groups of 16, 32 and 64, or lies inside a group
 of 128; rows stay at 128, the side of an FP8 block. Not tried on hardware."""
 GRADIENT_TILES = (
-    Tiles(16, 64, 64, 4, 4),
     Tiles(64, 64, 64, 4, 4),
     Tiles(64, 64, 128, 4, 4),
     Tiles(128, 64, 64, 4, 3),
     Tiles(128, 64, 128, 8, 4),
     Tiles(256, 64, 128, 8, 3),
 )
-"""Tiles for the gradient. A fourth stage would make 128 x 64 x 64 spill 8 bytes for FP8 blocks on capability 10.0."""
+"""Tiles for the gradient. Those of fewer than 64 tokens would be multiplied by another instruction, whose sums may
+differ in the last bits. A fourth stage would make 128 x 64 x 64 spill 8 bytes for FP8 blocks on capability 10.0; FP8
+with one scale per tensor spills 8 bytes in it all the same, and 24 in the forward 64 x 128 x 64; on 9.0,
+INT4Asymmetric with 128 experts spills 8 in the forward 256 x 128 x 64."""
 DEQUANTIZE_BLOCK = WeightTile(16, 512)
 DEQUANTIZE_FP8_BLOCK = WeightTile(64, 128)
 """Inside one block of 128 x 128, so that a program reads only one scale."""

@@ -1,7 +1,8 @@
 """Fused kernels: x times a packed weight, and the gradient of x; the dense weight exists only in registers.
 
 `forward_kernel` is `x @ W.T`, `input_gradient_kernel` is `dy @ W`: BF16 products, one fp32 accumulator per element, and
-a reduction that is not split and runs upwards, so the tile size should not change the order of the sum.
+a reduction that is not split and runs upwards, so the tile size should not change the order of the sum. Nor does it
+change the kind of matrix instruction that adds: `launch` has no tile for which a device would use another.
 
 The forward pass computes `W @ x.T`: a Hopper MMA can take its left operand from registers, where the dequantised tile
 already is. For the gradient the tile goes through shared memory, because its reduction runs along the rows of W.

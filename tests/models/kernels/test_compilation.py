@@ -22,11 +22,11 @@ LAYOUTS = ("INT4", "INT4Asymmetric", "FP8", "FP8Block", "NVFP4", "MXFP4")
 KERNELS = {"dequantize_kernel", "forward_kernel", "input_gradient_kernel"}
 
 
-def compiled(capability: int, *layouts: str) -> list[dict[str, Any]]:
+def compiled(capability: int, *layouts: str, timeout: float = 600) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, str(PROGRAM), str(capability), *layouts]
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=timeout)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return [json.loads(line) for line in finished.stdout.splitlines()]
 
@@ -56,3 +56,27 @@ def test_all_kernels_compile_without_spilling_and_multiply_with_the_devices_matr
         assert each["stack"] == 0, f"registers spilled: {each}"
         assert each["shared"] <= SHARED_BYTES, each
         assert each["mma"], each
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("capability", "kinds"),
+    [
+        (90, ["MXFP4"]), (100, ["MXFP4"]),
+        *(pytest.param(capability, [], marks=pytest.mark.long) for capability in (80, 89, 90, 100, 103, 120)),
+    ],
+)  # fmt: skip
+def test_every_tile_compiles_fits_and_adds_by_its_kernels_one_instruction(capability: int, kinds: list[str]) -> None:
+    """Which tile is the fastest may differ from one process to the next, and must change no sum. Cards with less shared
+    memory than the tiles were chosen for pass over the large ones: the smallest fits everywhere."""
+    kernels: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in compiled(capability, *kinds, "--tiles", timeout=7000):
+        names = ("kind", "group", "scales", "experts", "kernel")
+        kernels.setdefault(tuple(str(each[name]) for name in names), []).append(each)
+    assert len(kernels) >= 4
+    for key, tiles in kernels.items():
+        assert not [each for each in tiles if "error" in each], key
+        assert len({tuple(each["mma"]) for each in tiles}) == 1, key
+        assert tiles[0]["fits"], key
+        assert capability not in (90, 100, 103) or all(each["fits"] for each in tiles), key
