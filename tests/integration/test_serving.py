@@ -517,7 +517,8 @@ def test_calls_that_are_none_are_400(raw: httpx.Client, calls: object) -> None:
 
 
 def test_arguments_of_any_depth_are_no_bug_of_orbit(raw: httpx.Client) -> None:
-    for depth in range(880, 1000, 4):
+    """Of a few depths, just below what the library reads, it cannot write them again."""
+    for depth in (900, *range(1480, 1502)):
         arguments = '{"a":' * depth + "1" + "}" * depth
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         messages = [{"role": "user", "content": "1"}, {"role": "assistant", "tool_calls": [call]}]
