@@ -39,7 +39,7 @@ from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
 from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.modules import fuse_norms
+from orbit_runtime.policy.modules import fuse_norms, skip_indexers
 from orbit_runtime.policy.probe import cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
@@ -308,6 +308,7 @@ def _build(folder: Path, raw: dict[str, Any], config: PretrainedConfig, attentio
         if getattr(module, "rope_type", None) == "longrope":
             # No sequence needs the long factors, and transformers would write the short ones anew at every pass.
             module.rope_type = "default"  # type: ignore[assignment]
+    skip_indexers(model)
     return model
 
 

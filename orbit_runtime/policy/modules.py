@@ -1,8 +1,11 @@
-"""Frozen modules that are not linears: the embedding, and norms in one kernel."""
+"""Frozen modules that are not linears: the embedding, norms in one kernel, and what chooses keys."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,3 +62,31 @@ def fuse_norms(model: nn.Module) -> int:
             setattr(model.get_submodule(parent), child, fused)
             replaced += 1
     return replaced
+
+
+INDEXER_ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask"]
+
+
+def skip_indexers(model: nn.Module) -> None:
+    """What chooses the keys that a query sees (DeepSeek-V3.2, GLM-5) computes nothing where it would choose all."""
+    for module in model.modules():
+        if list(inspect.signature(module.forward).parameters)[: len(INDEXER_ARGUMENTS)] == INDEXER_ARGUMENTS:
+            module.forward = partial(_choose_keys, module.forward, module.index_topk)
+
+
+def _choose_keys(
+    choose: Callable[..., torch.Tensor],
+    count: int,
+    hidden_states: torch.Tensor,
+    q_resid: torch.Tensor,
+    position_embeddings: Any,
+    attention_mask: torch.Tensor,
+    *others: Any,
+    past_key_values: Any = None,
+) -> torch.Tensor:
+    """Indices of the chosen keys, `count` at most. `past_key_values`: a cache that is to get keys to choose from."""
+    keys = attention_mask.shape[-1]
+    if keys <= count and past_key_values is None:
+        return torch.arange(keys, dtype=torch.int32, device=hidden_states.device).expand(*hidden_states.shape[:2], -1)
+    given = (hidden_states, q_resid, position_embeddings, attention_mask, *others)
+    return choose(*given, past_key_values=past_key_values)

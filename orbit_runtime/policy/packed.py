@@ -14,7 +14,7 @@ with routed experts, `C` experts that a token goes to.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,8 @@ from orbit_runtime.types import TOKENS
 
 BUCKET_RATIO = 1.5
 """Rows of one attention call differ in length at most by this factor, so padding wastes at most a third of it."""
+OWN_RATIO = 1.25
+"""The same for sequences in rows of their own: all of a layer computes their padding, not only attention."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,21 @@ def _buckets(rows: list[Row]) -> list[list[Row]]:
         else:
             groups.append([row])
     return groups
+
+
+def own_buckets(rows: Sequence[Row], device: torch.device) -> Iterator[Bucket]:
+    """Rows that are computed with their prefixes, by the length of both, longest first."""
+    groups: list[list[Row]] = []
+    for row in sorted(rows, key=_whole_length, reverse=True):
+        if groups and _whole_length(groups[-1][0]) <= max(_whole_length(row) * OWN_RATIO, _whole_length(row) + 4):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return (_build_bucket(group, device) for group in groups)
+
+
+def _whole_length(row: Row) -> int:
+    return row.prefix_length + row.length
 
 
 def _seen(row: Row) -> int:

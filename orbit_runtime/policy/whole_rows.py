@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 )
 
 from orbit_runtime.adapters.layer import Selection
-from orbit_runtime.policy.packed import PackedBatch, gather_rows
+from orbit_runtime.policy.packed import PackedBatch, gather_rows, own_buckets
 
 
 class Decoder(Protocol):
@@ -55,16 +55,23 @@ class OwnRows:
     """Whether each sequence has a pass of its own."""
 
     def hidden(self, decoder: Decoder, selection: Selection) -> Tensor:
-        pieces = []
-        # The buckets already list the tokens that every row sees, in order.
-        for bucket in self.batch.buckets:
-            token_BS, first_B = self.batch.token_ids_T[bucket.key_BS], bucket.query_BQ[:, 0]
+        """A shared prefix is read from the first row that has it."""
+        batch = self.batch
+        shared = {row.prefix_first for row in batch.rows if row.prefix_length}
+        rows = [row for row in batch.rows if row.prefix_length or row.first not in shared]
+        pieces, tokens = [], []
+        for bucket in own_buckets(rows, batch.token_ids_T.device):
             lengths = (bucket.prefix_length_B + bucket.length_B).tolist() if self.is_single else None
-            hidden_BSN = _by_slot(decoder, token_BS, first_B, selection, lengths)
-            rows, positions = hidden_BSN.shape[:2]
-            first_B1 = torch.arange(rows, device=hidden_BSN.device)[:, None] * positions
-            pieces.append(gather_rows(hidden_BSN.flatten(0, 1), (first_B1 + bucket.position_BQ).flatten()))
-        return gather_rows(torch.cat(pieces), self.batch.unsort_T)
+            first_B = bucket.query_BQ[:, 0]
+            pieces.append(
+                _by_slot(decoder, batch.token_ids_T[bucket.key_BS], first_B, selection, lengths).flatten(0, 1)
+            )
+            tokens.append(bucket.key_BS.flatten())
+        token_P = torch.cat(tokens)
+        # Padding repeats a row's last token, after it.
+        source_T = torch.full_like(batch.token_ids_T, len(token_P))
+        source_T.scatter_reduce_(0, token_P, torch.arange(len(token_P), device=token_P.device), "amin")
+        return gather_rows(torch.cat(pieces), source_T)
 
 
 @dataclass(frozen=True, eq=False)

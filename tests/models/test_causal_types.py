@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import Selection
 from orbit_runtime.checkpoints.inspection import inspect_headers
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.chat import ChatTokenizer
@@ -27,7 +28,8 @@ from orbit_runtime.model_info.module_tree import check_type, shipped_types
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.verdict import judge
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.policy.packed import Branch
+from orbit_runtime.policy.packed import Branch, build_packed
+from orbit_runtime.policy.whole_rows import OwnRows
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.serve.checkpoints import compare_weights
@@ -287,3 +289,44 @@ def test_a_served_models_weights_are_compared_under_the_names_of_its_files(name:
     compared, _ = compare_weights(load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0)), folder)
     with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
         assert compared == len(file.keys())
+
+
+def test_what_chooses_keys_computes_nothing_where_it_would_choose_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TYPES, "glm_moe_dsa", TYPES["glm_moe_dsa"] | {"index_topk": 20})
+    folder = make_type(tmp_path / "model", "glm_moe_dsa")
+    policy = load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=64)
+    chosen: list[int] = []
+    for name, module in policy.model.named_modules():
+        if name.endswith("indexer.wq_b"):
+            module.register_forward_hook(lambda *passed: chosen.append(passed[2].shape[1]))
+    for length, computed in ((15, []), (40, [39, 39])):
+        tokens = tokens_of(length, 1)
+        with torch.no_grad():
+            found = policy.logprobs(policy.pack([Branch(0, tokens[:1], tokens[1:])]))[0]
+        assert chosen == computed
+        torch.testing.assert_close(found, reference_logprobs(load_reference(folder), tokens), rtol=0, atol=1e-5)
+
+
+def test_a_prompt_that_answers_share_is_computed_with_them_and_not_once_more() -> None:
+    """As a recurrent model does, so that a token's value says which tokens were read before it."""
+    passes: list[list[int]] = []
+
+    def decoder(token_BS: torch.Tensor, _: torch.Tensor, **__: object) -> torch.Tensor:
+        passes.append([*token_BS.shape])
+        return (token_BS.double() / 10).cumsum(1)[..., None]
+
+    prompt, lone = tokens_of(30, 1), tokens_of(4, 2)
+    branches = [Branch(0, prompt, tokens_of(count, count)) for count in (40, 3, 1)] + [Branch(1, lone, [7])]
+    batch = build_packed(branches, torch.device("cpu"))
+    for is_single, shapes in ((False, [[1, 69], [1, 32], [1, 4]]), (True, [[1, 69], [1, 32], [1, 4]])):
+        passes.clear()
+        hidden_TN = OwnRows(batch, is_single).hidden(decoder, Selection())
+        assert passes == shapes
+        expected = [
+            sum([*each.prefix_T, *each.continuation_T][: len(each.prefix_T) + place])
+            for each in branches
+            for place in range(len(each.continuation_T))
+        ]
+        torch.testing.assert_close(hidden_TN[batch.target_source_R, 0], torch.tensor(expected).double() / 10)
