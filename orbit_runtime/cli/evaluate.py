@@ -290,19 +290,21 @@ def _local_subjects(
     from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, adapter_address, saved_steps
     from orbit_runtime.loop.evaluate import open_models
     from orbit_runtime.planner.support.manifests import check_adapted
-    from orbit_runtime.storage import open_store
+    from orbit_runtime.storage import open_store, read_run_file
 
     check_adapted(run.spec)
-    kept = []
+    kept, started = [], None
     if models.adapter is not None:
         place, _ = adapter_address(models.adapter) or (models.adapter, "")
         kept = [NamedAdapter(Path(place.rstrip("/")).name, place)]
     elif weights is not None:
         from_elsewhere = getattr(run.spec.adapter, "init_from", None) is not None
-        kept = saved_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)
+        store = open_store(weights, writable=False)
+        kept = saved_steps(store, _steps(models.steps), first=from_elsewhere)
+        started = (read_run_file(store) or {}).get("started")
     base = models.base or not kept
     progress.stage("loading the model")
-    return open_models(run, tasks, kept, progress.note, base=base)
+    return open_models(run, tasks, kept, progress.note, base=base, started=started)
 
 
 def _finish(journal: Journal, run: OrbitRun, uri: str, against: str | None) -> Summary:

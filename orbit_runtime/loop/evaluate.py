@@ -57,12 +57,19 @@ class LocalSubject:
 
 
 def open_models(
-    run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[NamedAdapter], note: Callable[[str], None], *, base: bool
+    run: OrbitRun,
+    tasks: Sequence[EvalTask],
+    kept: Sequence[NamedAdapter],
+    note: Callable[[str], None],
+    *,
+    base: bool,
+    started: float | None,
 ) -> list[LocalSubject]:
     """Opens the base, if requested, and every adapter, all on one engine.
 
     Args:
         run: has absolute paths; its `adapter` describes every adapter.
+        started: see `ChatTokenizer`.
 
     Raises:
         DataError: a prompt leaves no room for an answer.
@@ -71,7 +78,7 @@ def open_models(
     resolved = resolve(run, machine_facts())
     spec = resolved.run.spec
     folder = Inputs(spec, {}, RetryPolicy(), ()).model()
-    tokenizer = ChatTokenizer(folder, spec.data.chat)
+    tokenizer = ChatTokenizer(folder, spec.data.chat, started=started)
     for task in tasks:
         longest = spec.model.max_sequence_length - task.sampling.max_new_tokens
         encode = partial(tokenizer.encode_many, tools=task.pool.tools if task.pool else ())

@@ -42,6 +42,8 @@ class Setup:
     """Engine kind, which decides the supported sampling settings."""
     chat: Chat
     """How messages become text."""
+    started: float | None
+    """See `ChatTokenizer`."""
     update_token: str | None = None
     """Token that alone may change weights; None if `token` may too."""
 

@@ -60,7 +60,7 @@ class Front:
         engine = self._engine = EngineClient(
             self._line.send, setup.models, setup.base, concurrent=setup.limits.concurrent, ended=metrics.ended
         )
-        tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.chat)
+        tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.chat, started=setup.started)
         app = build_app(
             engine, tokenizer, setup.vocabulary, setup.limits, metrics, setup.token, setup.kind, setup.update_token
         )

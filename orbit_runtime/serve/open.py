@@ -89,6 +89,8 @@ class ServedModels:
     """Engine kind, which decides the supported sampling settings."""
     chat: Chat = field(default_factory=Chat)
     """How the run's messages become text."""
+    started: float | None = None
+    """See `ChatTokenizer`."""
     watch: Callable[[], None] = lambda: None
     """Called periodically: restarts servers that died while idle."""
     closing: ExitStack = field(default_factory=ExitStack)
@@ -131,6 +133,8 @@ class _Source:
     adapters: Mapping[str, str]
     updates_from: tuple[str, ...]
     chat: Chat = field(default_factory=Chat)
+    started: float | None = None
+    """See `ChatTokenizer`."""
 
 
 def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None]) -> ServedModels:
@@ -143,7 +147,7 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
     """
     check_one_source(asked.source, asked.model)
     source = _of_model(asked, limits, note) if asked.source is None else _of_run(asked, limits, note)
-    tokenizer = ChatTokenizer(source.folder, source.chat)
+    tokenizer = ChatTokenizer(source.folder, source.chat, started=source.started)
     with ExitStack() as closing:
         if source.engine == "Torch":
             held = _open_torch(source, tokenizer)
@@ -166,7 +170,7 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
             why = f" ({served.chosen})" if served.chosen else ""
             note(f"{adapter}: {served.place}{why}, {served.digest[:19]}…, {proof.verdict} live")
         return ServedModels(
-            policies, held.engine, source.limits, source.folder, held.kind, source.chat, held.watch,
+            policies, held.engine, source.limits, source.folder, held.kind, source.chat, source.started, held.watch,
             closing.pop_all(),
         )  # fmt: skip
 
@@ -276,7 +280,9 @@ def _of_run(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None
     resolved = resolve(run, machine_facts(), folder=folder)
     spec = resolved.run.spec
     fetched = Inputs(spec, inputs, RetryPolicy(notice=note, tell=progress_lines(note)), [])
-    kept = list_bundles(open_store(uri, writable=False), "adapters") if _is_there(uri) else []
+    store = open_store(uri, writable=False) if _is_there(uri) else None
+    kept = list_bundles(store, "adapters") if store else []
+    started = (read_run_file(store) or {}).get("started") if store else None
     named = split_address(asked.source)[1]
     adapters = {**({POLICY: f"{uri}@{named}" if named else uri} if kept else {}), **asked.adapters}
     model = fetched.model()
@@ -284,7 +290,7 @@ def _of_run(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None
     limits = _within(replace(limits, sequence=min(limits.sequence, spec.model.max_sequence_length)), model)
     return _Source(
         model, spec.model.uri, config, resolved.engine, settings, partial(build_policy, resolved, recompute="None"),
-        limits, adapters, (uri, *asked.updates_from), spec.data.chat,
+        limits, adapters, (uri, *asked.updates_from), spec.data.chat, started,
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def start_serving(
         theirs.close()
     setup = Setup(
         str(opened.folder), policies.base.vocabulary, limits, token, host, port, tuple(policies.all()),
-        policies.base.name, opened.kind, opened.chat, update_token,
+        policies.base.name, opened.kind, opened.chat, opened.started, update_token,
     )  # fmt: skip
     sampler = Sampler(opened.engine, policies, seconds=limits.seconds)
     try:

@@ -13,11 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fakes.hub_server import Fault, HubServer
 
+from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.records import decompress_rollouts
+from orbit_runtime.evaluation.journal import read_samples
+from orbit_runtime.serve.open import ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
+from orbit_runtime.serve.server import start_serving
+from orbit_runtime.storage import open_store
 from tests.integration.killing import small_manifest
 from tests.integration.run_launcher import RunLauncher
 
@@ -127,3 +134,29 @@ def test_the_date_in_a_template_is_that_of_the_first_start_after_a_resume_too(
     files = sorted((out / "rollouts").glob("*.zst"))
     prompts = [tokenizer.decode(decompress_rollouts(file.read_bytes())[0].token_ids_T) for file in files]
     assert [prompt[:6] for prompt in prompts] == [started, started]
+
+
+def test_a_served_or_evaluated_run_has_the_date_of_its_first_start(launcher: RunLauncher, tmp_path: Path) -> None:
+    model, out = shutil.copytree(TINY, tmp_path / "model"), tmp_path / "run"
+    template = model / "chat_template.jinja"
+    template.write_text("{{ '777' if strftime_now('%Y') == '1970' else '' }}" + template.read_text())
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "12+34=", "answer": "46"}\n')
+    made = small_manifest(steps=1)
+    made["spec"]["model"] = {"uri": str(model)}
+    made["spec"]["data"] = {"prompts": [{"uri": str(tmp_path / "prompts.jsonl")}]}
+    made["spec"]["training"] |= {"promptsPerStep": 1, "miniBatchPrompts": 1}
+    assert launcher.run(made, str(out)) == 0
+    kept = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps(kept | {"started": 0.0}))
+    asked = [{"role": "user", "content": "12+34="}]
+    long, short = (len(ChatTokenizer(model, started=each).encode_chat(asked)) for each in (0.0, None))
+    assert long == short + 3
+    assert run_command(["eval", str(out), "--out", str(tmp_path / "eval")]) == 0
+    assert {each.usage.prompt_tokens for each in read_samples(open_store(str(tmp_path / "eval")))} == {long}
+    serving = start_serving(open_models(ServeRequest(str(out)), ServeLimits(), print), "127.0.0.1", 0, None)
+    try:
+        body = {"model": "policy", "messages": asked, "max_tokens": 1}
+        answer = httpx.post(f"{serving.url}/v1/chat/completions", json=body, timeout=60).json()
+    finally:
+        serving.close()
+    assert answer["usage"]["prompt_tokens"] == long
