@@ -197,10 +197,6 @@ class Settings:
     def holder(self) -> str:
         return self.identity or socket.gethostname()
 
-    @property
-    def is_cluster_wide(self) -> bool:
-        return not self.namespaces
-
 
 def load_settings(environ: Mapping[str, str]) -> Settings:
     """Reads the environment.

@@ -151,11 +151,6 @@ class ChatTokenizer:
         """Name of the format in which the chat template writes calls of tools; empty if it is none that is known."""
         return self._calls.name if self._calls else ""
 
-    @property
-    def pad_id(self) -> int:
-        pad = self._tokenizer.pad_token_id
-        return self._eos_ids[0] if pad is None else int(pad)
-
     def encode_chat(self, messages: Messages, *, tools: Tools = ()) -> list[int]:
         """Ids of the conversation up to the start of the assistant's answer."""
         return self.encode_many([messages], tools=tools)[0]

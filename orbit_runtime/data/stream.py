@@ -95,10 +95,6 @@ class PromptStream:
             taken.append(replace(self._table.prompts_P[index], visit=part.visit))
         return taken
 
-    @property
-    def is_exhausted(self) -> bool:
-        return not self._live()
-
     def epochs(self, cursor: Mapping[str, Any]) -> dict[str, float]:
         """Source → epochs completed at a `state()`, fractions included; empty without weights."""
         spans = {each.name: len(each.span) for each in self._parts}

@@ -36,7 +36,7 @@ def test_the_operator_takes_its_environment(helm: str, combination: str) -> None
     given = environment(render(helm, COMBINATIONS[combination]))
     settings = load_settings(given)
     assert {PREFIX + field.name.upper() for field in fields(Settings)} == set(given)
-    assert settings.is_cluster_wide == (combination == "whole-cluster")
+    assert (not settings.namespaces) == (combination == "whole-cluster")
 
 
 def test_values_reach_the_operator(helm: str) -> None:

@@ -76,7 +76,7 @@ def test_texts_of_all_kinds_have_the_ids_that_tiktoken_gives_them(published: Pat
 def test_a_conversation_ends_where_the_model_ends_an_answer(published: Path) -> None:
     tokenizer = ChatTokenizer(published)
     assert tokenizer.eos_ids[0] == RANKS + IM_END
-    assert tokenizer.pad_id == RANKS + 255
+    assert tokenizer._tokenizer.pad_token_id == RANKS + 255
     ids = tokenizer.encode_chat(QUESTION)
     assert ids[0] == RANKS + 3
     assert ids[-2:] == [RANKS + 22, RANKS + 23]

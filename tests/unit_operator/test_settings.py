@@ -24,7 +24,7 @@ def test_every_kind_of_value_is_read() -> None:
         }
     )
     assert (settings.namespaces, settings.workers, settings.poll_seconds) == (("a", "b"), 9, 2.5)
-    assert (settings.network_policies, settings.holder, settings.is_cluster_wide) == (False, "pod-1", False)
+    assert (settings.network_policies, settings.holder) == (False, "pod-1")
 
 
 def test_what_has_an_inner_structure_is_json_in_the_shape_of_a_manifest() -> None:

@@ -5,7 +5,6 @@ Belongs here: one row per limit; what the tests compare works otherwise. Does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orbit_runtime.model_info.module_tree import shipped_record
@@ -273,15 +272,3 @@ def find_support(asked: Combination) -> Support:
 def check_combination(asked: Combination) -> None:
     """Raises UnsupportedError (78) if it is refused."""
     check_rows([row for row in LIMITS if row.state == "refused"], asked)
-
-
-def all_combinations() -> Iterator[Combination]:
-    """The table's combinations: torch alone on one device, with SGLang on a CPU, Megatron with SGLang on 8 GPUs."""
-    for engine, trainer, gpus in (("Torch", "Torch", 1), ("SGLang", "Torch", 0), ("SGLang", "Megatron", 8)):
-        for family in FAMILY_NAMES:
-            for form in FORMATS:
-                for adapter in ("LoRA", "OFT"):
-                    for experts in (
-                        ("SharedOuter", "Shared", "PerExpert", "None") if family in MOE_FAMILIES else ("None",)
-                    ):
-                        yield Combination(form, family, adapter, experts, engine, trainer, gpus)

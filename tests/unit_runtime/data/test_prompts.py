@@ -60,7 +60,7 @@ def test_every_epoch_visits_every_prompt_once_in_another_order(tmp_path: Path) -
     assert sorted(orders[0]) == sorted(orders[1])
     assert orders[0] != orders[1]
     assert stream.take(1) == []
-    assert stream.is_exhausted
+    assert not stream.passed_over
 
 
 def test_a_restored_cursor_continues_where_it_was_saved(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_with_epochs_each_source_ends_by_itself_and_all_together(table: PromptTa
     stream = PromptStream(table, seed=1, epochs=2, weights=[1, 1, 1])
     drawn = stream.take(1000)
     assert Counter(map(source_of, drawn)) == {"a": 80, "b": 20, "c": 10}
-    assert stream.is_exhausted
+    assert not stream.passed_over
     assert stream.take(1) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -21,10 +22,10 @@ from orbit_runtime.planner.support.combinations import (
     FAMILY_NAMES,
     FORMATS,
     LIMITS,
+    MOE_FAMILIES,
     PINNED,
     Combination,
     State,
-    all_combinations,
     find_support,
 )
 from orbit_runtime.spec import OrbitRun
@@ -304,6 +305,18 @@ def test_more_memory_never_turns_a_yes_into_a_no() -> None:
         if fits:
             bigger = replace(card, usable_bytes=2 * size * GIB)
             assert planned(Machine(bigger, 8), "Qwen/Qwen3-30B-A3B-FP8").fits
+
+
+def all_combinations() -> Iterator[Combination]:
+    """The table's combinations: torch alone on one device, with SGLang on a CPU, Megatron with SGLang on 8 GPUs."""
+    for engine, trainer, gpus in (("Torch", "Torch", 1), ("SGLang", "Torch", 0), ("SGLang", "Megatron", 8)):
+        for family in FAMILY_NAMES:
+            for form in FORMATS:
+                for adapter in ("LoRA", "OFT"):
+                    for experts in (
+                        ("SharedOuter", "Shared", "PerExpert", "None") if family in MOE_FAMILIES else ("None",)
+                    ):
+                        yield Combination(form, family, adapter, experts, engine, trainer, gpus)
 
 
 def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
