@@ -6,6 +6,8 @@ Does not belong here: printing (`cli`), or deciding when to retry (`storage`, th
 
 from __future__ import annotations
 
+import errno
+import re
 from typing import ClassVar
 
 EXIT_DONE = 0
@@ -57,6 +59,19 @@ class UsageError(OrbitError):
     who_acts = "user"
 
 
+_MAX_PROBLEMS, _MAX_QUOTED, _MAX_WORD = 50, 300, 4096
+
+
+def _quoted(text: str) -> str:
+    """A text of an error about a manifest, in which each quoted value is cut, and no password of an address shown."""
+    text = re.sub(r"://[^\s/`@]*:[^\s/`@]*@", "://***@", text)
+    return re.sub(rf"`[^`]*`|\S{{{_MAX_WORD},}}", lambda found: _cut(found[0]), text)
+
+
+def _cut(quoted: str) -> str:
+    return quoted if len(quoted) <= _MAX_QUOTED else f"{quoted[:_MAX_QUOTED]}…{quoted[-1]}"
+
+
 class ManifestError(OrbitError):
     """The manifest is wrong; `problems` lists every finding of the file, not only the first."""
 
@@ -71,11 +86,12 @@ class ManifestError(OrbitError):
         fix: str | None = None,
         problems: tuple[OrbitError, ...] = (),
     ) -> None:
-        super().__init__(message, where=where, fix=fix)
+        super().__init__(_quoted(message), where=where and _quoted(where), fix=fix and _quoted(fix))
         self.problems = problems
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *(str(problem) for problem in self.problems)])
+        shown, left = self.problems[:_MAX_PROBLEMS], len(self.problems) - _MAX_PROBLEMS
+        return "\n".join([super().__str__(), *map(str, shown), *([f"… and {left} more"] if left > 0 else [])])
 
     def to_json(self) -> dict[str, object]:
         return {**super().to_json(), "problems": [problem.to_json() for problem in self.problems]}
@@ -144,6 +160,7 @@ class OutOfMemoryError(OrbitError):
     who_acts = "user"
 
 
+_NO_ROOM = "failed to map segment from shared object"
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
 
 
@@ -153,10 +170,17 @@ def says_no_memory(text: str) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's MemoryError, torch's on any device (a RuntimeError), or the system's ENOMEM."""
-    if isinstance(error, MemoryError):
+    """Python's MemoryError, torch's on any device (a RuntimeError), the system's ENOMEM, or a library that finds no
+    room."""
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and str(error).endswith(_NO_ROOM)):
         return True
     return isinstance(error, RuntimeError | OSError) and says_no_memory(str(error))
+
+
+def too_many_files(error: BaseException | None) -> bool:
+    """Whether the error, or one that led to it, is that this process may open no more files."""
+    is_it = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return is_it or (error is not None and too_many_files(error.__cause__ or error.__context__))
 
 
 class GPUFaultError(OrbitError):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +18,7 @@ from rich.progress import (
 )
 
 from orbit_runtime.cli.output import format_bytes
+from orbit_runtime.observability.logs import build_console
 from orbit_runtime.observability.progress import build_progress
 
 NOTE_SECONDS = 30.0
@@ -34,7 +34,7 @@ def bytes_bar(title: str, clock: Callable[[], float] = time.monotonic) -> Iterat
         TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
         TimeRemainingColumn(), TextColumn("{task.fields[what]}"),
     )  # fmt: skip
-    console = Console(file=sys.stderr)
+    console = build_console(sys.stderr)
     if not console.is_terminal:
         is_due = _now_and_then(clock)
 
@@ -52,7 +52,7 @@ def bytes_bar(title: str, clock: Callable[[], float] = time.monotonic) -> Iterat
 @contextmanager
 def steps_bar(title: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int], None]]:
     """Yields `show(steps done, all steps)`: a bar, or a line every `NOTE_SECONDS` if standard error is no terminal."""
-    console = Console(file=sys.stderr)
+    console = build_console(sys.stderr)
     if not console.is_terminal:
         is_due = _now_and_then(clock)
         yield lambda done, total: _print_line(f"{title}: {done} of {total}") if is_due() else None
@@ -103,7 +103,7 @@ def evaluation_bar(
     Args:
         note: takes the lines: one when a model begins, one every `NOTE_SECONDS`, and one when it has ended.
     """
-    console = Console(file=sys.stderr)
+    console = build_console(sys.stderr)
     if not console.is_terminal:
         yield _noting(note, clock)
         return

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
 
 import typer
 
@@ -196,9 +196,8 @@ def _answer(
     import json
     from secrets import randbelow
 
-    from rich.console import Console
-
-    from orbit_runtime.cli.side_by_side import is_wide, printable, show_side_by_side
+    from orbit_runtime.cli.side_by_side import is_wide, show_side_by_side
+    from orbit_runtime.observability.logs import build_console, plain_stream
 
     seed: dict[str, int] = {}
     if len(talks) > 1 and "seed" not in settings:
@@ -207,12 +206,14 @@ def _answer(
     for messages in talks.values():
         messages.append({"role": "user", "content": question})
     asked = {name: stream_chat(client, name, messages, {**settings, **seed}) for name, messages in talks.items()}
-    console = Console()
+    console = build_console()
+    # For a program the answer is data.
+    file = sys.stdout if console.is_terminal else plain_stream(sys.stdout)
     note = "".join(f"seed {number}" for number in seed.values())
     if len(talks) > 1 and not as_json and is_wide(console):
         answers = show_side_by_side(console, asked, note)
     else:
-        answers = _one_by_one(asked, as_json=as_json, printed=printable if console.is_terminal else str)
+        answers = _one_by_one(asked, as_json=as_json, file=file)
         if note and not as_json:
             print(f"[{note}]")
     for name, messages in talks.items():
@@ -223,10 +224,10 @@ def _answer(
             messages.pop()
     if as_json:
         told = {name: {"text": answer.text, "finish_reason": answer.reason} for name, answer in answers.items()}
-        print(json.dumps({"prompt": question, **seed, "answers": told}, ensure_ascii=False), flush=True)
+        print(json.dumps({"prompt": question, **seed, "answers": told}, ensure_ascii=False), flush=True, file=file)
 
 
-def _one_by_one(asked: Mapping[str, Pieces], *, as_json: bool, printed: Callable[[str], str]) -> dict[str, ModelAnswer]:
+def _one_by_one(asked: Mapping[str, Pieces], *, as_json: bool, file: TextIO) -> dict[str, ModelAnswer]:
     """Shows the answers one below the other. After Ctrl-C the remaining ones are not requested."""
     from orbit_runtime.cli.side_by_side import INTERRUPTED, ModelAnswer
 
@@ -240,7 +241,7 @@ def _one_by_one(asked: Mapping[str, Pieces], *, as_json: bool, printed: Callable
                 answer.text += text
                 answer.reason = ended or answer.reason
                 if not as_json:
-                    print(printed(text), end="", flush=True)
+                    print(text, end="", flush=True, file=file)
         except KeyboardInterrupt:
             pieces.close()
             if not as_json:

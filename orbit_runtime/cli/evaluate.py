@@ -19,6 +19,7 @@ import typer
 from orbit_runtime.cli.arguments import AsJson, Overrides, complete_runs
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, RewardsFailingError, StoppedOnRequest, UsageError
+from orbit_runtime.observability.logs import build_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -367,6 +368,4 @@ def _interval(found: Estimate | None, spec: str = ".3f") -> str:
 
 def _console() -> Console:
     """The console; if it is no terminal, lines are not broken."""
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=250)
+    return build_console() if sys.stdout.isatty() else build_console(width=250)

@@ -43,9 +43,12 @@ from orbit_runtime.errors import (
     OrbitError,
     OutOfMemoryError,
     StoppedOnRequest,
+    UnsupportedError,
     gpu_fault,
     is_out_of_memory,
+    too_many_files,
 )
+from orbit_runtime.observability.logs import printable_output
 from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.heartbeat import end_process, own_process, watch_stalls
 
@@ -175,6 +178,11 @@ def end_stopped() -> NoReturn:
 
 def run_command(arguments: Sequence[str]) -> int:
     """One command; returns its exit code."""
+    with printable_output():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
     # A shell asks for completions without arguments, and would show the help at each TAB.
@@ -233,13 +241,18 @@ def _fail(error: OrbitError, as_json: bool) -> int:
 def _crash(error: BaseException, arguments: Sequence[str], as_json: bool) -> int:
     from orbit_runtime.cli.crash import write_crash_report
 
+    if too_many_files(error):
+        what = UnsupportedError(
+            "this process may not open more files at once", where="ulimit -n", fix="raise the limit: ulimit -n 4096"
+        )
+        return _fail(what, as_json)
     path = write_crash_report(error, arguments)
     place = str(path) if path else "nowhere: neither the working folder nor the temporary one can be written"
-    what = InternalError(
+    bug = InternalError(
         f"a bug in Orbit: {type(error).__name__}: {error}",
         fix=f"please open an issue and attach the report file: {place}",
     )
-    return _fail(what, as_json)
+    return _fail(bug, as_json)
 
 
 def _silence_stdout() -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from orbit_runtime.observability.logs import build_console
 from orbit_runtime.planner import Plan
 from orbit_runtime.planner.job import gpu_names
 from orbit_runtime.planner.parts import PHASES, Phase
@@ -39,7 +40,7 @@ FITS = {
 
 def print_plan(made: Plan, console: Console | None = None) -> None:
     """Prints the whole plan for a person on standard output."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or build_console(highlight=False, soft_wrap=True)
     for line in _head(made):
         console.print(line, markup=False)
     console.print()

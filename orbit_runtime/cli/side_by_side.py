@@ -13,11 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from orbit_runtime.observability.logs import printable
+
 LEAST_WIDTH = 80
 """Characters of a terminal; in a narrower one, answers are better read one below the other."""
 INTERRUPTED = "interrupted"
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 @dataclass
@@ -35,11 +35,6 @@ Pieces = Generator[tuple[str, str | None]]
 
 def is_wide(console: Console) -> bool:
     return console.is_terminal and console.width >= LEAST_WIDTH
-
-
-def printable(text: str) -> str:
-    """The text with visible symbols in place of control characters: a model may have learnt to write them."""
-    return text.translate(_PICTURES)
 
 
 def show_side_by_side(console: Console, asked: Mapping[str, Pieces], note: str) -> dict[str, ModelAnswer]:

@@ -33,6 +33,7 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.planner.verdict import check_support
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
+    from orbit_runtime.spec.description import dropout_warning
 
     run = load_manifest(file, overrides or [])
     # The identity is the same on every machine; only relative paths need a folder to start from.
@@ -52,16 +53,20 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
         unopened = [resolved.run.spec.model.uri, *unopened]
     if resolved.run.spec.environment.code is None or code_path(resolved.run.spec):
         unopened += check_own(resolved.run.spec.algorithm, [*code_path(resolved.run.spec), *folders])
-    unchecked = _check_model(run, file.resolve().parent)
+    unchecked, warning = _check_model(run, file.resolve().parent), dropout_warning(run.spec)
     if as_json:
         said = {"valid": True, "name": run.name, "identity": resolved.identity}
-        print_json({**said, "not_opened": unopened, "not_checked": unchecked})
+        print_json(
+            {**said, "not_opened": unopened, "not_checked": unchecked, **({"warning": warning} if warning else {})}
+        )
         return
     print(format_table(("field", "value"), [*_summary(run), ("identity", resolved.identity)]))
     if unopened:
         print(f"\nnot opened, as it is not on this machine: {', '.join(dict.fromkeys(unopened))}")
     for each in unchecked:
         print(f"\nnot checked, see `orbit plan`: {each}")
+    if warning:
+        print(f"\nwarning: {warning}")
     print(f"\n{file} is valid")
     if absent is not None:
         print(f"but its model is not on this machine: `orbit run` ends here until the folder {absent} exists")

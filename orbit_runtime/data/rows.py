@@ -99,6 +99,10 @@ def open_rows(source: PromptSource, counted: int | None = None, *, prompts: bool
 def _open_file(path: Path, where: str, field: str | None, asked: Format, scan: Scan) -> tuple[RowStore, str]:
     try:
         file = open_regular(path)
+        size, digest = file.seek(0, io.SEEK_END), ""
+        if size:
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         raise DataError(
             f"the prompts file does not exist{'' if str(path) == where else f': {path.absolute()}'}",
@@ -111,10 +115,8 @@ def _open_file(path: Path, where: str, field: str | None, asked: Format, scan: S
         raise DataError(
             f"the prompts file cannot be read: {error.strerror}", where=where, fix="make it readable for this user"
         ) from None
-    if not file.seek(0, io.SEEK_END):
+    if not size:
         raise DataError("the prompts file is empty", where=where, fix="give it at least one row with a prompt")
-    file.seek(0)
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
     file.seek(0)
     return read_file(path, file, asked, scan, where), digest
 

@@ -66,6 +66,7 @@ from orbit_runtime.sides.interface import Sides
 from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
+from orbit_runtime.spec.description import dropout_warning
 from orbit_runtime.storage import Execution, NotFound, Store, claim_execution, compact_rows, open_store, read_run_file
 from orbit_runtime.storage.run_files import RUN_FILE
 from orbit_runtime.version import __version__
@@ -305,6 +306,8 @@ def _warn(parts: Parts | SftParts, state: RunState, functions: Sequence[str]) ->
             f"training.learningRate is {rate:g}, a rate for training all weights; adapters usually take 1e-5 to 2e-3, "
             "about ten times as much or more"
         )
+    if warning := dropout_warning(parts.spec):
+        state.warn(warning)
     if isinstance(parts, Parts):
         _warn_of_rollouts(parts, state)
     if functions:

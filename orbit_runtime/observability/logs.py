@@ -1,12 +1,18 @@
-"""Log lines: sets up structlog once per process, with the manifest's levels."""
+"""What is written for people: log lines, with the manifest's levels, and every text with its control characters made
+visible, because models, rewards, environments and other people's files may put them there to command the terminal.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Mapping
-from typing import IO, Any, Literal, TextIO, cast
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LogLevel = Literal["Debug", "Info", "Warning", "Error"]
 LogFormat = Literal["Auto", "Text", "JSON"]
@@ -17,6 +23,69 @@ _LEVELS: dict[LogLevel, int] = {
     "Warning": logging.WARNING,
     "Error": logging.ERROR,
 }
+
+
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """The text with visible symbols in place of control characters."""
+    return text.translate(_PICTURES)
+
+
+class _Printable:
+    """A stream that shows what is written to it `printable`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def printable_output() -> Iterator[None]:
+    """Shows `printable` what is written to standard output and standard error; `plain_stream` is the way around."""
+    before = sys.stdout, sys.stderr
+    ours = [cast(TextIO, _Printable(plain_stream(stream))) for stream in before]
+    sys.stdout, sys.stderr = ours
+    try:
+        yield
+    finally:
+        # Whoever else replaced one meanwhile keeps it.
+        sys.stdout = before[0] if sys.stdout is ours[0] else sys.stdout
+        sys.stderr = before[1] if sys.stderr is ours[1] else sys.stderr
+
+
+def plain_stream(stream: TextIO) -> TextIO:
+    """The stream itself, for who writes colours or somebody's data to it."""
+    return stream.stream if isinstance(stream, _Printable) else stream
+
+
+def build_console(file: IO[str] | None = None, **settings: Any) -> Console:
+    """A console of rich on a stream (standard output), whose own codes reach the terminal and those in texts do not."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    return PrintableConsole(file=plain_stream(cast(TextIO, file or sys.stdout)), **settings)
+
+
+def _printable_event(_logger: Any, _name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
 def is_json(log_format: LogFormat, *, is_terminal: bool, environ: Mapping[str, str]) -> bool:
@@ -30,7 +99,7 @@ class _CurrentStderr:
     """Standard error, looked up at each write: a live display replaces it while it is shown."""
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        return plain_stream(sys.stderr).write(text)
 
     def flush(self) -> None:
         sys.stderr.flush()
@@ -55,6 +124,7 @@ def configure_logs(level: LogLevel = "Info", log_format: LogFormat = "Auto", *, 
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _printable_event,
     ]
     if as_json:
         shared.append(structlog.processors.format_exc_info)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from orbit_runtime.observability.logs import LogFormat, is_json
+from orbit_runtime.observability.logs import LogFormat, build_console, is_json
 from orbit_runtime.observability.metrics import MetricsRow, format_value, is_unscored
 
 if TYPE_CHECKING:
@@ -392,9 +392,7 @@ def build_progress(
         return JsonProgress(target)
     if log_format == "Text" or not target.isatty():
         return PlainProgress(target, lambda: datetime.now(UTC))
-    from rich.console import Console
-
-    console = Console(file=target, highlight=False)
+    console = build_console(target, highlight=False)
     if console.is_dumb_terminal or environ.get("TERM", "") == "":
         return PlainProgress(target)
     return LiveProgress(console, run)

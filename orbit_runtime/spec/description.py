@@ -1,9 +1,10 @@
-"""An algorithm in a line."""
+"""An algorithm in a line, and what is allowed but seldom meant."""
 
 from __future__ import annotations
 
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.spec.objectives import Objective
+from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.spec.teacher import Teacher
 
 RATIO = {
@@ -20,6 +21,17 @@ _BASELINE = {
 }
 _NORMALIZE = {"Group": ", / deviation of the group", "Batch": ", normalised over the step's tokens", "None": ""}
 REDUCTION = {"Token": "mean of tokens", "Sequence": "mean of answers", "Constant": "sum / `maxNewTokens`"}
+
+
+def dropout_warning(spec: RunSpec) -> str | None:
+    """In words, if the gate of parity will take the adapter's dropout for a fault; None if not."""
+    lora, enforced = spec.adapter.lora, spec.parity.preflight == "Enforce"
+    if lora is None or not lora.dropout or not enforced or spec.algorithm.type == "SFT":
+        return None
+    return (
+        f"spec.adapter.lora.dropout is {lora.dropout:g}: the trainer drops values and the engine does not. Log-probs "
+        "then differ by more than the limit of parity, which ends the run (84): write 0, or parity.preflight: Report"
+    )
 
 
 def describe_algorithm(settings: Algorithm) -> str:

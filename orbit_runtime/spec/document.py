@@ -24,8 +24,10 @@ _STR = "tag:yaml.org,2002:str"
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_LONGEST_NUMBER = 4000
-"""Python refuses to convert more than 4300 digits."""
+_LONGEST_NUMBER = 3500
+"""Python refuses to write more than 4300 digits, which are fewer in base 16."""
+_WIDE = re.compile(r"\\U(?!000|0010)[0-9A-Fa-f]{8}")
+"""An escape of more than the last character that there is."""
 _EXACT = 2**53
 _NULLS = ("", "~", "null", "Null", "NULL")
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -71,6 +73,12 @@ def parse_document(text: str, name: str) -> Document:
         raise _syntax_error(error, text, name) from None
     except RecursionError:
         raise _too_large(name) from None
+    except (OverflowError, ValueError):
+        place = next(_WIDE.finditer(text), None)
+        line = text.count("\n", 0, place.start()) + 1 if place else 1
+        raise ManifestError(
+            "an escape that names no character", where=f"{name}:{line}", fix="write the character itself"
+        ) from None
     if document.value is None:
         raise ManifestError("the file is empty", where=name, fix="`orbit init` writes one to start from")
     if not isinstance(document.value, dict):
@@ -93,7 +101,7 @@ def parse_value(text: str, name: str) -> Any:
 
     try:
         document = _Reader(name, with_lines=False).read(iter(YAML(typ="safe", pure=True).parse(text or "null")))
-    except (YAMLError, RecursionError):
+    except (YAMLError, RecursionError, OverflowError, ValueError):
         raise ManifestError(
             f"`{text}` is not a YAML value", where=name, fix="put text with `:`, `#` or brackets in quotes"
         ) from None
@@ -106,6 +114,8 @@ def find_ambiguity(text: str) -> tuple[str, str] | None:
     """The readings of a plain scalar by YAML 1.1 and 1.2, if they differ, and what to write instead; `None` if they
     agree.
     """
+    if len(text) > _LONGEST_NUMBER:
+        return None
     as_text = f'`"{text}"` for the text'
     if _WORDS.fullmatch(text):
         meant = "true" if text.lower() in _TRUE_WORDS else "false"
@@ -118,7 +128,9 @@ def find_ambiguity(text: str) -> tuple[str, str] | None:
         (_SIGNED_HEX, "a number, YAML 1.2 text", 16),
     ):
         if pattern.fullmatch(text):
-            number = "" if base is None else f"`{int(text.replace('_', ''), base)}` for the number, or "
+            digits = re.sub("^([-+]?)0[box]", r"\1", text.replace("_", ""))
+            is_number = base is not None and digits not in ("", "-", "+")
+            number = f"`{int(digits, base or 10)}` for the number, or " if is_number else ""
             return f"YAML 1.1 reads {kinds}", f"write {number}{as_text}"
     if _LEADING_ZERO.fullmatch(text):
         plain = re.sub(r"^([-+]?)0+(?=[0-9])", r"\1", text.replace("_", ""))
@@ -232,6 +244,7 @@ class _Reader:
         return value
 
     def _scalar(self, event: Any, path: Path) -> Any:
+        event.value = self._whole(event, path)
         if not event.implicit[0] or event.style is not None:
             if event.tag not in (None, "!", _STR):
                 self._check_tag(event, path)
@@ -242,6 +255,14 @@ class _Reader:
         reading, fix = ambiguity
         self._report(event, path, f"`{event.value}` is ambiguous: {reading}", fix)
         return event.value
+
+    def _whole(self, event: Any, path: Path) -> str:
+        """The text, with each pair of surrogates, as JSON escapes a character, as that character."""
+        try:
+            return str(event.value).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        except UnicodeDecodeError:
+            self._report(event, path, "half of a surrogate pair, which is not a character", "write the character")
+            return ""
 
     def _check_tag(self, event: Any, path: Path) -> None:
         if event.tag not in (None, "!"):

@@ -6,6 +6,7 @@ The loader and the API server hold each rule against a manifest. A block's own r
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
@@ -113,10 +114,11 @@ def uri_rule(schemes: tuple[str, ...], name: str = "uri", unless: str = "") -> R
     """The address is one that Orbit opens. In a field `uri` the pod fills in variables, so that there the API server
     knows nothing of one that has any. Args: unless: CEL, true where there is no address."""
     here, others = f"self.{name}", [scheme for scheme in schemes if scheme != "file"]
-    variables = f" || {here}.contains('${{')" if name == "uri" else ""
+    variables = f"{here}.contains('${{') || " if name == "uri" else ""
+    known = f"!{here}.contains('://') || {here}.matches('^(file:///|({'|'.join(others)})://[/]*[^/])')"
     return Rule(
         name,
-        f"{unless}!{here}.contains('://'){variables} || {here}.matches('^(file:///|({'|'.join(others)})://[/]*[^/])')",
+        f"{unless}{variables}(({known}) && !{here}.matches({'|'.join(_BROKEN)!r}))",
         "{more[0]}",
         "{more[1]}",
         server="allowed: a path, file:///path, " + ", ".join(f"{scheme}://name" for scheme in others),
@@ -124,9 +126,27 @@ def uri_rule(schemes: tuple[str, ...], name: str = "uri", unless: str = "") -> R
     )
 
 
+_CONTROL, _ROOT, _BUCKET = "[\\x00-\\x1f\\x7f]", "^(file://)?/+$", "^(s3|gs|az)://[/]*[^/]*[^/A-Za-z0-9._-]"
+_ONE_SLASH = "^(builtin|file|hf|s3|gs|az|pvc|configmap|https?):/?[^/]"
+_BROKEN = (_CONTROL, _ROOT, _BUCKET, _ONE_SLASH)
+"""Addresses that no store and no disk can open, or that hold a user or a password."""
+
+
 def _explain_uri(uri: str, schemes: tuple[str, ...]) -> tuple[str, str]:
     """The error and its fix."""
     scheme, _, rest = uri.partition("://")
+    if re.search(_CONTROL, uri):
+        return f"{uri!r} holds a control character", "write the address alone, in one line"
+    if re.search(_ROOT, uri):
+        return f"`{uri}` is the whole file system", "name a folder or a file in it"
+    if re.search(_ONE_SLASH, uri):
+        scheme, _, rest = uri.partition(":")
+        meant = rest if scheme == "file" else f"{scheme}://{rest.lstrip('/')}"
+        return f"`{uri}` is neither a path nor an address", f"did you mean `{meant}`?"
+    if scheme in schemes and re.search(_BUCKET, uri):
+        if "@" in rest.lstrip("/").partition("/")[0]:
+            return f"`{uri}` holds a user or a password", "leave them out: they come from the environment, or a Secret"
+        return f"`{uri}` names no bucket", "write a bucket's name: letters, digits, `-`, `_` and `.`"
     if scheme == "file":
         return f"`{uri}` does not hold an absolute path", f"write the path alone: `{rest}`"
     if scheme in schemes:
@@ -190,7 +210,7 @@ def check_annotations(metadata: Any) -> Iterator[Contradiction]:
     for key in metadata.annotations:
         if not is_label_key(key.lower()):
             yield Contradiction(("annotations",), (), f"`{key.lower()}` cannot be the key of a label", LABEL_FIX)
-    size = sum(len(f"{key}{value}".encode()) for key, value in metadata.annotations.items())
+    size = sum(len(f"{key}{value}".encode(errors="surrogatepass")) for key, value in metadata.annotations.items())
     if size > MAX_ANNOTATION_BYTES:
         message = f"{size} bytes in all, and Kubernetes takes {MAX_ANNOTATION_BYTES}"
         yield Contradiction(("annotations",), (), message, "keep long texts elsewhere")

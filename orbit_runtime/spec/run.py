@@ -42,7 +42,7 @@ from orbit_runtime.spec.rule import (
     scored_rule,
     uri_rule,
 )
-from orbit_runtime.spec.storage import Storage
+from orbit_runtime.spec.storage import STORAGE_SCHEMES, Storage
 from orbit_runtime.spec.training import Training
 
 TrackerType = Literal["TensorBoard", "WandB", "MLflow"]
@@ -86,6 +86,12 @@ class Webhook(Block):
             "has(self.url) != has(self.urlEnv)",
             "a webhook has either an address or a variable that holds it",
             "write `url` or `urlEnv`, and not both",
+        ),
+        Rule(
+            "url",
+            "!has(self.url) || !self.url.matches('^https?://[^/?#]*@')",
+            "the address holds a user or a password",
+            "put the whole address into a variable, and name that in `urlEnv`",
         ),
     )
 
@@ -212,6 +218,8 @@ class Checkpoint(Block):
     ] = None
     """Another run's folder, or one checkpoint in it (`…/checkpoints/step-000060`): a new run starts with its adapter,
     its optimiser and its step. The base and `adapter` must be the same; everything else may differ."""
+
+    rules = (uri_rule(STORAGE_SCHEMES, "resumeFrom", unless="!has(self.resumeFrom) || "),)
 
 
 class Parity(Block):

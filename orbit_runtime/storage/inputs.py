@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -169,17 +170,21 @@ def code_digest(path: Path, where: str) -> str:
     if not path.is_dir():
         raise UsageError(f"there is neither a folder nor a {ARCHIVE} file {path}", where=where, fix=f"correct {where}")
     files: dict[str, str] = {}
-    for each in sorted(path.rglob("*")):
-        name = each.relative_to(path)
-        # A ConfigMap's volume contains its files a second time below `..data`.
-        if _is_passed_over(name.as_posix()) or not each.is_file():
-            continue
-        files[name.as_posix()] = hashlib.sha256(each.read_bytes()).hexdigest()
-        if len(files) > MAX_CODE_FILES:
-            raise UsageError(f"more than {MAX_CODE_FILES} files", where=where, fix="give the code a folder of its own")
+    found = [*islice(_code_files(path), MAX_CODE_FILES + 1)]
+    if len(found) > MAX_CODE_FILES:
+        raise UsageError(f"more than {MAX_CODE_FILES} files", where=where, fix="give the code a folder of its own")
+    for each in sorted(found):
+        files[each.relative_to(path).as_posix()] = hashlib.sha256(each.read_bytes()).hexdigest()
     if not files:
         raise UsageError(f"the folder {path} is empty", where=where, fix=f"correct {where}")
     return f"sha256:{digest_of(files)}"
+
+
+def _code_files(path: Path) -> Iterator[Path]:
+    for folder, folders, files in path.walk():
+        # A ConfigMap's volume contains its files a second time below `..data`.
+        folders[:] = [name for name in folders if not _is_passed_over(name)]
+        yield from (folder / name for name in files if not _is_passed_over(name) and (folder / name).is_file())
 
 
 @dataclass(frozen=True, slots=True)

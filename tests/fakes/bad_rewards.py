@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from orbit_runtime.workers.user_code.reward_protocol import WrongAnswer
@@ -28,6 +29,12 @@ def by_text(completion: str, prompt: Prompt, fields: Mapping[str, Any], *, scale
         "die": lambda: os._exit(3),
         "exit": lambda: exit(4),
         "chat": _chat,
+        "rubbish": lambda: _write_results(b"rubbish\n"),
+        "more results": lambda: _write_results(b'["value", 1.0, "", 0.1]\n' * 9),
+        "a result of none": lambda: _write_results(b'["value", null, "", 0.1]\n'),
+        "a result of NaN": lambda: _write_results(b'["value", NaN, "", 0.1]\n'),
+        "an object": lambda: _write_results(b'{"error": {}}\n'),
+        "no line's end": lambda: _write_results(b"x" * (1 << 25)),
     }
     if completion == "wrong":
         raise WrongAnswer("no number in it")
@@ -44,6 +51,14 @@ def _chat() -> float:
         print("x" * (1 << 20))
         subprocess.run(["head", "-c", str(1 << 20), "/dev/zero"], check=True)
     return 1.0
+
+
+def _write_results(data: bytes) -> None:
+    """Writes to the pipe that the worker answers through; its number is the worker's second argument."""
+    fd = int(Path("/proc/self/cmdline").read_text().split("\0")[-4])
+    for start in range(0, len(data), 4096):
+        os.write(fd, data[start : start + 4096])
+    time.sleep(3600)
 
 
 def _spin() -> None:

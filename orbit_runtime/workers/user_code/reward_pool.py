@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import os
 import queue
 import selectors
@@ -19,11 +20,11 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from orbit_runtime.errors import InternalError, ManifestError, OrbitError, RewardsFailingError
 from orbit_runtime.workers.child.process import (
@@ -42,6 +43,7 @@ from orbit_runtime.workers.user_code.reward_protocol import (
     MAX_FAILURES_KEPT,
     RewardCall,
     RewardFailure,
+    RewardOutcome,
     RewardResult,
     RewardTarget,
     build_failure,
@@ -50,6 +52,8 @@ from orbit_runtime.workers.user_code.reward_protocol import (
 )
 
 READ_SIZE = 1 << 16
+MAX_MESSAGE = 1 << 24
+"""Bytes; a result is a number and a sentence."""
 WORKER_MODULE = "orbit_runtime.workers.user_code.reward_worker"
 CHUNK_SECONDS = 0.005
 """Work sent to a worker at a time: enough to hide a round trip, and little enough to keep the workers balanced."""
@@ -114,10 +118,11 @@ class RewardProcess:
             while self._outbox:
                 del self._outbox[: os.write(self.calls_fd, self._outbox)]
 
-    def receive(self) -> tuple[list[Any], bool]:
-        """Complete messages that arrived, and whether the worker still holds its end open."""
+    def receive(self) -> tuple[Iterator[Any], bool]:
+        """Complete messages that arrived, and whether the worker still holds its end open. What is no message is a
+        `ValueError` in its turn: a reward can find the pipe, and write to it."""
         is_open = True
-        while True:
+        while len(self._inbox) <= MAX_MESSAGE:
             try:
                 data = os.read(self.results_fd, READ_SIZE)
             except BlockingIOError:
@@ -127,7 +132,9 @@ class RewardProcess:
                 break
             self._inbox += data
         *lines, self._inbox = self._inbox.split(b"\n")
-        return [json.loads(line) for line in lines], is_open
+        if len(self._inbox) > MAX_MESSAGE:
+            lines, self._inbox = [*lines, b"longer than any message"], b""
+        return map(json.loads, lines), is_open
 
     def stack(self) -> str:
         """The worker's stacks, taken before it is ended."""
@@ -359,8 +366,14 @@ class RewardPool:
         """Takes a worker's messages; replaces it if it died or exceeded its time."""
         worker.flush()
         messages, is_open = worker.receive()
-        for message in messages:
-            self._handle(worker, message)
+        try:
+            for message in messages:
+                self._handle(worker, message)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            self._forget(worker)
+            worker.end()
+            self._replace(place, worker, "crash", "it wrote to its worker's pipe of results; the worker was killed")
+            return
         if self._failure is not None:
             return
         deadline = self._deadline(worker)
@@ -385,6 +398,8 @@ class RewardPool:
     def _handle(self, worker: RewardProcess, message: Any) -> None:
         worker.progress_at = time.monotonic()
         if isinstance(message, dict):
+            if worker.is_ready and "taken" not in message:
+                raise ValueError("said at the start only")
             if "error" in message:
                 problem = message["error"]
                 self._failure = ManifestError(
@@ -399,7 +414,13 @@ class RewardPool:
                 self._num_ready += 1
                 self._changed.notify_all()
             return
-        result = RewardResult(*message)
+        outcome, value, reason, seconds = message
+        is_scored = outcome in ("value", "wrong")
+        if outcome not in get_args(RewardOutcome) or (value is not None) != is_scored:
+            raise ValueError("no result")
+        result = RewardResult(outcome, float(value) if is_scored else None, str(reason), float(seconds))
+        if not math.isfinite(result.value or 0.0) or not worker.in_flight:
+            raise ValueError("no result of a call")
         self._idle_deaths = 0
         self._call_seconds = (
             result.seconds if self._call_seconds is None else 0.9 * self._call_seconds + 0.1 * result.seconds

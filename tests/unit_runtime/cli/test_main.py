@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -11,10 +13,13 @@ from pathlib import Path
 import pytest
 import typer
 from fakes.run_folder import SyntheticRun, write_run_folder
+from rich.table import Table
+from rich.text import Text
 
 from orbit_runtime.cli import main as cli
 from orbit_runtime.cli.main import run_command
-from orbit_runtime.errors import CredentialsError, OrbitError, RewardsFailingError, StorageError
+from orbit_runtime.errors import CredentialsError, InternalError, OrbitError, RewardsFailingError, StorageError
+from orbit_runtime.observability.logs import build_console, configure_logs, printable_output
 
 Captured = pytest.CaptureFixture[str]
 
@@ -71,6 +76,56 @@ def test_an_orbit_error_is_its_code_and_one_message(
     said = capsys.readouterr()
     assert said.err == f"error: {error}\n"
     assert "Traceback" not in said.err
+
+
+def test_control_characters_of_others_are_shown_and_never_sent_to_a_terminal(
+    failing: list[BaseException], capsys: Captured
+) -> None:
+    failing.append(RewardsFailingError("the reward said \x1b]0;title\x07\x1b[2J\r\x9bm", where="\x1b[1A", fix="\x7f"))
+    assert run_command(["fail"]) == 86
+    said = capsys.readouterr().err
+    assert said == "error: ␛[1A: the reward said ␛]0;title␇␛[2J␍\ufffdm\n  fix: ␡\n"
+
+
+def test_limits_of_this_process_are_no_bugs(failing: list[BaseException], capsys: Captured) -> None:
+    failing.append(ImportError("libtorch_cpu.so: failed to map segment from shared object"))
+    assert run_command(["fail"]) == 79
+    failing[0] = InternalError("the reward pool failed")
+    failing[0].__cause__ = OSError(24, "Too many open files")
+    assert run_command(["fail"]) == 78
+    said = capsys.readouterr().err
+    assert "error: memory ran out: libtorch_cpu.so" in said
+    assert "error: ulimit -n: this process may not open more files at once\n  fix: raise the limit" in said
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_console_shows_control_characters_of_texts_and_sends_its_own(is_terminal: bool) -> None:
+    stream = io.StringIO()
+    with printable_output():
+        console = build_console(
+            stream, force_terminal=is_terminal, color_system="standard" if is_terminal else None, highlight=False
+        )
+        console.print("[red]a[/red] \x1b[2J", Text("\x1b]0;t\x07", style="bold"))
+        table = Table("name")
+        table.add_row("\x1b[31mx")
+        console.print(table)
+    said = stream.getvalue()
+    assert "␛[2J" in said
+    assert "␛]0;t" in said
+    assert "␛[31m" in said
+    assert ("\x1b[31ma\x1b[0m" in said) == is_terminal
+    assert "\x1b[2J" not in said
+    assert "\x1b]" not in said
+
+
+def test_logs_show_control_characters(capsys: Captured) -> None:
+    configure_logs("Info", "Text")
+    with printable_output():
+        logging.getLogger("t").warning("said \x1b[2J %s", "\x07")
+    said = capsys.readouterr().err
+    assert "said ␛[2J" in said
+    assert "\x1b[2J" not in said
+    assert "\x07" not in said
 
 
 def test_with_json_an_error_is_one_object_on_standard_output(failing: list[BaseException], capsys: Captured) -> None:

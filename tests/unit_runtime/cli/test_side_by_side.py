@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from orbit_runtime.cli.side_by_side import is_wide, printable, show_side_by_side
+from orbit_runtime.cli.side_by_side import is_wide, show_side_by_side
 from orbit_runtime.errors import EngineDiedError
+from orbit_runtime.observability.logs import printable
 
 ENDLESS = 10_000
 

@@ -38,6 +38,17 @@ def test_json_holds_name_and_identity(capsys: pytest.CaptureFixture[str]) -> Non
     assert result["identity"].startswith("sha256:")
 
 
+def test_dropout_that_the_gate_of_parity_takes_for_a_fault_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    dropped = "adapter.lora={rank: 16, dropout: 0.1}"
+    validate(EXAMPLE, [dropped], as_json=False)
+    assert "\nwarning: spec.adapter.lora.dropout is 0.1: " in capsys.readouterr().out
+    validate(EXAMPLE, [dropped], as_json=True)
+    assert "limit of parity" in json.loads(capsys.readouterr().out)["warning"]
+    for others in ([dropped, "parity.preflight=Report"], []):
+        validate(EXAMPLE, others, as_json=False)
+        assert "warning" not in capsys.readouterr().out
+
+
 def test_problems_are_raised_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ManifestError, match=r"spec\.training\.steps"):
         validate(EXAMPLE, ["training.steps=0"], as_json=True)
