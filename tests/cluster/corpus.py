@@ -366,6 +366,13 @@ OTHERS = (
         ),
     ),
     Case("two adapters", manifest(adapter="{initFrom: a}", checkpoint="{resumeFrom: b}"), ("spec.adapter.initFrom",)),
+    Case("a page to begin from", manifest(checkpoint="{resumeFrom: 'http://a/b'}"), ("spec.checkpoint.resumeFrom",)),
+    Case("a password", manifest(storage="{uri: 's3://user:word@bucket'}"), ("spec.storage.uri",)),
+    Case("the whole disk", manifest(storage="{uri: /}"), ("spec.storage.uri",)),
+    Case("one slash", manifest(storage="{uri: 's3:/bucket'}"), ("spec.storage.uri",)),
+    Case("an address of two lines", manifest(storage=r'{uri: "a\nb"}'), ("spec.storage.uri",)),
+    Case("a webhook's password", manifest(observability="{notify: [{url: 'http://a:b@c'}]}"),
+         ("spec.observability.notify[0].url",)),
     Case(
         "no stragglers", manifest(algorithm="{type: SFT}", rollout="{overSampling: 1}"), ("spec.rollout.overSampling",)
     ),
