@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -21,7 +23,7 @@ import typer
 from orbit_runtime.cli.arguments import AsJson
 from orbit_runtime.cli.output import format_bytes, format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, OrbitError, UnsupportedError
-from orbit_runtime.workers.system import container_memory, usable_cores
+from orbit_runtime.workers.system import container_memory, run_nvidia_smi, usable_cores
 
 State = Literal["ok", "note", "warn", "fail"]
 
@@ -120,15 +122,104 @@ def _gpu_findings() -> list[Finding]:
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
         free, total = torch.cuda.mem_get_info(index)
-        words = f"{index}: {properties.name}, {format_bytes(free)} free of {format_bytes(total)}"
+        words = (
+            f"{index}: {properties.name}, compute capability {capability[0]}.{capability[1]}, "
+            f"{format_bytes(free)} free of {format_bytes(total)}"
+        )
         if capability < MIN_DRIVER_CAPABILITY:
             fix = "hide it with CUDA_VISIBLE_DEVICES, or use a GPU of compute capability 8.0 or later"
             findings.append(Finding("gpu", "warn", f"{words}: no BF16 matrix units", fix))
+        elif not has_kernels(capability, torch.cuda.get_arch_list()):
+            major, minor = capability
+            fix = f"install a torch whose torch.cuda.get_arch_list() has sm_{major}{minor}, or hide the GPU"
+            findings.append(Finding("gpu", "warn", f"{words}: this torch has no kernels for it", fix))
         elif free < 0.5 * total:
             findings.append(Finding("gpu", "warn", words, "another process holds its memory: see nvidia-smi"))
         else:
             findings.append(Finding("gpu", "ok", words))
     return findings
+
+
+def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Whether a torch with these architectures runs on a GPU: kernels serve later minor versions of their own major
+    one, those with an `a` no other, and PTX is compiled for any later one.
+
+    Args:
+        built: as `torch.cuda.get_arch_list` says, such as `sm_90`, `sm_100a`, `compute_120`.
+    """
+    for name in built:
+        own = divmod(int(re.sub(r"\D", "", name)), 10)
+        serves = own[0] == capability[0] or name.startswith("compute")
+        if own == capability or (own < capability and serves and not name.endswith("a")):
+            return True
+    return False
+
+
+def check_driver() -> list[Finding]:
+    """Checks the driver against torch's CUDA, and how GPUs reach each other; nothing where there is no driver."""
+    said = run_nvidia_smi()
+    versions = re.search(r"Driver Version: (\S+).*?CUDA\D*Version: (\d+\.\d+)", said)
+    if versions is None:
+        return []
+    built = _cuda_of_torch()
+    words = f"{versions[1]}, for CUDA up to {versions[2]}"
+    if built is not None and int(versions[2].split(".")[0]) < int(built.split(".")[0]):
+        fix = f"install a driver for CUDA {built} or later, or a torch built for CUDA {versions[2].split('.')[0]}"
+        return [Finding("driver", "fail", f"{words}; torch is built for {built}", fix)]
+    return [Finding("driver", "ok", words), *_link_findings()]
+
+
+def _link_findings() -> list[Finding]:
+    links, peers = (_matrix(run_nvidia_smi("topo", *options)) for options in (("-m",), ("-p2p", "r")))
+    if not links:
+        return []
+    kinds = ", ".join(sorted({"NVLink" if link.startswith("NV") else link for link in links}))
+    if set(peers) - {"OK"}:
+        fix = "see `nvidia-smi topo -p2p r`: an IOMMU, or ACS of a PCIe switch, keeps GPUs apart; turn it off"
+        return [Finding("gpu-links", "warn", f"{kinds}; GPUs cannot read each other's memory", fix)]
+    if kinds == "NVLink":
+        return [Finding("gpu-links", "ok", kinds)]
+    fix = "keep the parts of a matrix few: training.parallel.tensor and rollout.tensorParallel"
+    return [Finding("gpu-links", "note", f"{kinds}: not all GPUs are joined by NVLink", fix)]
+
+
+def _matrix(said: str) -> list[str]:
+    """The cells between different GPUs in what `nvidia-smi topo` prints; empty for fewer than two."""
+    lines = (line.split() for line in re.sub(r"\x1b\[[\d;]*m", "", said).splitlines())
+    rows = [line for line in lines if "X" in line and re.match(r"GPU\d", line[0])]
+    return [
+        cell for index, row in enumerate(rows) for place, cell in enumerate(row[1 : len(rows) + 1]) if place != index
+    ]
+
+
+def check_compilers() -> list[Finding]:
+    """Checks what kernels are compiled with when they first run; nothing where there is no driver."""
+    if shutil.which("nvidia-smi") is None or importlib.util.find_spec("torch") is None:
+        return []
+    from orbit_runtime.quant.kernels.choice import triton_lacks
+
+    lacks = triton_lacks()
+    if lacks is not None:
+        return [Finding("compilers", "warn", "packed weights are multiplied by torch: " + lacks, lacks.split(": ")[-1])]
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc, built = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc"), _cuda_of_torch()
+    fix = f"install g++ and CUDA's toolkit {built} (docs/guides/sglang.md, Compilers and downloads)"
+    if nvcc is None or not (os.environ.get("CXX") or shutil.which("c++")):
+        return [Finding("compilers", "note", "Triton's; SGLang's kernels need nvcc and a C++ compiler", fix)]
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+\.\d+)", said)
+    words = f"Triton's; nvcc {release[1] if release else '?'} at {nvcc}"
+    if release is None or release[1] != built:
+        return [Finding("compilers", "note", f"{words}, torch is built for CUDA {built}", fix)]
+    return [Finding("compilers", "ok", words)]
+
+
+def _cuda_of_torch() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.version.cuda
 
 
 def check_extras() -> list[Finding]:
@@ -248,6 +339,8 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "python": check_python,
     "extra-train": check_train_extra,
     "torch": check_torch,
+    "driver": check_driver,
+    "compilers": check_compilers,
     "extras": check_extras,
     "ranks": check_ranks,
     "memory": check_memory,
@@ -256,8 +349,8 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "clock": check_clock,
 }
 
-FINDING_IDS = ("python", "extra-train", "torch", "threads", "gpu", "extras", "ranks", "memory", "disk", "write-access",
-               "clock", "store")  # fmt: skip
+FINDING_IDS = ("python", "extra-train", "torch", "threads", "gpu", "driver", "gpu-links", "compilers", "extras",
+               "ranks", "memory", "disk", "write-access", "clock", "store")  # fmt: skip
 """Every id that a finding can have."""
 
 

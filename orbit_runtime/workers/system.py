@@ -57,15 +57,19 @@ def ask_driver(fields: str) -> list[str]:
     Args:
         fields: as `--query-gpu` takes them, such as `name,memory.total`; memory is in MiB, without the unit.
     """
+    said = run_nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    return [line for line in said.splitlines() if line.strip()]
+
+
+def run_nvidia_smi(*arguments: str) -> str:
+    """What it prints; empty if it is not there, or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
-    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        return ""
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError, ValueError):
-        return []
-    return [line for line in asked.stdout.splitlines() if line.strip()]
+        return ""
 
 
 class HeldPort:

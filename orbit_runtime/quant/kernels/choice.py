@@ -90,7 +90,7 @@ def why_not(layout: str, capability: tuple[int, int], lacks: str | None) -> str 
 def triton_lacks() -> str | None:
     """What Triton needs on a GPU and this machine lacks: it compiles C code at its first launch."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+        return "Triton is not installed: install orbit-rl[train]"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler: install gcc"
     if not os.path.exists(os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h")):
