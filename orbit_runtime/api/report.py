@@ -16,7 +16,7 @@ from typing import Any
 from orbit_runtime.api.samples import Sample, read_samples, sampled_steps
 from orbit_runtime.errors import UsageError
 from orbit_runtime.observability.compare import compare
-from orbit_runtime.observability.metrics import Value
+from orbit_runtime.observability.metrics import Value, evaluation_field
 from orbit_runtime.observability.progress import sparkline
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.storage import open_store
@@ -26,11 +26,14 @@ SPARKS = 40
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The run's main measure: its reward, or its loss if nothing is scored."""
+    """The run's main measure: its evaluation, else its reward, or its loss if nothing is scored."""
 
     name: str
+    """`held-out loss`, the evaluation's name, `reward` or `loss`."""
     first: float | None
     last: float | None
+    steps: int | None = None
+    """Number of steps at each end of which a reward is the mean."""
 
     @property
     def change(self) -> float | None:
@@ -193,4 +196,5 @@ class Report:
 
     def _headline_curve(self) -> list[float | None]:
         names = {"reward": "reward_mean", "loss": "loss", "held-out loss": "validation_loss"}
-        return self.curves.get(names.get(self.headline.name, ""), [])
+        name = self.headline.name
+        return self.curves.get(names.get(name) or evaluation_field(name, "mean"), [])

@@ -143,6 +143,8 @@ def run(
     Raises:
         OrbitError: its class says who must act; the folder then holds the last durable step.
     """
+    if isinstance(manifest, Mapping):
+        manifest = _with_places(manifest, {"prompts": prompts, "rewards": rewards})
     spec = with_replacements(
         load_manifest(manifest, overrides), rewards=rewards, loss=loss, advantages=advantages, prompts=prompts
     )
@@ -153,6 +155,19 @@ def run(
     finally:
         shown.close()
     return Report(result.uri)
+
+
+def _with_places(manifest: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The manifest with something in the place of prompts and rewards that it leaves to the call's arguments."""
+    stands = {"prompts": ("data", [{"uri": "builtin://two-digit-addition"}]),
+              "rewards": ("environment", [{"name": "correct", "type": "ExactMatch"}])}  # fmt: skip
+    if not isinstance(manifest.get("spec"), Mapping):
+        return manifest
+    spec = dict(manifest["spec"])
+    for name, (block, value) in stands.items():
+        if given[name] is not None and isinstance(spec.get(block) or {}, Mapping):
+            spec[block] = {name: value, **(spec.get(block) or {})}
+    return {**manifest, "spec": spec}
 
 
 def start_run(manifest: OrbitRun, folder: Path, out: str | None, progress: Progress, **functions: Any) -> RunResult:

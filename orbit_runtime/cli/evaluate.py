@@ -353,7 +353,8 @@ def print_summary(summary: Summary) -> None:
     for each in summary.comparisons:
         console.print(
             f"{each.environment}: {each.second} - {each.first}: {_interval(each.paired.difference, '+.3f')}, "
-            f"better on {each.paired.better} prompts, worse on {each.paired.worse}: {each.paired.verdict}",
+            f"better on {each.paired.better} of {each.paired.difference.prompts} prompts, worse on "
+            f"{each.paired.worse}: {each.paired.verdict}",
             highlight=False,
         )
 

@@ -60,6 +60,8 @@ def outcomes(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         over = "step" if gain["steps"] == 1 else f"{gain['steps']} steps"
         change = f" ({gain['difference']:+.4f}{margin})"
         return [*lines, ("reward", f"{gain['first']:.4f} in the first {over}, {gain['last']:.4f} in the last{change}")]
+    if lines:
+        return lines
     headline = facts.get("headline") or {
         "name": "reward",
         "first": facts.get("reward_first"),

@@ -35,6 +35,7 @@ def serve(
         typer.Option(metavar="NAME=FOLDER", help="A model name and its adapter, such as RUN@best. Repeatable."),
     ] = None,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 takes any free port.")] = "127.0.0.1:8000",
+    port: Annotated[int | None, typer.Option(metavar="PORT", min=0, max=65535, help="The port of --listen.")] = None,
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File with the token for clients. [ORBIT_SERVE_TOKEN]")
     ] = None,
@@ -68,6 +69,8 @@ def serve(
     from orbit_runtime.api.checks import check_can_train
     from orbit_runtime.workers.child.run_token import SERVE_VARIABLE, UPDATE_VARIABLE
 
+    if port is not None:
+        listen = f"{listen.rpartition(':')[0]}:{port}"
     host, port, token = read_door(listen, token_file, SERVE_VARIABLE)
     update_token = read_token(update_token_file, os.environ, UPDATE_VARIABLE)
     limits = read_limits(limit or [])

@@ -93,9 +93,11 @@ def estimate(values_P: Sequence[float]) -> Estimate:
 def paired(first: Mapping[str, float], second: Mapping[str, float]) -> PairedDifference:
     """`second` minus `first`, prompt by prompt.
 
-    If every prompt has the same difference, the interval is a point, which tells nothing about other prompts.
+    If every prompt has the same difference, the interval is a point, which tells nothing about other prompts. For
+    scores within [0, 1], the interval is within [-1, 1].
     """
-    differences = [second[prompt] - first[prompt] for prompt in first if prompt in second]
+    pairs = [(first[prompt], second[prompt]) for prompt in first if prompt in second]
+    differences = [after - before for before, after in pairs]
     count = len(differences)
     better, worse = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
     if not count:
@@ -104,7 +106,10 @@ def paired(first: Mapping[str, float], second: Mapping[str, float]) -> PairedDif
     if count == 1:
         return PairedDifference(Estimate(mean, None, None, 1), better, worse)
     half = Z * statistics.stdev(differences, mean) / math.sqrt(count)
-    return PairedDifference(Estimate(mean, mean - half, mean + half, count), better, worse)
+    low, high = mean - half, mean + half
+    if all(0 <= value <= 1 for pair in pairs for value in pair):
+        low, high = max(-1.0, low), min(1.0, high)
+    return PairedDifference(Estimate(mean, low, high, count), better, worse)
 
 
 def pass_ks(samples: int) -> tuple[int, ...]:

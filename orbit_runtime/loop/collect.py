@@ -215,6 +215,8 @@ def what_is_missing(groups_P: Sequence[Group], samples_D: Sequence[Sample], *, w
     counts = count_groups(groups_P)
     seen = f"of {counts.groups} groups {counts.equal} have equal rewards, {counts.masked} no rollout that trains"
     if not any(any(sample.columns["advantage"]) for sample in samples_D):
+        if {rollout.reward for group in groups_P for rollout in group.rollouts_G} == {1.0}:
+            return "all rewards are 1: nothing left to learn"
         return f"nothing to learn from: every advantage is 0; {seen}"
     found = sum(map(teaches, groups_P))
     if max_rounds and found < wanted:

@@ -50,7 +50,7 @@ class ChartPlan:
 HELD_OUT_LOSS = "Held-out loss (nats per token)"
 
 PLANS: tuple[ChartPlan, ...] = (
-    ChartPlan("Reward", (("reward_mean", "mean ± deviation"),), is_main=True, deviation="reward_std"),
+    ChartPlan("Reward", (("reward_mean", "mean ± standard deviation"),), is_main=True, deviation="reward_std"),
     ChartPlan("Train-rollout parity |Δ log-prob|",
          (("parity_mean", "mean"), ("parity_max", "max"), ("parity_limit", "limit of the mean")), log=True,
          is_main=True),
@@ -125,7 +125,10 @@ def _draw(plan: ChartPlan, steps: Sequence[int], rows: Sequence[MetricsRow]) -> 
     ]
     if plan.deviation:
         spread = [row.number(plan.deviation) for row in rows]
-        series[0] = replace(series[0], band=(_moved(series[0].values, spread, -1), _moved(series[0].values, spread, 1)))
+        ends = [_moved(series[0].values, spread, sign) for sign in (-1, 1)]
+        if _are_shares(series[0].values, spread):
+            ends = [[each and min(1.0, max(0.0, each)) for each in end] for end in ends]
+        series[0] = replace(series[0], band=(ends[0], ends[1]))
     svg = plots.draw_lines(plan.title, steps, series, log=plan.log, most=plan.most)
     return Chart(plan.title, svg, series, plan.is_main)
 
@@ -134,6 +137,13 @@ def _moved(values: Sequence[float | None], by: Sequence[float | None], sign: int
     return [
         None if value is None or each is None else value + sign * each for value, each in zip(values, by, strict=True)
     ]
+
+
+def _are_shares(means: Sequence[float | None], deviations: Sequence[float | None]) -> bool:
+    """Whether every value can lie within [0, 1]: there a variance is at most m (1 - m), or twice that for a sample of
+    two."""
+    pairs = [pair for pair in zip(means, deviations, strict=True) if None not in pair]
+    return all(m is not None and s is not None and 0 <= m <= 1 and s**2 <= 2.001 * m * (1 - m) + 1e-9 for m, s in pairs)
 
 
 def held_out_chart(rows: Sequence[MetricsRow], before: float | None) -> list[Chart]:

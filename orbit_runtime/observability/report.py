@@ -60,6 +60,12 @@ class Report:
         return str(self.folder.run.get("name") or self.folder.uri.rstrip("/").rsplit("/", 1)[-1])
 
     @property
+    def title(self) -> str:
+        """The name, with the run folder's if that is another."""
+        folder = self.folder.uri.rstrip("/").rsplit("/", 1)[-1]
+        return self.name if folder == self.name else f"{self.name} in {folder}"
+
+    @property
     def rows(self) -> tuple[MetricsRow, ...]:
         return self.folder.rows
 
@@ -88,14 +94,45 @@ class Report:
 
     @property
     def headline(self) -> dict[str, Any]:
-        """`name, first, last` of the run's main metric: its reward, or its loss if nothing is scored. For a held-out
-        loss: before training and at its best."""
-        validated = self.folder.summary.get("validated")
-        if validated:
-            return {"name": "held-out loss", "first": validated["first"], "last": validated["best"]}
-        name = "loss" if is_unscored(self.rows) else "reward"
-        ends = [row.number("loss" if name == "loss" else "reward_mean") for row in (self.rows[:1] + self.rows[-1:])]
-        return {"name": name, "first": ends[0] if ends else None, "last": ends[-1] if ends else None}
+        """`name, first, last, steps` of the run's main metric, for everyone who shows one.
+
+        It is the held-out loss, before training and at its best; else the evaluation that chooses the best adapter, or
+        the first one; else the mean reward of the first `steps` steps and of the last; else the loss.
+        """
+        name, steps = "loss", None
+        curves = evaluation_curves(self.folder.evaluations)
+        evaluated = self.folder.best.evaluation if self.folder.best else next(iter(curves), "")
+        points = [point["mean"] for point in curves.get(evaluated, ()) if point["mean"] is not None]
+        if validated := self.folder.summary.get("validated"):
+            name, ends = "held-out loss", [validated["first"], validated["best"]]
+        elif points:
+            name, ends = evaluated, points
+        elif gain := self.gain:
+            name, ends, steps = "reward", [gain.first.value, gain.last.value], gain.first.steps
+        else:
+            name = "reward" if self.is_scored else "loss"
+            ends = [row.number("reward_mean" if self.is_scored else "loss") for row in self.rows]
+        return {"name": name, "first": ends[0] if ends else None, "last": ends[-1] if ends else None, "steps": steps}
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the run samples answers that are rewarded; else it has losses alone."""
+        return not (self.folder.summary.get("validated") or is_unscored(self.rows))
+
+    @property
+    def described(self) -> str:
+        """Example: `tiny-adder (INT4), LoRA, GRPO, reward correct, on cpu`; empty where nothing is known."""
+        found = {name: self.spec.get(name) or {} for name in ("model", "adapter", "algorithm", "environment")}
+        model, rewards = found["model"], [each["name"] for each in found["environment"].get("rewards") or ()]
+        uri = str(model.get("uri", "")).rstrip("/").rpartition("/")[2]
+        parts = [
+            f"{uri} ({model['precision']})" if uri and model.get("precision") else uri,
+            found["adapter"].get("type"),
+            found["algorithm"].get("type"),
+            f"reward {', '.join(rewards)}" if rewards and self.is_scored else "",
+            f"on {device}" if (device := self.folder.run.get("device")) else "",
+        ]
+        return ", ".join(part for part in parts if part)
 
     @property
     def gain(self) -> Gain | None:
@@ -267,9 +304,12 @@ def _warnings(folder: RunFolder) -> tuple[str, ...]:
     before, after = summary.get("base_digest_before"), summary.get("base_digest_after")
     if before and after and before != after:
         found.append("the frozen base changed during the run")
-    flat = sum(1 for row in rows if row.number("reward_std") == 0.0)
-    if flat:
-        found.append(f"{flat} of {len(rows)} steps had the same reward for every sample: no gradient")
+    flat = [row.number("reward_mean") for row in rows if row.number("reward_std") == 0.0]
+    solved = flat.count(1.0)
+    if solved:
+        found.append(f"in {solved} of {len(rows)} steps all rewards were 1: nothing was left to learn")
+    if len(flat) > solved:
+        found.append(f"{len(flat) - solved} of {len(rows)} steps had the same reward for every sample: no gradient")
     for outcome, words in (("timeout", "ran out of time"), ("crash", "crashed")):
         count = int(_total(row.number(f"reward_{outcome}") for row in rows))
         if count:

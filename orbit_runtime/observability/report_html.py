@@ -49,7 +49,7 @@ def render_html(report: Report, *, is_live: bool = False) -> str:
     validated = report.folder.summary.get("validated") or {}
     return render_page(
         "report.html.j2",
-        title=report.name,
+        title=report.title,
         report=report,
         facts=facts,
         charts=[

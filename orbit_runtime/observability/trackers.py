@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import netrc
+import os
 import queue
 import threading
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 QUEUE_ROWS = 1024
 """Most steps that may wait; a tracker that falls further behind is abandoned."""
 CLOSE_SECONDS = 30.0
+DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 PACKAGES: Mapping[TrackerType, str] = {"TensorBoard": "tensorboard", "WandB": "wandb", "MLflow": "mlflow"}
 
 
@@ -79,6 +81,15 @@ def check_trackers(asked: Sequence[RequestedTracker], environ: Mapping[str, str]
                 "TensorBoard's files are written to a local folder, but the run folder is not local",
                 where=f"{where}.uri",
                 fix="write a local path",
+            )
+        # MLflow's own default is a database too.
+        place = each.uri or environ.get("MLFLOW_TRACKING_URI", "sqlite:")
+        opens_databases = each.kind != "MLflow" or importlib.util.find_spec("sqlalchemy") is not None
+        if urlsplit(place).scheme in DATABASES and not opens_databases:
+            raise UnsupportedError(
+                f"MLflow's package here opens no database ({place})",
+                where=f"{where}.uri",
+                fix="write a server's address, or without a server a folder, such as `uri: mlruns`",
             )
         if each.kind == "WandB" and not _has_key(each.uri, environ):
             raise CredentialsError(
@@ -256,6 +267,9 @@ class MLflow:
         from mlflow.entities import Metric, Param, RunStatus
         from mlflow.tracking import MlflowClient
 
+        if urlsplit(asked.uri or "").scheme in ("", "file"):
+            # MLflow opens a folder only for those who insist on it.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._metric, self._done = Metric, RunStatus.to_string(RunStatus.FINISHED)
         self._client = MlflowClient(tracking_uri=asked.uri)
         experiment = self._client.get_experiment_by_name(asked.project)

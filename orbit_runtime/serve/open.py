@@ -286,8 +286,13 @@ def _of_run(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], None
     named = split_address(asked.source)[1]
     adapters = {**({POLICY: f"{uri}@{named}" if named else uri} if kept else {}), **asked.adapters}
     model = fetched.model()
+    limits = _within(limits, model)
+    # What is served may be longer than what was trained.
+    longest = max(limits.sequence, spec.model.max_sequence_length)
+    longer = spec.model.model_copy(update={"max_sequence_length": longest})
+    spec = spec.model_copy(update={"model": longer})
+    resolved = replace(resolved, run=resolved.run.model_copy(update={"spec": spec}))
     config, settings = adapter_config(spec), partial(engine_settings, resolved)
-    limits = _within(replace(limits, sequence=min(limits.sequence, spec.model.max_sequence_length)), model)
     return _Source(
         model, spec.model.uri, config, resolved.engine, settings, partial(build_policy, resolved, recompute="None"),
         limits, adapters, (uri, *asked.updates_from), spec.data.chat, started,

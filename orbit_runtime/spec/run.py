@@ -362,7 +362,8 @@ class RunSpec(Block):
     rules = (
         Rule(
             "rollout.sampling.maxNewTokens",
-            "self.model.maxSequenceLength < 2 || self.rollout.sampling.maxNewTokens < self.model.maxSequenceLength",
+            "self.algorithm.type == 'SFT' || self.model.maxSequenceLength < 2"
+            " || self.rollout.sampling.maxNewTokens < self.model.maxSequenceLength",
             "{self.rollout.sampling.max_new_tokens} leaves no room for a prompt within `spec.model.maxSequenceLength`"
             " ({self.model.max_sequence_length})",
             "lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",

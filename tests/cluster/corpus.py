@@ -346,6 +346,10 @@ OTHERS = (
     Case("a run that nothing scores", manifest(environment=""), ("spec.environment.rewards",)),
     Case("demonstrations need no environment", manifest(environment="", algorithm="{type: SFT}")),
     Case(
+        "demonstrations need no room for an answer",
+        manifest(environment="", algorithm="{type: SFT}", model="{uri: builtin://tiny-adder, maxSequenceLength: 128}"),
+    ),
+    Case(
         "demonstrations beside an engine's half of the GPUs",
         manifest(algorithm="{type: SFT}", rollout="{engine: SGLang}", placement="{layout: Split, gpus: 8}"),
         ("spec.placement.layout",),

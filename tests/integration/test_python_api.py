@@ -173,6 +173,17 @@ def test_misuse_is_one_typed_error_and_leaves_no_run(
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+def test_what_the_call_brings_need_not_stand_in_the_mapping(tmp_path: Path) -> None:
+    made = small_manifest(steps=1)
+    del made["spec"]["data"], made["spec"]["environment"]
+    rows = [{"prompt": f"{number}+34="} for number in range(10, 18)]
+    report = run(made, out=tmp_path / "run", prompts=rows, rewards={"one": starts_with_one}, progress=False)
+    assert {sample.prompt for sample in report.samples()} <= {row["prompt"] for row in rows}
+    assert list(report.samples()[0].parts) == ["one"]
+    with pytest.raises(ManifestError, match=r"spec\.data"):
+        run(made, out=tmp_path / "other", rewards={"one": starts_with_one}, progress=False)
+
+
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no run here"):
         Report(tmp_path)

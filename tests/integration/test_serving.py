@@ -566,3 +566,20 @@ def test_weights_need_their_token_where_sampling_needs_none(trained: Path) -> No
     finally:
         serving.close()
         opened.close()
+
+
+def test_a_run_is_served_with_longer_sequences_than_it_trained_on(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    content = json.loads(file.read_text())
+    content["resolved"]["spec"]["model"]["maxSequenceLength"] = 64
+    file.write_text(json.dumps(content))
+    opened = open_models(ServeRequest(f"{tmp_path}/run@newest"), ServeLimits(sequence=512), lambda _: None)
+    assert opened.limits.sequence == 512
+    serving = start_serving(opened, "127.0.0.1", 0, None)
+    body = {"model": "policy", "prompt": "12+34=" * 30, "max_tokens": 2}
+    answer = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60)
+    serving.close()
+    opened.close()
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["prompt_tokens"] > 64

@@ -23,7 +23,7 @@ from orbit_runtime.loop import run
 from orbit_runtime.observability.metrics import build_row, evaluation_field
 from orbit_runtime.observability.notify import build_body, build_webhooks, notify
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.observability.trackers import QUEUE_ROWS, RequestedTracker, Tracking, check_trackers
+from orbit_runtime.observability.trackers import QUEUE_ROWS, RequestedTracker, Tracking, check_trackers, open_tracker
 from orbit_runtime.spec import load_manifest
 from orbit_runtime.spec.run import Webhook as Given
 
@@ -224,6 +224,31 @@ def test_a_tracker_that_cannot_work_is_refused_before_the_run(monkeypatch: pytes
     with pytest.raises(UnsupportedError, match=r"trackers\[1\]\.type: WandB needs the package wandb") as refused:
         check_trackers([asked("TensorBoard", "events"), asked("WandB")], {})
     assert "orbit-rl[trackers]" in str(refused.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("uri", "environ"), [("sqlite:///m.db", {}), (None, {}), (None, {"MLFLOW_TRACKING_URI": "sqlite:///m"})]
+)
+def test_a_database_that_mlflows_package_cannot_open_is_refused_before_the_run(
+    uri: str | None, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)  # As where it is not installed.
+    with pytest.raises(
+        UnsupportedError, match=r"trackers\[0\]\.uri: MLflow's package here opens no database"
+    ) as refused:
+        check_trackers([asked("MLflow", uri)], environ)
+    assert "uri: mlruns" in str(refused.value.fix)
+    check_trackers([asked("MLflow", "mlruns"), asked("MLflow", "http://mlflow:5000")], {})
+
+
+def test_mlflow_without_a_server_takes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    tracker = open_tracker(asked("MLflow", "mlruns"))
+    tracker.log(1, {"reward_mean": 0.5})
+    tracker.close()
+    assert MlflowClient(tracking_uri="mlruns").get_experiment_by_name("orbit") is not None
 
 
 def test_without_a_key_weights_and_biases_is_refused_and_never_asks_for_one(tmp_path: Path) -> None:

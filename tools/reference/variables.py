@@ -76,6 +76,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("NETRC", "~/.netrc", "Where `wandb login` stores the key.", "orbit run with a tracker `WandB`"),
     Variable("MLFLOW_TRACKING_URI", "", "Address of MLflow's server, if the tracker has no `uri`; MLflow's own "
              "variables hold user and password or a token.", "orbit run with a tracker `MLflow`"),
+    Variable("MLFLOW_ALLOW_FILE_STORE", "true", "Whether MLflow may write to a folder, if the tracker's `uri` is one.",
+             "orbit run with a tracker `MLflow`"),
     Variable("XDG_CACHE_HOME", "~/.cache", "Folder of `orbit-rl`, unless `ORBIT_CACHE` is set.", "orbit run"),
     Variable("HF_ENDPOINT", "https://huggingface.co", "The hub that `hf://` uses, or a mirror of it.",
              "orbit run, orbit plan"),

@@ -26,9 +26,10 @@ def test_a_busy_port_is_told_before_torch_is_imported() -> None:
             [*each, "--listen", f"127.0.0.1:{port}"]
             for each in (["serve", "--model", "builtin://tiny-adder"], ["trainer", example], ["inference", example])
         ]
+        commands.append(["serve", "--model", "builtin://tiny-adder", "--port", str(port)])
         ended = subprocess.run([sys.executable, "-c", ALL_IN_ONE, json.dumps(commands)], capture_output=True, text=True)
-    assert json.loads(ended.stdout) == [[73] * 3, False], ended.stderr
-    assert ended.stderr.count(f"error: --listen: port {port} is in use\n  fix: choose another port") == 3
+    assert json.loads(ended.stdout) == [[73] * 4, False], ended.stderr
+    assert ended.stderr.count(f"error: --listen: port {port} is in use\n  fix: choose another port") == 4
 
 
 def test_a_wrong_argument_is_one_error_at_once(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def test_a_paired_difference_is_over_the_prompts_that_both_have_and_takes_out_wh
     assert found.difference.low == pytest.approx(fmean(differences) - half)
     assert (found.verdict, found.better, found.worse) == ("better", 50, 0)
     assert paired(second, first).verdict == "worse"
+    worst, best = {f"p{index}": 0.0 for index in range(20)}, {f"p{index}": float(index > 0) for index in range(20)}
+    assert (paired(worst, best).difference.high, paired(best, worst).difference.low) == (1.0, -1.0)
     # Not paired, the same numbers show nothing.
     apart = estimate(list(first.values())), estimate(list(second.values()))
     assert apart[0].high > apart[1].low  # type: ignore[operator]

@@ -93,6 +93,7 @@ def test_what_is_said_of_a_step() -> None:
     assert said(EQUAL, FAILED, advantage=0.0) == (
         "nothing to learn from: every advantage is 0; of 2 groups 1 have equal rewards, 1 no rollout that trains"
     )
+    assert said((1.0, 1.0), (1.0,), advantage=0.0) == "all rewards are 1: nothing left to learn"
     assert said(MIXED, EQUAL, EQUAL, advantage=0.5, max_rounds=1) == (
         "dynamic sampling gave up after 1 rounds with 1 groups of 2; of 3 groups 2 have equal rewards, 0 no rollout "
         "that trains"

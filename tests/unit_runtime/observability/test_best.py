@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from orbit_runtime import Headline, Report
 from orbit_runtime.checkpoints.adapter_folder import adapter_address, saved_steps
 from orbit_runtime.cli.output import outcomes
 from orbit_runtime.errors import UsageError
 from orbit_runtime.observability.report import build_report
+from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.run_folder import BestVersion, find_best
 from orbit_runtime.storage import open_store
 from tests.fakes.run_folder import SyntheticRun, write_run_folder
@@ -113,6 +115,22 @@ def test_a_report_names_the_best_and_how_much_lower_the_last_is(tmp_path: Path) 
     facts = build_report(open_store(str(write(tmp_path, MEANS, kept=[0, 12, 24])))).to_json()
     assert facts["best"] == {"step": 12, "evaluation": "a", "value": 0.8}
     assert dict(outcomes(facts))["a"] == "0.100 at step 0, 0.700 at step 24; best 0.800 at step 12, last 0.100 lower"
+
+
+def test_every_door_has_the_same_headline_and_an_evaluation_is_it_where_there_is_one(tmp_path: Path) -> None:
+    folder = write(tmp_path / "evaluated", MEANS, kept=[0, 12, 24])
+    report, shown = build_report(open_store(str(folder))), Report(folder)
+    assert report.to_json()["headline"] == {"name": "a", "first": 0.1, "last": 0.7, "steps": None}
+    assert shown.headline == Headline("a", 0.1, 0.7)
+    assert "a first 0.1000, last 0.7000" in str(shown)
+    assert "0.100 → 0.700" in (page := render_html(report))
+    assert "best 0.800 at step 12" in page
+    plain = build_report(open_store(str(write_run_folder(tmp_path / "plain", SyntheticRun(steps=60)))))
+    gain = plain.to_json()["gain"]
+    headline = {"name": "reward", "first": gain["first"], "last": gain["last"], "steps": 12}
+    assert plain.to_json()["headline"] == headline
+    assert Report(tmp_path / "plain").headline == Headline(**headline)
+    assert f"{gain['first']:.4f} in the first 12 steps" in dict(outcomes(plain.to_json()))["reward"]
 
 
 def test_a_report_of_an_evaluation_without_a_score_says_so(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_every_value_of_a_step_is_told_under_the_pointer(browser: Browser, page:
     assert browser.run("document.querySelector('.tip').hidden")
     browser.hover("svg[data-points]", 0.999)
     told = browser.wait("document.querySelector('.tip:not([hidden])')?.innerText")
-    assert told.startswith("step 60\nmean ± deviation 0.7")
+    assert told.startswith("step 60\nmean ± standard deviation 0.7")
     assert " to " in told, "the deviation's two ends"
     browser.run("document.querySelector('svg[data-points]').focus()")
     browser.run(

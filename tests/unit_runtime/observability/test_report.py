@@ -14,6 +14,8 @@ from fakes.run_folder import BASE, SyntheticRun, write_run_folder
 
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.cli.report import format_report
+from orbit_runtime.observability.charts import build_charts
+from orbit_runtime.observability.metrics import build_row
 from orbit_runtime.observability.report import Report, build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.run_folder import read_rows
@@ -152,6 +154,40 @@ def test_warnings_follow_from_the_numbers_and_from_the_run(tmp_path: Path) -> No
     assert report.warnings[0] == "a group of one has no gradient"
     assert "6 rewards ran out of time: masked out, not scored 0" in report.warnings
     assert "a group of one has no gradient" in render_html(report)
+
+
+def test_steps_of_a_solved_run_are_not_told_as_a_lack_of_gradient(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, SyntheticRun(steps=4, compacted=False))
+    for step, mean in ((2, 0.5), (3, 1.0), (4, 1.0)):
+        file = folder / f"metrics/step-{step:06d}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"reward_mean": mean, "reward_std": 0.0}))
+    warnings = build_report(open_store(str(folder))).warnings
+    assert "in 2 of 4 steps all rewards were 1: nothing was left to learn" in warnings
+    assert "1 of 4 steps had the same reward for every sample: no gradient" in warnings
+
+
+def test_the_page_says_what_ran_and_in_which_folder(tmp_path: Path) -> None:
+    report = report_of(tmp_path / "int4", SyntheticRun(steps=3, spec={
+        "adapter": {"type": "LoRA"}, "environment": {"rewards": [{"name": "correct"}, {"name": "short"}]},
+    }))  # fmt: skip
+    assert report.title == "synthetic in int4"
+    assert report.described == "tiny-adder (INT4), LoRA, GRPO, reward correct, short"
+    page = render_html(report)
+    assert "<h1>synthetic in int4</h1>" in page
+    assert "tiny-adder (INT4), LoRA, GRPO, reward correct, short<br>" in page
+    assert report_of(tmp_path / "synthetic", SyntheticRun(steps=3)).title == "synthetic"
+
+
+def test_the_shade_of_rewards_between_0_and_1_stays_between_them() -> None:
+    rows = [build_row(step=step, reward_mean=mean, reward_std=(mean * (1 - mean)) ** 0.5) for step, mean in
+            ((1, 0.06), (2, 0.5), (3, 0.97))]  # fmt: skip
+    (reward,) = [chart for chart in build_charts(rows) if chart.title == "Reward"]
+    band = reward.legend[0].band
+    assert band is not None
+    assert (band[0][0], band[1][2]) == (0.0, 1.0)
+    wide = [build_row(step=step, reward_mean=0.5, reward_std=2.0) for step in (1, 2)]
+    (reward,) = [chart for chart in build_charts(wide) if chart.title == "Reward"]
+    assert reward.legend[0].band == ([-1.5, -1.5], [2.5, 2.5])
 
 
 def test_a_failure_is_told_with_its_message(tmp_path: Path) -> None:
