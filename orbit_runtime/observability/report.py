@@ -121,16 +121,20 @@ class Report:
 
     @property
     def described(self) -> str:
-        """Example: `tiny-adder (INT4), LoRA, GRPO, reward correct, on cpu`; empty where nothing is known."""
+        """Example: `tiny-adder (INT4), LoRA of rank 16, GRPO, reward correct, on NVIDIA H100 80GB HBM3`; empty where
+        nothing is known."""
         found = {name: self.spec.get(name) or {} for name in ("model", "adapter", "algorithm", "environment")}
         model, rewards = found["model"], [each["name"] for each in found["environment"].get("rewards") or ()]
         uri = str(model.get("uri", "")).rstrip("/").rpartition("/")[2]
+        rank = (found["adapter"].get("lora") or {}).get("rank")
+        told = [{}, *(self.folder.run.get("rounding") or ())][-1]
+        machine = told.get("gpu") or told.get("processor") or self.folder.run.get("device")
         parts = [
             f"{uri} ({model['precision']})" if uri and model.get("precision") else uri,
-            found["adapter"].get("type"),
+            f"LoRA of rank {rank}" if rank else found["adapter"].get("type"),
             found["algorithm"].get("type"),
             f"reward {', '.join(rewards)}" if rewards and self.is_scored else "",
-            f"on {device}" if (device := self.folder.run.get("device")) else "",
+            f"on {machine}" if machine else "",
         ]
         return ", ".join(part for part in parts if part)
 

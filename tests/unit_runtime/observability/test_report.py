@@ -168,13 +168,17 @@ def test_steps_of_a_solved_run_are_not_told_as_a_lack_of_gradient(tmp_path: Path
 
 def test_the_page_says_what_ran_and_in_which_folder(tmp_path: Path) -> None:
     report = report_of(tmp_path / "int4", SyntheticRun(steps=3, spec={
-        "adapter": {"type": "LoRA"}, "environment": {"rewards": [{"name": "correct"}, {"name": "short"}]},
+        "adapter": {"type": "LoRA", "lora": {"rank": 16}},
+        "environment": {"rewards": [{"name": "correct"}, {"name": "short"}]},
     }))  # fmt: skip
     assert report.title == "synthetic in int4"
-    assert report.described == "tiny-adder (INT4), LoRA, GRPO, reward correct, short"
+    assert report.described == "tiny-adder (INT4), LoRA of rank 16, GRPO, reward correct, short"
     page = render_html(report)
     assert "<h1>synthetic in int4</h1>" in page
-    assert "tiny-adder (INT4), LoRA, GRPO, reward correct, short<br>" in page
+    assert "tiny-adder (INT4), LoRA of rank 16, GRPO, reward correct, short<br>" in page
+    file = tmp_path / "int4" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rounding": [{"processor": "A"}, {"processor": "B"}]}))
+    assert build_report(open_store(str(file.parent))).described.endswith("correct, short, on B")
     assert report_of(tmp_path / "synthetic", SyntheticRun(steps=3)).title == "synthetic"
 
 
