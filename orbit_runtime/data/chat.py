@@ -489,15 +489,14 @@ class _TemplateLimit:
     raises there, from a thread that looks once a second."""
 
     def __init__(self) -> None:
-        self._lock, self._begun = threading.Lock(), dict[int, float]()
-        self._watcher: threading.Thread | None = None
+        self._lock, self._begun, self._watcher = threading.Lock(), dict[int, float](), threading.Thread()
 
     @contextmanager
     def limited(self) -> Iterator[None]:
         thread = threading.get_ident()
         with self._lock:
             self._begun[thread] = _seconds(thread)
-            if self._watcher is None or not self._watcher.is_alive():
+            if not self._watcher.is_alive():
                 self._watcher = threading.Thread(target=self._watch, name="orbit-templates", daemon=True)
                 self._watcher.start()
         try:
@@ -509,18 +508,13 @@ class _TemplateLimit:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
     def _watch(self) -> None:
-        while self._look():
+        raised = ctypes.py_object(_RunsAwayError)
+        while True:
             time.sleep(1.0)
-
-    def _look(self) -> bool:
-        with self._lock:
-            for thread, begun in [*self._begun.items()]:
-                if _seconds(thread) - begun > TEMPLATE_SECONDS:
+            with self._lock:
+                for thread in [each for each, at in self._begun.items() if _seconds(each) - at > TEMPLATE_SECONDS]:
                     del self._begun[thread]
-                    raised = ctypes.py_object(_RunsAwayError)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
-            self._watcher = self._watcher if self._begun else None
-            return self._watcher is not None
 
 
 def _seconds(thread: int) -> float:

@@ -12,8 +12,9 @@ import math
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from orbit_runtime.errors import ModelError
 
@@ -53,7 +54,7 @@ def load_settings(path: Path) -> dict[str, Any]:
     return parse_settings(data, str(path))
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a file for reading. A pipe or a device, of which there may be no end, is an `OSError` too."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

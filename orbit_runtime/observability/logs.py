@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, cast
 
 if TYPE_CHECKING:
@@ -44,10 +44,6 @@ class _Printable:
         self.stream.write(printable(text))
         return len(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
@@ -55,15 +51,9 @@ class _Printable:
 @contextmanager
 def printable_output() -> Iterator[None]:
     """Shows `printable` what is written to standard output and standard error; `plain_stream` is the way around."""
-    before = sys.stdout, sys.stderr
-    ours = [cast(TextIO, _Printable(plain_stream(stream))) for stream in before]
-    sys.stdout, sys.stderr = ours
-    try:
+    out, err = (cast(TextIO, _Printable(plain_stream(stream))) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         yield
-    finally:
-        # Whoever else replaced one meanwhile keeps it.
-        sys.stdout = before[0] if sys.stdout is ours[0] else sys.stdout
-        sys.stderr = before[1] if sys.stderr is ours[1] else sys.stderr
 
 
 def plain_stream(stream: TextIO) -> TextIO:
@@ -146,10 +136,3 @@ def configure_logs(level: LogLevel = "Info", log_format: LogFormat = "Auto", *, 
     # At Info, vendors' loggers write what only their developers want to read.
     for noisy in ("httpx", "httpcore", "uvicorn", "asyncio", "filelock"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, _LEVELS[level]))
-
-
-def get_logger(name: str) -> Any:
-    """A structlog logger: `log.info("published", version=3)`."""
-    import structlog
-
-    return structlog.get_logger(logger=name)

@@ -104,8 +104,8 @@ def read_run_folder(source: FolderSource, rows: tuple[MetricsRow, ...] | None = 
     checkpoints, faults = _read_manifests(source, "checkpoints"), list[str]()
     if rows is None:
         # Read after the checkpoint, which lists rows that were written before it.
-        by_step = add_rows(source, {})
-        rows = tuple(by_step[step] for step in sorted(by_step))
+        rows = read_rows(source)
+        by_step = {int(row.number("step") or 0): row for row in rows}
         stored = {_number(key) for key in source.list("metrics")}
         with suppress(KeyError, ValueError, TypeError, AttributeError):
             faults = row_faults(by_step, checkpoints[0]["facts"] if checkpoints else {}, stored)

@@ -126,27 +126,29 @@ def uri_rule(schemes: tuple[str, ...], name: str = "uri", unless: str = "") -> R
     )
 
 
-_CONTROL, _ROOT, _BUCKET = "[\\x00-\\x1f\\x7f]", "^(file://)?/+$", "^(s3|gs|az)://[/]*[^/]*[^/A-Za-z0-9._-]"
-_ONE_SLASH = "^(builtin|file|hf|s3|gs|az|pvc|configmap|https?):/?[^/]"
-_BROKEN = (_CONTROL, _ROOT, _BUCKET, _ONE_SLASH)
-"""Addresses that no store and no disk can open, or that hold a user or a password."""
+_BROKEN: Mapping[str, tuple[str, str]] = {
+    "[\\x00-\\x1f\\x7f]": ("{shown} holds a control character", "write the address alone, in one line"),
+    "^(file://)?/+$": ("`{uri}` is the whole file system", "name a folder or a file in it"),
+    "^(builtin|file|hf|s3|gs|az|pvc|configmap|https?):/?[^/]": (
+        "`{uri}` is neither a path nor an address", "write `{scheme}://` before a name, or a path alone"
+    ),
+    "^(s3|gs|az)://[^/]*@": (
+        "`{uri}` holds a user or a password", "leave them out: they come from the environment, or a Secret"
+    ),
+    "^(s3|gs|az)://[/]*[^/]*[^/A-Za-z0-9._-]": (
+        "`{uri}` names no bucket", "write a bucket's name: letters, digits, `-`, `_` and `.`"
+    ),
+}  # fmt: skip
+"""Addresses that no store and no disk can open, or that hold a secret → the error and its fix."""
 
 
 def _explain_uri(uri: str, schemes: tuple[str, ...]) -> tuple[str, str]:
     """The error and its fix."""
     scheme, _, rest = uri.partition("://")
-    if re.search(_CONTROL, uri):
-        return f"{uri!r} holds a control character", "write the address alone, in one line"
-    if re.search(_ROOT, uri):
-        return f"`{uri}` is the whole file system", "name a folder or a file in it"
-    if re.search(_ONE_SLASH, uri):
-        scheme, _, rest = uri.partition(":")
-        meant = rest if scheme == "file" else f"{scheme}://{rest.lstrip('/')}"
-        return f"`{uri}` is neither a path nor an address", f"did you mean `{meant}`?"
-    if scheme in schemes and re.search(_BUCKET, uri):
-        if "@" in rest.lstrip("/").partition("/")[0]:
-            return f"`{uri}` holds a user or a password", "leave them out: they come from the environment, or a Secret"
-        return f"`{uri}` names no bucket", "write a bucket's name: letters, digits, `-`, `_` and `.`"
+    known = scheme in (*schemes, uri)
+    if known and (broken := next((each for each in _BROKEN if re.search(each, uri)), None)):
+        shown = {"uri": uri, "shown": repr(uri), "scheme": uri.partition(":")[0]}
+        return _BROKEN[broken][0].format(**shown), _BROKEN[broken][1].format(**shown)
     if scheme == "file":
         return f"`{uri}` does not hold an absolute path", f"write the path alone: `{rest}`"
     if scheme in schemes:
