@@ -126,9 +126,7 @@ def plan(
         ManifestError: the precision is not the checkpoint's, or a target, rank or block size suits no layer.
     """
     job = build_job(run, machine, may_choose=may_choose, devices=devices)
-    _check_precision(job, model)
-    check_token_ids(run.spec, model.architecture.vocab_size)
-    adapter = adapter_size(model.architecture, job)
+    adapter = size_adapter(job, model)
     gpus = len(job.devices.engine)
     size, refusal = server_gpus(model, job, gpus), find_refusal(model, job, gpus)
     choice = choose(model, job, machine, adapter, size)
@@ -174,13 +172,20 @@ def check_fits(made: Plan) -> None:
         raise UnsupportedError(message, where=first.where, fix=first.fix)
 
 
-def _check_precision(job: Job, model: ModelFacts) -> None:
+def size_adapter(job: Job, model: ModelFacts) -> AdapterSize:
+    """The size of the adapter, if the manifest does not contradict the model.
+
+    Raises:
+        ManifestError: see `plan`.
+    """
     if job.spec.model.precision not in ("Auto", model.precision):
         raise ManifestError(
             f"the manifest says {job.spec.model.precision}, the checkpoint is {model.precision} ({model.name})",
             where="spec.model.precision",
             fix=f"write {model.precision} or Auto, or name another checkpoint in spec.model.uri",
         )
+    check_token_ids(job.spec, model.architecture.vocab_size)
+    return adapter_size(model.architecture, job)
 
 
 def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:

@@ -15,7 +15,7 @@ from orbit_runtime.model_info.gpus import GPUCard
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner.job import Devices, Machine, build_job, device_problem, requested_machine, split_devices
 from orbit_runtime.planner.layout import requested_layout
-from orbit_runtime.planner.plan import Plan, division_problems, plan
+from orbit_runtime.planner.plan import Plan, division_problems, plan, size_adapter
 from orbit_runtime.planner.serving import REPLICAS, TENSOR_PARALLEL, find_refusal
 from orbit_runtime.planner.support import Problem
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest, read_manifest
@@ -230,9 +230,11 @@ def check_support(run: OrbitRun, model: ModelFacts | None) -> None:
 
     Raises:
         UnsupportedError: (78) with the plan's message.
-        ManifestError: (64) a target of the adapter names no layer of the model.
+        ManifestError: (64) the manifest contradicts the model, as `plan` says it.
     """
     spec = run.spec
+    if model is not None:
+        size_adapter(build_job(run, _machine(run) or _CPU), model)
     check_engine(spec)
     check_teacher_sampling(spec)
     check_manifest(ManifestFacts(spec) if model is None else read_manifest(spec, model, spec.training.trainer))

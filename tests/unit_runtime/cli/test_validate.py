@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from orbit_runtime.api.checks import local_facts
 from orbit_runtime.cli.plan import plan
 from orbit_runtime.cli.validate import validate
 from orbit_runtime.environments.targets import check_arguments
 from orbit_runtime.errors import DataError, ManifestError, ModelError, UnsupportedError
+from orbit_runtime.model_info.builtin_models import any_builtin_folder
+from orbit_runtime.planner.job import Machine
+from orbit_runtime.planner.verdict import judge
 from orbit_runtime.spec import load_manifest
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
@@ -241,3 +245,27 @@ def test_a_reward_that_cannot_be_called_is_no_valid_manifest(own: Path, code: st
 def test_what_lies_elsewhere_is_named_as_not_opened(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     validate(own / "run.yaml", ["spec.data.prompts.0.uri=s3://bucket/mine.jsonl"], as_json=False)
     assert "not opened, as it is not on this machine: s3://bucket/mine.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("model.precision=BF16", "the manifest says BF16, the checkpoint is INT4"),
+        ("adapter.targets=[qq_proj]", "q_proj"),
+        ("adapter.lora.rank=1000", "rank 1000 is more than"),
+    ],
+)
+def test_a_manifest_that_contradicts_a_model_on_this_machine_is_refused_as_orbit_plan_refuses_it(
+    override: str, problem: str
+) -> None:
+    overrides = [f"model.uri={any_builtin_folder('tiny-adder', 'INT4')}", override]
+    if "precision" not in override:
+        overrides.append("model.precision=Auto")
+    with pytest.raises(ManifestError, match=problem) as found:
+        validate(EXAMPLE, overrides, as_json=False)
+    run = load_manifest(EXAMPLE, overrides)
+    facts = local_facts(run, EXAMPLE.parent)
+    assert facts is not None
+    verdict = judge(run, facts, Machine(None))
+    assert verdict.problem is not None
+    assert found.value.message == verdict.problem.message
