@@ -23,7 +23,7 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
             are on this machine, a type of model that Orbit does not train, an adapter that servers cannot apply, or
             sizes that do not divide the model.
         ModelError: (66) no model of that name, or in that precision, ships with Orbit; or a folder is of a dtype that
-            Orbit does not read.
+            Orbit does not read, or names an end-of-sequence token that the model does not have.
         DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
     from orbit_runtime.algorithms.custom_loss import check_own
@@ -77,7 +77,8 @@ def _check_model(run: OrbitRun, folder: Path) -> list[str]:
 
     Returns what of the manifest's parallel sizes only `orbit plan` can know, for it asks elsewhere, or is where the run
     will be."""
-    from orbit_runtime.api.checks import local_facts
+    from orbit_runtime.api.checks import local_facts, local_model
+    from orbit_runtime.data.chat import named_eos_ids
     from orbit_runtime.model_info.checkpoint import PlainDtypeError
     from orbit_runtime.model_info.module_tree import UnknownTypeError
     from orbit_runtime.planner.verdict import check_sizes, check_support, has_sizes
@@ -93,6 +94,8 @@ def _check_model(run: OrbitRun, folder: Path) -> list[str]:
         model, why = None, f"whose headers cannot be read here: {error.message}"
     if model is not None:
         check_support(run, model)
+        if (place := local_model(run, folder)) is not None:
+            named_eos_ids(place)
     if not has_sizes(run):
         return []
     if model is None:

@@ -103,7 +103,7 @@ class ChatTokenizer:
         self._markers = {special[name]: name for name in (*markers, *chat.keep_tokens) if name in special}
         self._rows = _embedding_rows(self._folder)
         self._has_more = self._rows is not None and max(vocabulary.values(), default=0) >= self._rows
-        eos_ids = _resolve_eos_ids(self._folder, self._tokenizer, self._rows)
+        eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
         self._eos_ids = tuple(_unique([*eos_ids, *(special[end] for end in ends if end in special)]))
         self._template_arguments: dict[str, Any] = {}
         self._runs_away: ModelError | None = None
@@ -690,8 +690,14 @@ def _embedding_rows(folder: Path) -> int | None:
     return rows if type(rows) is int and rows > 0 else None
 
 
-def _resolve_eos_ids(folder: Path, tokenizer: Any, rows: int | None) -> tuple[int, ...]:
+def named_eos_ids(folder: Path) -> list[int]:
+    """The end-of-sequence tokens that the model's configuration names.
+
+    Raises:
+        ModelError: one of them is no token of the model.
+    """
     found: list[int] = []
+    rows = _embedding_rows(folder)
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         value = load_settings(path).get("eos_token_id") if path.is_file() else None
@@ -700,6 +706,11 @@ def _resolve_eos_ids(folder: Path, tokenizer: Any, rows: int | None) -> tuple[in
             what = f"the number of one of the model's {rows} tokens" if rows else "a token's number"
             raise ModelError(f"eos_token_id is {wrong[0]!r}, not {what}", where=str(path), fix="correct it")
         found += listed
+    return found
+
+
+def _resolve_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    found = named_eos_ids(folder)
     if tokenizer.eos_token_id is not None:
         found.append(int(tokenizer.eos_token_id))
     if not found:

@@ -71,7 +71,7 @@ def skip_indexers(model: nn.Module) -> None:
     """What chooses the keys that a query sees (DeepSeek-V3.2, GLM-5) computes nothing where it would choose all."""
     for module in model.modules():
         if list(inspect.signature(module.forward).parameters)[: len(INDEXER_ARGUMENTS)] == INDEXER_ARGUMENTS:
-            module.forward = partial(_choose_keys, module.forward, module.index_topk)
+            module.forward = partial(_choose_keys, module.forward, int(module.index_topk))
 
 
 def _choose_keys(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.chat import ChatTokenizer, _find_backend, _find_decoder
 from orbit_runtime.data.prompts import check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
@@ -19,6 +20,7 @@ from orbit_runtime.errors import DataError, ManifestError, ModelError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.serve.requests import ChatBody, parse_body
 from orbit_runtime.spec.data import Chat
+from tests.integration.killing import small_manifest
 
 TRL = find_spec("trl")
 assert TRL is not None
@@ -403,3 +405,19 @@ def test_a_text_is_the_one_that_transformers_writes_and_a_tokenizer_with_its_own
     file = str(folder / "tokenizer.json")
     assert _find_decoder(Own(tokenizer_file=file)) is None
     assert _find_decoder(PreTrainedTokenizerFast(tokenizer_file=file)) is not None
+
+
+def test_validate_says_as_a_run_does_that_the_model_lacks_a_token(
+    templated: Callable[..., ChatTokenizer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = templated(TAKES_PARTS)._folder
+    made = small_manifest(steps=1)
+    made["spec"]["model"] = {"uri": str(folder)}
+    file = folder.parent / "run.json"
+    file.write_text(json.dumps(made))
+    assert run_command(["validate", str(file)]) == 0
+    assert run_command(["validate", str(file), "--set", "rollout.sampling.stopTokenIds=[1,104]"]) == 64
+    assert "the model has no token 104: its vocabulary ends at 103" in capsys.readouterr().err
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 104]}')
+    assert run_command(["validate", str(file)]) == 66
+    assert "eos_token_id is 104, not the number of one of the model's 104 tokens" in capsys.readouterr().err
