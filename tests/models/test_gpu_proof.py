@@ -27,7 +27,7 @@ FACTS = {"card": "cpu", "commit": "c" * 40, "dirty": False, "tiny": True}
 NEED_TRITON = ("kernel-equality", "kernel-speed-int4", "rotation-speed")
 ONCE = [name for name in STAGES if name not in {f"kernel-speed-{layout.lower()}" for layout in LAYOUTS[1:]}]
 """Without the layouts beyond the first, which run the same code."""
-SAMPLE = ("device-tests", "kernel-equality", "rl-step-oft")
+SAMPLE = ("sglang", "device-tests", "kernel-equality", "rl-step-oft")
 
 
 def proof(*options: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +50,11 @@ def test_a_stage_runs_without_a_device(stage: str, tmp_path: Path) -> None:
     assert record["status"] == "passed" or (record["status"] == "not measured" and record["why"])
     assert {"torch", "commit", "dirty", "pins", "versions", "seconds"} <= record.keys()
     assert record["found"] or record["status"] == "not measured"
+
+
+def test_whether_it_works_is_shown_first() -> None:
+    assert list(STAGES)[:4] == ["quickstart", "resume", "formats", "serve"]
+    assert list(STAGES)[-3:] == ["sglang", "ranks", "real-model"]
 
 
 def test_tiny_results_cannot_come_among_those_of_cards() -> None:

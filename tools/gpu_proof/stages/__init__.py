@@ -1,4 +1,5 @@
-"""The stages by name, in the order in which they run: what the later ones need is shown by the earlier ones.
+"""The stages by name, in the order in which they run: first whether it works, then how it measures, then what a machine
+must have brought.
 
 A stage is a module with `run(record, **settings)`, which adds what it finds to the record as it finds it. It raises
 `WrongResult` where that must not be and `NotMeasured` where it could not look; any other error is a failure too. It
@@ -23,13 +24,15 @@ class Stage:
 LAYOUTS = ("INT4", "FP8", "FP8Block", "NVFP4", "MXFP4")
 
 STAGES: Mapping[str, Stage] = {
+    "quickstart": Stage("quickstart"),
+    **{what: Stage("works", {"what": what}) for what in ("resume", "formats", "serve")},
     "device-tests": Stage("device_tests"),
     "kernel-equality": Stage("kernel_equality"),
+    "determinism": Stage("determinism"),
     **{f"kernel-speed-{layout.lower()}": Stage("kernel_speed", {"layout": layout}) for layout in LAYOUTS},
     "rotation-speed": Stage("rotation_speed"),
-    "quickstart": Stage("quickstart"),
     "rl-step-lora": Stage("rl_step", {"adapter": "LoRA"}),
     "rl-step-oft": Stage("rl_step", {"adapter": "OFT"}),
     "recompute": Stage("recompute"),
-    "determinism": Stage("determinism"),
+    **{what: Stage("works", {"what": what}) for what in ("sglang", "ranks", "real-model")},
 }
