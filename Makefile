@@ -21,7 +21,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 	"tests/engines/test_families.py::test_a_publish_is_proven_and_samples_have_the_policys_log_probs[kimi_k25-LoRA-SharedOuter]" \
 	tests/engines/test_ranks_run.py::test_a_rank_that_is_killed_is_named_nothing_stays_and_one_process_goes_on
 
-PURE := agents api errors types seeds spec storage workers model_info planner algorithms data environments observability
+PURE := agents api errors types seeds spec storage ports workers model_info planner algorithms data environments observability
 # Types of these are checked too, except what they get from torch.
 TORCH := loop rollout sides training
 # What is run by long commands alone; a name that is gone would otherwise be found on the day when it is needed.

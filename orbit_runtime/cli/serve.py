@@ -165,7 +165,7 @@ def read_door(listen: str, token_file: Path | None, variable: str) -> tuple[str,
     Raises:
         UsageError: one of them is impossible, or others could ask without a token.
     """
-    from orbit_runtime.workers.port_guard import LOOPBACK
+    from orbit_runtime.ports.guard import LOOPBACK
 
     host, port = read_address(listen)
     token = read_token(token_file, os.environ, variable)

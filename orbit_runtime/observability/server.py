@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.status import LiveStatus
-from orbit_runtime.workers.port_guard import LOOPBACK, Guard, foreign
+from orbit_runtime.ports.guard import LOOPBACK, Guard, foreign
 
 if TYPE_CHECKING:
     import uvicorn
@@ -151,7 +151,7 @@ def start_server(
 
 def serve_app(app: Any, listener: socket.socket, address: str, fix: str) -> HTTPServer:
     """Serves an ASGI application in a daemon thread. Raises OutputError if it does not start."""
-    from orbit_runtime.workers.http_server import build_server
+    from orbit_runtime.ports.server import build_server
 
     server = build_server(app, lifespan="off")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="orbit-http", daemon=True)

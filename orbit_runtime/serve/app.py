@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.planner.support.sampling import Kind
+from orbit_runtime.ports.guard import APIError, Guard
 from orbit_runtime.serve.answers import LAST_EVENT, ResponseForm, SentText, event
 from orbit_runtime.serve.channel import Choice
 from orbit_runtime.serve.engine_client import EngineClient, ServedRequest
@@ -36,7 +37,6 @@ from orbit_runtime.serve.requests import (
     choice_key,
     parse_body,
 )
-from orbit_runtime.workers.port_guard import APIError, Guard
 
 LONG_BODY = 1 << 15
 """Body size in bytes above which prompts are tokenised outside the event loop."""

@@ -11,12 +11,12 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from orbit_runtime.ports.guard import APIError
 from orbit_runtime.rollout.streaming import Alternatives, TokenDeltas, with_more
 from orbit_runtime.serve.answers import ChoicePart
 from orbit_runtime.serve.channel import Abort, BatchStep, ChangeResult, Choice, NameChange, Refusal, Submit
 from orbit_runtime.serve.names import ServedModel
 from orbit_runtime.types import FinishReason
-from orbit_runtime.workers.port_guard import APIError
 
 
 class ServedRequest:

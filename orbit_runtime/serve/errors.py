@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orbit_runtime.errors import DataError, GateError, ModelError, OrbitError, OutputError, UsageError
-from orbit_runtime.workers.port_guard import APIError
+from orbit_runtime.ports.guard import APIError
 
 
 def from_orbit(error: OrbitError) -> APIError:

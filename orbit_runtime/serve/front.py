@@ -17,11 +17,11 @@ from contextlib import suppress
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.server import LISTEN_FIX, listen
+from orbit_runtime.ports.server import PEER_CONNECTIONS, build_server
 from orbit_runtime.serve.app import build_app
 from orbit_runtime.serve.channel import Line, Ready, Setup, Stop
 from orbit_runtime.serve.engine_client import EngineClient
 from orbit_runtime.serve.metrics import ServeMetrics
-from orbit_runtime.workers.http_server import PEER_CONNECTIONS, build_server
 
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048

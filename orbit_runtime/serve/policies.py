@@ -32,6 +32,7 @@ from orbit_runtime.model_info.content import weights_digest
 from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, check_proofs, prove
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
+from orbit_runtime.ports.guard import APIError
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.torch_engine import ReplaceableEngine
 from orbit_runtime.serve.checkpoints import ModelFolder, ModelProof, check_checkpoint, load_checked, prove_checkpoint
@@ -39,7 +40,6 @@ from orbit_runtime.serve.names import POLICY, ServedModel
 from orbit_runtime.storage import open_store
 from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import AdapterFiles, Engine, Scored
-from orbit_runtime.workers.port_guard import APIError
 
 CANARY_TOKENS = 48
 CANARY = "Name three rivers of Africa, then add 17 and 26."

@@ -20,9 +20,9 @@ from orbit_runtime.data.chat import joined_parts, plain_message
 from orbit_runtime.environments.tool_calls import write_tool_call
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.planner.support.sampling import Kind, check_sampling
+from orbit_runtime.ports.guard import APIError
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Sampling
-from orbit_runtime.workers.port_guard import APIError
 
 UNREAD = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
                     "parallel_tool_calls"})  # fmt: skip

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from orbit_runtime.errors import EngineDiedError, GateError, ModelError, OrbitError, UsageError
+from orbit_runtime.ports.guard import APIError
 from orbit_runtime.rollout.streaming import StreamingEngine
 from orbit_runtime.serve.channel import (
     Abort,
@@ -33,7 +34,6 @@ from orbit_runtime.serve.channel import (
 from orbit_runtime.serve.errors import from_orbit
 from orbit_runtime.serve.policies import Policies
 from orbit_runtime.types import Request
-from orbit_runtime.workers.port_guard import APIError
 
 
 class Sampler:

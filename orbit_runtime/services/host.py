@@ -40,9 +40,9 @@ from orbit_runtime.errors import (
     is_out_of_memory,
 )
 from orbit_runtime.observability.server import LISTEN_FIX, HTTPServer, listen, serve_app
+from orbit_runtime.ports.guard import Guard
 from orbit_runtime.services.frames import Frame, chunks, frame, num_bytes, unpack
 from orbit_runtime.workers.child.heartbeat import silent_seconds
-from orbit_runtime.workers.port_guard import Guard
 
 WAIT_SECONDS = 20.0
 """Longest wait for a result before the client must ask again."""

@@ -59,7 +59,7 @@ def test_the_command_line_loads_nothing_heavy(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["errors", "digests", "types", "seeds", "spec", "workers", "storage", "model_info", "planner"]
+    "module", ["errors", "digests", "types", "seeds", "spec", "ports", "workers", "storage", "model_info", "planner"]
 )
 def test_a_package_of_the_light_install_loads_nothing_heavy(module: str) -> None:
     if not [*ROOT.glob(f"orbit_runtime/{module}.py"), *ROOT.glob(f"orbit_runtime/{module}/__init__.py")]:

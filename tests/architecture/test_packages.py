@@ -19,7 +19,7 @@ from tests.architecture import ratchets
 ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "orbit_runtime"
 
-WITHOUT_TORCH = {"errors", "digests", "types", "seeds", "spec", "workers", "storage", "model_info", "planner"}
+WITHOUT_TORCH = {"errors", "digests", "types", "seeds", "spec", "ports", "workers", "storage", "model_info", "planner"}
 """These run in the light install: in the operator, in `orbit validate`, in the pod before anything heavy is loaded."""
 HEAVY = {
     "torch",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from orbit_runtime.workers.http_server import build_server
+from orbit_runtime.ports.server import build_server
 from orbit_runtime.workers.servers import agent as server_agent
 
 if __name__ == "__main__":

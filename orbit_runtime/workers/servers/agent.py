@@ -24,11 +24,11 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 
 from orbit_runtime.errors import OutputError, UnsupportedError, UsageError
+from orbit_runtime.ports.guard import Guard
+from orbit_runtime.ports.server import build_server
 from orbit_runtime.spec.engine_arguments import ALLOWED
 from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.run_token import TOKEN_VARIABLE, shared_token
-from orbit_runtime.workers.http_server import build_server
-from orbit_runtime.workers.port_guard import Guard
 from orbit_runtime.workers.servers import protocol
 from orbit_runtime.workers.servers.process import VERSION_VARIABLE, ServerProcess, launch_command, launch_environment
 from orbit_runtime.workers.system import ask_driver

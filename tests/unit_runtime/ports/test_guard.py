@@ -9,9 +9,9 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from orbit_runtime.ports.guard import Guard
 from orbit_runtime.services.frames import pack
 from orbit_runtime.services.host import CALL, SESSION, Host, start_host
-from orbit_runtime.workers.port_guard import Guard
 
 HERE = "http://127.0.0.1:8000"
 

@@ -17,9 +17,9 @@ import pytest
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.server import listen, start_server
 from orbit_runtime.observability.status import LiveStatus
+from orbit_runtime.ports.guard import Guard
+from orbit_runtime.ports.server import HEAD_BYTES, HEAD_LINES, build_server
 from orbit_runtime.services.host import Host, start_host
-from orbit_runtime.workers.http_server import HEAD_BYTES, HEAD_LINES, build_server
-from orbit_runtime.workers.port_guard import Guard
 from orbit_runtime.workers.servers.agent import Agent, build_app
 
 FLOOD = 57_000_000

@@ -1,7 +1,7 @@
 """Checks every request of a port before a route sees it: its token or its origin, and the limits on its body.
 
 Belongs here: early refusals, and the form in which all ports refuse. Does not belong here: the content of a body, what
-holds before a request is read (`http_server`).
+holds before a request is read (`server`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HTTP servers of all ports, with limits that hold before any request is read: on its head, and on connections.
 
 Belongs here: the settings that all ports share, and what one connection may take. Does not belong here: who may ask
-(`port_guard`).
+(`guard`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import orjson
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from orbit_runtime.workers.port_guard import APIError
+from orbit_runtime.ports.guard import APIError
 
 HEAD_BYTES, HEAD_LINES = 1 << 16, 128
 """Most bytes of a request's head, and its most headers; trailers of a body count too."""
