@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,9 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
         raise ModelError("the model folder does not exist", where=str(folder), fix="check the model's path")
     check_finished(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.is_file() or (single.is_file() and _is_stale(index)):
+    is_whole = single.is_file() and index.is_file()
+    listed = read_weight_map(load_settings(index), str(index)) if is_whole else {}
+    if not index.is_file() or is_stale(listed, lambda name: (folder / name).is_file(), str(folder)):
         if not single.is_file():
             raise ModelError(
                 "the folder holds neither model.safetensors nor model.safetensors.index.json",
@@ -114,18 +116,18 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
     return with_known_names(_read_shards(folder, index))
 
 
-def _is_stale(index: Path) -> bool:
-    """Whether an index beside a whole file names other files, none of which is there.
+def is_stale(weight_map: Mapping[str, str], is_there: Callable[[str], bool], where: str) -> bool:
+    """Whether the index beside a whole file names other files, none of which is there.
 
     Raises:
         ModelError: they are there too, so that programs disagree about which model this is.
     """
-    names = set(read_weight_map(load_settings(index), str(index)).values())
-    if names and "model.safetensors" not in names and any((index.parent / name).is_file() for name in names):
+    names = set(weight_map.values())
+    if names and "model.safetensors" not in names and any(map(is_there, names)):
         raise ModelError(
             f"the folder holds model.safetensors and, by its index, {len(names)} other files: transformers reads the "
             "first, servers read the others",
-            where=str(index.parent),
+            where=where,
             fix="delete those that do not belong to the model",
         )
     return bool(names) and "model.safetensors" not in names

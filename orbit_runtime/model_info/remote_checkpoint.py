@@ -11,6 +11,7 @@ from orbit_runtime.model_info.checkpoint import LEGACY_QUANTISATION, Headers, he
 from orbit_runtime.model_info.headers import (
     MAX_HEADER_BYTES,
     TensorInfo,
+    is_stale,
     parse_header,
     read_weight_map,
     with_known_names,
@@ -77,7 +78,8 @@ def _weight_map(store: ModelFiles) -> dict[str, str]:
                 fix="name a Hugging Face model folder with safetensors weights",
             ) from None
         return {}
-    return read_weight_map(index, store.uri, "upload the model again")
+    listed = read_weight_map(index, store.uri, "upload the model again")
+    return {} if store.exists("model.safetensors") and is_stale(listed, store.exists, store.uri) else listed
 
 
 def _read_header(store: ModelFiles, name: str, first_read: int) -> Mapping[str, TensorInfo]:

@@ -254,6 +254,9 @@ class _Wanted:
         texts = [file for name, file in listed.items() if _is_text(name)]
         found = fetch_files(source, texts, self.cache, self.patience, self.broken)
         shards = self._shards(found)
+        if SINGLE in listed and SINGLE not in shards:
+            # Beside the files of an index: who reads the folder says which of both is the model.
+            shards = [*(name for name in shards if name in listed), SINGLE]
         lost = [name for name in shards if name not in listed]
         if lost:
             raise self.missing(f"{lost[0]} is not there" + ("" if INDEX in found else f", nor is {INDEX}"))

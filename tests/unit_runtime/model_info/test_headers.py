@@ -10,6 +10,8 @@ import pytest
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import parse_header, read_folder, read_header
+from orbit_runtime.model_info.remote_checkpoint import store_headers
+from orbit_runtime.storage import open_store
 
 
 def file_of(entries: dict[str, Any], data: bytes = b"") -> bytes:
@@ -99,7 +101,12 @@ def test_an_index_beside_a_whole_file_is_stale_or_refused(tmp_path: Path) -> Non
     for file in ("model.safetensors", "1.safetensors"):
         index.write_text(json.dumps({"weight_map": {"a": file}}))
         assert {name: path.name for name, (path, _) in read_folder(tmp_path).items()} == {"a": "model.safetensors"}
+        (tmp_path / "config.json").write_text("{}")
+        far = store_headers(open_store(str(tmp_path)))
+        assert {name: str(place) for name, (place, _) in far.tensors.items()} == {"a": "model.safetensors"}
     (tmp_path / "1.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match="transformers reads the first"):
+        store_headers(open_store(str(tmp_path)))
     with pytest.raises(ModelError, match="transformers reads the first") as caught:
         read_folder(tmp_path)
     assert (caught.value.exit_code, "delete" in str(caught.value.fix)) == (66, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -79,6 +80,14 @@ def test_a_model_is_its_weights_and_texts_and_nothing_else(hub: HubServer, monke
     (cdn,) = [request for request in hub.requests if request.role == "cdn" and DIGEST in request.path]
     assert cdn.authorization is None
     assert {request.authorization for request in hub.requests if request.role == "hub"} == {f"Bearer {TOKEN}"}
+
+
+def test_a_whole_file_comes_with_those_of_an_index_that_does_not_name_it(hub: HubServer) -> None:
+    index = json.dumps({"weight_map": {"a": "1.safetensors"}}).encode()
+    for others in ({}, {"1.safetensors": MODEL[WEIGHTS]}):
+        files = {**MODEL, "model.safetensors.index.json": index, **others}
+        hub.add("org/tiny", files)
+        assert {path.name for path in fetch().path.iterdir()} == files.keys()
 
 
 def test_a_commit_that_is_in_the_cache_is_not_asked_for_again(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
