@@ -104,6 +104,10 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ORBIT_KERNELS", "Auto", "How a CUDA device multiplies by packed weights: `Torch` (none of Orbit's "
              "kernels), `Dequantize` (a kernel, then a torch matmul), `Fused` (one kernel), or by shape.",
              "training, rollout"),
+    Variable("CC", "gcc", "C compiler that Triton uses on a GPU.", "Triton"),
+    Variable("CXX", "c++", "C++ compiler that SGLang and FlashInfer use.", "SGLang"),
+    Variable("CUDA_HOME", "/usr/local/cuda", "CUDA's toolkit, with `nvcc`.", "SGLang"),
+    Variable("CUDA_PATH", "", "The same, if `CUDA_HOME` is not set.", "SGLang"),
     Variable("OMP_NUM_THREADS", "all cores", "Threads of the torch trainer and engine on a CPU.", "torch"),
     Variable("OMP_WAIT_POLICY", "PASSIVE beside SGLang", "How threads of trainer and server wait for each other on a "
              "CPU; `ACTIVE` keeps cores spinning, which slows both down if they share cores.", "torch"),
