@@ -14,6 +14,7 @@ from fakes.deepseek_v4_folder import write_deepseek_v4
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.environments.tool_calls import parse_tool_calls
+from orbit_runtime.spec.data import Chat
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 PROGRAM = Path(__file__).parent / "deepseek_v4_prompts.py"
@@ -131,7 +132,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_prompt_is_the_one_that_sglang_makes(seen: dict[str, Any]) -> None:
     tokenizers = {
         (thinking, effort): ChatTokenizer(
-            seen["folder"], {"thinking": thinking} | ({"reasoning_effort": effort} if effort else {})
+            seen["folder"],
+            Chat(template_arguments={"thinking": thinking} | ({"reasoning_effort": effort} if effort else {})),
         )
         for thinking in (False, True)
         for effort in EFFORTS

@@ -179,7 +179,7 @@ def check_leaving(serving: RunningServer) -> None:
     ).encode()
     host, port = serving.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         until(lambda: under_way(serving) == 4)
         connection.recv(1)

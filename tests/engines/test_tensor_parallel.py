@@ -195,13 +195,13 @@ def test_a_process_that_still_applies_the_version_before_is_named(
 
 
 MISSES = (
-    "from orbit_runtime.sglang_plugin import arrival\n"
+    "from orbit_runtime.sglang_plugin import adapter_loading\n"
     "from orbit_runtime.adapters.ticket import NotArrivedError\n"
-    "arrival.right = arrival.from_memory\n"
+    "adapter_loading.right = adapter_loading.from_memory\n"
     "def misses(ticket):\n"
-    "    arrival.from_memory = arrival.right\n"
+    "    adapter_loading.from_memory = adapter_loading.right\n"
     "    raise {error}\n"
-    "arrival.from_memory = misses\n"
+    "adapter_loading.from_memory = misses\n"
 )
 
 

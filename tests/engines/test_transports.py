@@ -186,9 +186,9 @@ def test_what_differs_is_told_of_one_that_came_without_files(
 
 
 DIES = (
-    "import os, signal\nfrom orbit_runtime.sglang_plugin import arrival\n"
+    "import os, signal\nfrom orbit_runtime.sglang_plugin import adapter_loading\n"
     "def die(ticket):\n    os.killpg(0, signal.SIGKILL)\n"
-    "arrival.from_memory = die\n"
+    "adapter_loading.from_memory = die\n"
 )
 
 
