@@ -198,7 +198,7 @@ def test_tensors_that_the_family_does_not_know_are_counted_and_named(tmp_path: P
         ),
         (lambda f: point_to(f, 3), "the index has no weight_map"),
         (lambda f: point_to(f, "../other.safetensors"), "outside of the model's folder"),
-        (lambda f: point_to(f, "/tmp/other.safetensors"), "outside of the model's folder"),
+        (lambda f: point_to(f, "/elsewhere/other.safetensors"), "outside of the model's folder"),
         (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda f: (f / "model.safetensors").write_bytes(b"12"), "too few"),
     ],
