@@ -68,10 +68,10 @@ class OwnRows:
             )
             tokens.append(bucket.key_BS.flatten())
         token_P = torch.cat(tokens)
-        # Padding repeats a row's last token, after it.
-        source_T = torch.full_like(batch.token_ids_T, len(token_P))
-        source_T.scatter_reduce_(0, token_P, torch.arange(len(token_P), device=token_P.device), "amin")
-        return gather_rows(torch.cat(pieces), source_T)
+        # Padding repeats a row's last token after it: a stable sort reads each token from where it stands first.
+        token_P, order_P = torch.sort(token_P, stable=True)
+        first_T = torch.searchsorted(token_P, torch.arange(len(batch.token_ids_T), device=token_P.device))
+        return gather_rows(torch.cat(pieces), order_P[first_T])
 
 
 @dataclass(frozen=True, eq=False)
