@@ -14,7 +14,7 @@ from orbit_operator.policies.accounting import account_all
 from orbit_operator.policies.deadlines import STARTING_PHASES, held_seconds, startup_deadline
 from orbit_operator.policies.failure import judge_job, judge_lost, judge_ranks, judge_startup, read_termination
 from orbit_operator.policies.restart import charge, num_spent
-from orbit_operator.policies.suspend import is_lost, is_outlived
+from orbit_operator.policies.suspend import GRACE_AFTER_END, is_lost
 from orbit_operator.reported_values import read_count
 
 ENDED_PHASES = ("Done", "Stopped", "Failed")
@@ -108,7 +108,7 @@ def _take_pod(attempt: Attempt, pod: PodFacts, now: float) -> Attempt:
         attempt = replace(attempt, earlier_seconds=seconds, answered=None, running=None, ended=None)
     # A pod that the scheduler has not placed holds no GPU, however long it waits.
     ended = attempt.ended
-    if ended is None and (pod.is_terminal or pod.outlives_run is not None):
+    if ended is None and (pod.is_terminal or pod.outlived_since is not None):
         ended = pod.end.finished if pod.end is not None and pod.end.finished is not None else now
     return replace(
         attempt, job_uid=attempt.job_uid or pod.job_uid, pod_uid=pod.uid, pod=pod.name, node=pod.node,
@@ -144,7 +144,8 @@ def _end(attempt: Attempt, job: JobFacts | None, pods: Sequence[PodFacts], view:
     """The attempt, with its verdict if it is over: its Job ended or is gone, and none of its pods can still write."""
     nodes = view.observed.nodes
     pod = newest_pod(pods)
-    outlived = pod is not None and is_outlived(pod, view.now)
+    since = None if pod is None else pod.outlived_since
+    outlived = since is not None and view.now >= since + GRACE_AFTER_END
     unended = [each for each in pods if not each.is_terminal and not (outlived and each is pod)]
     lost = [pod for pod in unended if is_lost(pod, nodes, view.now, view.node_lost_seconds)]
     if len(lost) < len(unended):

@@ -25,7 +25,7 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
         return _podless(observed, base), ()
     if pod.is_deleting:
         return replace(base, phase="Restarting", reason="PodTerminating", message=f"pod {pod.name} is ending"), ()
-    if pod.outlives_run is not None:
+    if pod.outlived_since is not None:
         message = f"the run's container has ended; {', '.join(pod.still_running) or 'another container'} still runs"
         return replace(base, phase="Stopping", reason="PodTerminating", message=message), ()
     if (held := _held(base, pod)) is not None:

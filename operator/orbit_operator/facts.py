@@ -121,7 +121,7 @@ class PodFacts:
         return self.phase in ("Succeeded", "Failed")
 
     @property
-    def outlives_run(self) -> float | None:
+    def outlived_since(self) -> float | None:
         """When its run's container ended, while another container keeps the pod running; otherwise None."""
         return None if self.is_terminal or self.end is None else self.end.finished
 

@@ -150,7 +150,7 @@ def _watch(run: RunFacts, observed: Observed, now: float, limits: Limits, base: 
             startup if not late else None,
             due,
             node_wake(observed, limits.node_lost_seconds),
-            None if pod is None or pod.outlives_run is None else pod.outlives_run + GRACE_AFTER_END,
+            None if pod is None or pod.outlived_since is None else pod.outlived_since + GRACE_AFTER_END,
             look_again(next((job for job in observed.jobs if job.attempt == attempt.number), None), pod, now),
         )
         if when is not None

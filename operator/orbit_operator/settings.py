@@ -59,9 +59,7 @@ def read_labels(where: str, text: str) -> Mapping[str, str]:
 
 def read_annotations(where: str, text: str) -> Mapping[str, str]:
     """Annotations of a run's pod."""
-    pairs = _read_json(where, text)
-    if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
-        raise UsageError("a mapping of texts is expected", where=where, fix=f"{FIX}; quote numbers, true and false")
+    pairs = _read_texts(where, text)
     for key in pairs:
         if not is_label_key(key):
             raise UsageError("this cannot be the key of a label or an annotation", where=f"{where}: {key}", fix=FIX)
@@ -72,9 +70,7 @@ def read_annotations(where: str, text: str) -> Mapping[str, str]:
 
 def read_variables(where: str, text: str) -> Mapping[str, str]:
     """Environment variables of a run's containers."""
-    pairs = _read_json(where, text)
-    if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
-        raise UsageError("a mapping of texts is expected", where=where, fix=f"{FIX}; quote numbers, true and false")
+    pairs = _read_texts(where, text)
     for name in pairs:
         if not VARIABLE.fullmatch(name) or OWN_VARIABLE.fullmatch(name):
             raise UsageError("Orbit sets this variable, or it cannot be one", where=f"{where}: {name}", fix=FIX)
@@ -102,6 +98,13 @@ def _read_placement(where: str, name: str, text: str) -> Placement:
     for each in find_contradictions(placement):
         raise UsageError(each.message, where=f"{where}: {_path(each.at)}", fix=f"{each.fix}; {FIX}")
     return placement
+
+
+def _read_texts(where: str, text: str) -> dict[str, str]:
+    pairs = _read_json(where, text)
+    if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
+        raise UsageError("a mapping of texts is expected", where=where, fix=f"{FIX}; quote numbers, true and false")
+    return pairs
 
 
 def _path(parts: tuple[str | int, ...]) -> str:

@@ -175,8 +175,8 @@ def adapter_address(uri: str) -> tuple[str, str] | None:
     if named and named.startswith("step-"):
         (kept,) = saved_steps(store, [int(named.removeprefix("step-"))], first=True, option=f"@{named}")
         return kept.uri, f"{named} of its run"
-    best, names = find_best(store), list_bundles(store, ADAPTERS)
-    if best and named != "newest":
+    names = list_bundles(store, ADAPTERS)
+    if named != "newest" and (best := find_best(store)):
         said = f"the best of its run, {best[0].evaluation} {best[0].value:.3f} at step {best[0].step}"
         return f"{run.rstrip('/')}/{ADAPTERS}{adapter_name(best[0].step)}", said
     if named == "best" and names and not _writes_only_best(store):
@@ -193,15 +193,26 @@ def _writes_only_best(store: Store) -> bool:
     return bool(((read_run_file(store) or {}).get("resolved") or {}).get("spec", {}).get("data", {}).get("validation"))
 
 
-def open_adapter(uri: str) -> AdapterFolder:
-    """Reads the adapter at an address, and checks every file against the manifest's digest if there is one.
+def find_adapter(uri: str) -> AdapterFolder | None:
+    """The adapter at an address, each file checked against the manifest's digest if there is one; None without any.
 
     Raises:
         ModelError: a file is missing or changed, or Orbit does not support the adapter.
         UsageError: see `adapter_address`.
     """
-    place, chosen = adapter_address(uri) or (uri, "")
+    if (found := adapter_address(uri)) is None:
+        return None
+    place, chosen = found
     return replace(read_adapter(open_store(place, writable=False)), chosen=chosen)
+
+
+def open_adapter(uri: str) -> AdapterFolder:
+    """The adapter at an address, as `find_adapter` reads it.
+
+    Raises:
+        ModelError, UsageError: also if there is none.
+    """
+    return find_adapter(uri) or read_adapter(open_store(uri, writable=False))
 
 
 def read_adapter(store: Store) -> AdapterFolder:

@@ -278,6 +278,7 @@ class ChatTokenizer:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        """Turns whatever the tokenizer raises into a ModelError."""
         try:
             yield
         except Exception as error:  # a tokenizer's patterns are by the model's author, and may not come to an end
@@ -485,8 +486,8 @@ class _RunsAwayError(Exception):
 
 
 class _TemplateLimit:
-    """Ends what a thread does with a template, which may loop for ever, after `TEMPLATE_SECONDS` of its processor time:
-    raises there, from a thread that looks once a second."""
+    """Stops templates that loop for ever. A thread of its own looks once a second, and raises `_RunsAwayError` in each
+    thread that has spent more than `TEMPLATE_SECONDS` of processor time on one."""
 
     def __init__(self) -> None:
         self._lock, self._begun, self._watcher = threading.Lock(), dict[int, float](), threading.Thread()

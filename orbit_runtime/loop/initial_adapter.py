@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.adapters.files import files_digest
-from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_address, open_adapter
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, find_adapter
 from orbit_runtime.errors import ModelError
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.sides.content import WEIGHTS
@@ -49,14 +49,13 @@ def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> InitialAdap
     if asked is None:
         return None
     known = ((before or {}).get("initial") or {}).get("uri")
-    address = known or asked
-    if adapter_address(address) is None:
+    folder = find_adapter(known or asked)
+    if folder is None:
         raise ModelError(
             "there is no adapter here",
             where=f"{FIELD}: {asked}",
             fix="name a run folder with adapters, or the folder of one, such as runs/<run>/adapters/policy-v40",
         )
-    folder = open_adapter(address)
     check_adapter(spec.adapter, folder)
     return InitialAdapter(folder, files_digest(folder.files))
 

@@ -84,8 +84,7 @@ def restore(parts: RunParts, state: RunState, bundle: Bundle) -> None:
     state.kept = load_rollouts(bundle)
     state.restore(facts["summary"])
     rows = read_stored_rows(parts.store, state.step)
-    state.rows = {step: row_digest(row) for step, row in rows.items()} | {
-        int(step): digest for step, digest in facts.get("rows", {}).items()
-    }
+    listed = {int(step): digest for step, digest in facts.get("rows", {}).items()}
+    state.rows = {step: row_digest(row) for step, row in rows.items() if step not in listed} | listed
     for fault in row_faults(rows, facts, rows):
         state.warn(fault)

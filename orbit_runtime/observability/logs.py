@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 
 class _Printable:
-    """A stream that shows what is written to it `printable`."""
+    """A stream that makes the control characters visible in what is written to it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -50,14 +50,14 @@ class _Printable:
 
 @contextmanager
 def printable_output() -> Iterator[None]:
-    """Shows `printable` what is written to standard output and standard error; `plain_stream` is the way around."""
+    """Makes control characters visible on standard output and standard error; `plain_stream` leads around it."""
     out, err = (cast(TextIO, _Printable(plain_stream(stream))) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
 
 def plain_stream(stream: TextIO) -> TextIO:
-    """The stream itself, for who writes colours or somebody's data to it."""
+    """The stream itself, to which colours and data for programs are written unchanged."""
     return stream.stream if isinstance(stream, _Printable) else stream
 
 

@@ -259,32 +259,37 @@ def _unsort(groups: list[list[Row]], num_tokens: int) -> np.ndarray:
 
 def _buckets(rows: list[Row]) -> list[list[Row]]:
     """Rows sorted by cost, split where the next row exceeds the first by more than the ratio."""
-    groups: list[list[Row]] = []
+
     ordered = sorted(rows, key=lambda row: (_seen(row) > 0, row.length, _seen(row), row.first))
-    for row in ordered:
-        head = groups[-1][0] if groups else None
-        fits = (
-            head is not None
-            and (_seen(head) > 0) == (_seen(row) > 0)
+    return _grouped(
+        ordered,
+        lambda head, row: (
+            (_seen(head) > 0) == (_seen(row) > 0)
             and row.length <= max(head.length * BUCKET_RATIO, head.length + 4)
             and _seen(row) <= max(_seen(head) * BUCKET_RATIO, _seen(head) + 8)
-        )
-        if fits:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
+        ),
+    )
 
 
 def own_buckets(rows: Sequence[Row], device: torch.device) -> Iterator[Bucket]:
     """Rows that are computed with their prefixes, by the length of both, longest first."""
+
+    groups = _grouped(
+        sorted(rows, key=_whole_length, reverse=True),
+        lambda head, row: _whole_length(head) <= max(_whole_length(row) * OWN_RATIO, _whole_length(row) + 4),
+    )
+    return (_build_bucket(group, device) for group in groups)
+
+
+def _grouped(rows: Sequence[Row], fits: Callable[[Row, Row], bool]) -> list[list[Row]]:
+    """Rows in their order, split where one does not fit the first of its group. Args: fits: called with both."""
     groups: list[list[Row]] = []
-    for row in sorted(rows, key=_whole_length, reverse=True):
-        if groups and _whole_length(groups[-1][0]) <= max(_whole_length(row) * OWN_RATIO, _whole_length(row) + 4):
+    for row in rows:
+        if groups and fits(groups[-1][0], row):
             groups[-1].append(row)
         else:
             groups.append([row])
-    return (_build_bucket(group, device) for group in groups)
+    return groups
 
 
 def _whole_length(row: Row) -> int:

@@ -25,7 +25,7 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, expected_applied_digest, files_digest
 from orbit_runtime.adapters.state import config_json
-from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_address, open_adapter, split_address
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, find_adapter, split_address
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError, ModelError, UsageError
 from orbit_runtime.model_info.content import weights_digest
@@ -358,7 +358,7 @@ def open_policy(uri: str) -> AdapterFolder:
         ModelError: there is none, or it is damaged.
         UsageError: see `adapter_address`.
     """
-    found = adapter_address(uri)
+    found = find_adapter(uri)
     if found is None and open_store(uri, writable=False).exists("config.json"):
         raise ModelError(
             "this is a whole model, not an adapter",
@@ -368,7 +368,7 @@ def open_policy(uri: str) -> AdapterFolder:
         )
     if found is None:
         raise ModelError("there is no adapter, and no run folder with one", where=uri, fix="name an adapter's folder")
-    return open_adapter(uri)
+    return found
 
 
 def config_of(folder: AdapterFolder) -> AdapterConfig:

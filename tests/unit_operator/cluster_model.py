@@ -186,6 +186,12 @@ class Cluster:
             if pod.node and self.nodes[pod.node].is_ready and not pod.is_terminal and not pod.is_deleting:
                 self.pods[uid] = replace(pod, phase="Running", started=pod.started or self.now)
 
+    def run_pod(self, node: str = "n0") -> None:
+        """The Job's pod is made, placed and started."""
+        self.make_pod()
+        self.schedule(node)
+        self.start()
+
     def train(self, steps: int) -> None:
         for uid, pod in self.pods.items():
             if pod.phase == "Running":

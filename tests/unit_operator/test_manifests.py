@@ -247,7 +247,7 @@ def test_a_run_that_shows_nothing_opens_nothing() -> None:
 def test_claims_and_config_maps_become_paths_and_read_only_mounts() -> None:
     spec = {"model": {"uri": "pvc://m/a/b"}, "data": {"prompts": [{"uri": "pvc://m/p.jsonl"}, {"uri": "s3://b/p"}]}}
     assert localise(spec)["data"]["prompts"] == [{"uri": "file:///mnt/claims/m/p.jsonl"}, {"uri": "s3://b/p"}]
-    volumes, mounts = build_mounts(spec)
+    volumes, mounts = build_mounts(spec, SETTINGS)
     assert [volume["persistentVolumeClaim"]["claimName"] for volume in volumes] == ["m"]
     assert [(mount["mountPath"], mount["readOnly"]) for mount in mounts] == [("/mnt/claims/m", True)]
 

@@ -29,9 +29,7 @@ def running(**lifecycle: Any) -> Cluster:
     """A run whose first pod runs on n0."""
     cluster = build_cluster(**lifecycle)
     work(cluster)
-    cluster.make_pod()
-    cluster.schedule("n0")
-    cluster.start()
+    cluster.run_pod()
     work(cluster, Progress(cluster.now, "pod-2", "Running", 1, checkpoint_step=1))
     return cluster
 
@@ -84,9 +82,7 @@ def test_where_a_later_attempt_begins_is_told_in_its_own_words(
     assert "attempt 2 after EngineDied; the last checkpoint seen is of step 1" in [
         event.message for event in work(cluster).events
     ]
-    cluster.make_pod()
-    cluster.schedule("n1")
-    cluster.start()
+    cluster.run_pod("n1")
     pod = next(uid for uid, each in cluster.pods.items() if each.attempt == 2)
     begun = Progress(cluster.now, pod, "Running", 21, resumed_from=resumed_from)
     events = [(event.reason, event.message) for event in work(cluster, begun).events]
@@ -141,9 +137,7 @@ def test_a_new_attempt_that_has_not_read_its_checkpoint_takes_no_step_back() -> 
 def test_a_pod_that_fails_as_it_starts_has_never_trained() -> None:
     cluster = build_cluster()
     work(cluster)
-    cluster.make_pod()
-    cluster.schedule("n0")
-    cluster.start()
+    cluster.run_pod()
     cluster.exit(77)
     cluster.conclude_jobs()
     work(cluster, Progress(cluster.now, "pod-2", "Failed", 0))
@@ -372,9 +366,7 @@ def test_old_attempts_leave_the_list_and_their_jobs_go() -> None:
     cluster = build_cluster(max_infra_restarts=100)
     for _ in range(80):
         work(cluster)
-        cluster.make_pod()
-        cluster.schedule("n1")
-        cluster.start()
+        cluster.run_pod("n1")
         cluster.exit(82)
         cluster.conclude_jobs()
         cluster.wait(700.0)
@@ -392,9 +384,7 @@ def test_a_pod_that_ends_as_if_it_were_asked_to_cannot_go_on_for_ever() -> None:
         work(cluster)
         if cluster.status["phase"] == "Failed":
             break
-        cluster.make_pod()
-        cluster.schedule("n1")
-        cluster.start()
+        cluster.run_pod("n1")
         cluster.exit(75)
         cluster.conclude_jobs()
         cluster.wait(700.0)

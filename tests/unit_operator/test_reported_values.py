@@ -42,9 +42,7 @@ CODES = st.sampled_from([0, 1, 66, 75, 82, 85, 137, 255])
 def begun() -> Cluster:
     cluster = build_cluster(max_infra_restarts=3)
     work(cluster, None)
-    cluster.make_pod()
-    cluster.schedule("n0")
-    cluster.start()
+    cluster.run_pod()
     return cluster
 
 

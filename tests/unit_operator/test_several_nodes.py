@@ -34,9 +34,7 @@ def test_nodes_are_taken_with_the_attempt_and_given_back_when_its_pod_has_ended(
     assert [type(each) for each in work(cluster).actions] == [CreateAttempt]
     assert work(cluster).actions == (CreateRanks(1),)
     assert work(cluster).actions == (), "once"
-    cluster.make_pod()
-    cluster.schedule("n0")
-    cluster.start()
+    cluster.run_pod()
     assert work(cluster).actions == ()
     cluster.exit(81)
     cluster.conclude_jobs()
@@ -68,9 +66,7 @@ def test_what_pods_of_ranks_wait_for_is_what_the_run_waits_for(
     cluster = build_cluster(nodes=3)
     for _ in range(2):
         work(cluster)
-    cluster.make_pod()
-    cluster.schedule("n0")
-    cluster.start()
+    cluster.run_pod()
     observed = replace(cluster.observe(), rank_pods=(pod,))
     cluster.write_status(observed, cluster.think(observed))
     assert (cluster.status["reason"], cluster.status["whoActs"]) == state

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from orbit_operator.manifests.mounts import build_mounts
 from orbit_operator.manifests.pod import (
-    authority_mounts,
-    authority_volumes,
     build_container,
     build_node_selector,
     build_pod_metadata,
@@ -32,6 +31,7 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
     """
     storage, placement = source.manifest.spec.storage, source.manifest.spec.placement
     run = build_container(source, 0, [], settings)
+    volumes, mounts = build_mounts({}, settings)
     container = {
         "name": COMPONENT,
         "image": run["image"],
@@ -43,7 +43,7 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
         "resources": {name: {"cpu": "500m", "memory": "512Mi"} for name in ("requests", "limits")},
         "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *authority_mounts(settings)],
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *mounts],
     }
     pod: Object = {
         # A failed pod stays until its Job is deleted, and tells why it failed.
@@ -52,7 +52,7 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
         "enableServiceLinks": False,
         "securityContext": pod_security(settings),
         "containers": [container],
-        "volumes": [{"name": "tmp", "emptyDir": {}}, *authority_volumes(settings)],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *volumes],
         "tolerations": build_tolerations(placement, settings),
     }
     if selector := build_node_selector(placement, settings):

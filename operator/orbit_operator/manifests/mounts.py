@@ -1,4 +1,4 @@
-"""Volume claims and ConfigMaps that a manifest names in its URIs, and where the pod finds them."""
+"""Volume claims and ConfigMaps that a manifest or an installation names, and where the pod finds them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbit_operator.manifests.source import Object
+from orbit_operator.settings import Settings
 
 _URI = re.compile(r"^(pvc|configmap)://([^/]+)(/.*)?$")
+AUTHORITIES_FOLDER = "/etc/orbit-ca"
 _FOLDERS = {"pvc": "/mnt/claims", "configmap": "/mnt/configmaps"}
 
 
@@ -23,10 +25,13 @@ def localise(value: Any) -> Any:
     return value if match is None else f"file://{_FOLDERS[match[1]]}/{match[2]}{match[3] or ''}"
 
 
-def build_mounts(spec: Mapping[str, Any]) -> tuple[list[Object], list[Object]]:
-    """Volumes and their read-only mounts, in the order in which the manifest names them."""
+def build_mounts(spec: Mapping[str, Any], settings: Settings) -> tuple[list[Object], list[Object]]:
+    """Volumes and their read-only mounts: authorities to trust, then what the manifest names, in its order."""
     found = dict.fromkeys(_sources(spec))
-    volumes, mounts = [], []
+    volumes, mounts = list[Object](), list[Object]()
+    if name := settings.run_ca_config_map:
+        volumes.append({"name": "authorities", "configMap": {"name": name}})
+        mounts.append({"name": "authorities", "mountPath": AUTHORITIES_FOLDER, "readOnly": True})
     for kind, name in found:
         # The limit on a volume's name is shorter than that on an object's.
         volume = f"{kind}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from orbit_operator.facts import ENGINE_CONTAINER, RUN_CONTAINER
 from orbit_operator.manifests.config_map import MANIFEST_FILE
-from orbit_operator.manifests.mounts import build_mounts
+from orbit_operator.manifests.mounts import AUTHORITIES_FOLDER, build_mounts
 from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels, ray_address
 from orbit_operator.settings import Settings
 from orbit_runtime.planner.job import split_devices
@@ -19,8 +19,8 @@ from orbit_runtime.spec.placement import Placement, Toleration, halve
 
 GPU = "nvidia.com/gpu"
 MANIFEST_FOLDER, CACHE_FOLDER, WORK_FOLDER = "/etc/orbit", "/var/cache/orbit", "/var/lib/orbit"
-TOKEN_FOLDER, AUTHORITIES_FOLDER = "/run/orbit", "/etc/orbit-ca"
-"""The first is in memory and shared by the two containers of a `Split` pod only."""
+TOKEN_FOLDER = "/run/orbit"
+"""An in-memory folder shared by the two containers of a `Split` pod only."""
 ENGINE_PORT = 9401
 TERMINATION_FILE = "/dev/termination-log"
 """File in which the kubelet looks for a container's termination message."""
@@ -33,7 +33,7 @@ AVOIDANCE_WEIGHT = 100
 def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[str], settings: Settings) -> Object:
     """The pod template of the attempt's Job."""
     spec, placement = source.manifest.spec, source.manifest.spec.placement
-    extra_volumes, extra_mounts = build_mounts(source.spec)
+    extra_volumes, extra_mounts = build_mounts(source.spec, settings)
     run = build_container(source, attempt, extra_mounts, settings)
     pod: Object = {
         "restartPolicy": "Never",
@@ -42,7 +42,7 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
         "enableServiceLinks": False,
         "securityContext": pod_security(settings),
         "containers": [run],
-        "volumes": [*build_volumes(source), *authority_volumes(settings), *extra_volumes],
+        "volumes": [*build_volumes(source), *extra_volumes],
         "tolerations": build_tolerations(placement, settings),
     }
     if placement.layout == "Split":
@@ -93,7 +93,6 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             {"name": "shm", "mountPath": "/dev/shm"},
             {"name": "cache", "mountPath": CACHE_FOLDER},
             *([{"name": "token", "mountPath": TOKEN_FOLDER}] if split else []),
-            *authority_mounts(settings),
             *extra_mounts,
         ],
     }
@@ -122,18 +121,6 @@ def installed_variables(settings: Settings) -> list[Object]:
     if settings.run_ca_config_map:
         pairs |= dict.fromkeys(AUTHORITY_VARIABLES, f"{AUTHORITIES_FOLDER}/ca.crt")
     return [{"name": name, "value": value} for name, value in {**pairs, **settings.run_env}.items()]
-
-
-def authority_volumes(settings: Settings) -> list[Object]:
-    """The authorities that the installation trusts."""
-    name = settings.run_ca_config_map
-    return [{"name": "authorities", "configMap": {"name": name}}] if name else []
-
-
-def authority_mounts(settings: Settings) -> list[Object]:
-    """Where containers find them."""
-    mount = {"name": "authorities", "mountPath": AUTHORITIES_FOLDER, "readOnly": True}
-    return [mount] if settings.run_ca_config_map else []
 
 
 def pod_security(settings: Settings) -> Object:

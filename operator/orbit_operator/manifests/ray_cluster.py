@@ -5,7 +5,6 @@ from __future__ import annotations
 from orbit_operator.facts import RANKS_CONTAINER
 from orbit_operator.manifests.mounts import build_mounts
 from orbit_operator.manifests.pod import (
-    authority_volumes,
     build_container,
     build_node_selector,
     build_pod_metadata,
@@ -56,7 +55,7 @@ def build_ray_cluster(source: RunSource, attempt: int, settings: Settings) -> Ob
 def _template(source: RunSource, settings: Settings, port: int, *, head: bool) -> Object:
     """A pod without the credentials for the run's store: ranks read the model and write nothing."""
     spec, placement = source.manifest.spec, source.manifest.spec.placement
-    extra_volumes, extra_mounts = build_mounts(source.spec)
+    extra_volumes, extra_mounts = build_mounts(source.spec, settings)
     run = build_container(source, 0, extra_mounts, settings)
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 10, "failureThreshold": 6}
     container: Object = {
@@ -81,7 +80,6 @@ def _template(source: RunSource, settings: Settings, port: int, *, head: bool) -
         "containers": [container],
         "volumes": [
             *(each for each in build_volumes(source) if each["name"] != "manifest"),
-            *authority_volumes(settings),
             *extra_volumes,
         ],
         "tolerations": build_tolerations(placement, settings),

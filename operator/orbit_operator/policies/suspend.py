@@ -1,4 +1,4 @@
-"""Whether a pod of a run is still alive, and whether it is of use."""
+"""Whether a pod of a run is still alive."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ def is_lost(pod: PodFacts, nodes: Mapping[str, NodeFacts], now: float, limit: fl
     if node is not None:
         return _is_gone(node, now, limit)
     return pod.disruption == "DeletionByTaintManager" and now > pod.deletion_due + GRACE_AFTER_DELETION
-
-
-def is_outlived(pod: PodFacts, now: float) -> bool:
-    """Whether other containers, such as those that a webhook injects, keep the pod although its run has ended."""
-    ended = pod.outlives_run
-    return ended is not None and now >= ended + GRACE_AFTER_END
 
 
 def is_stranded(pod: PodFacts, nodes: Mapping[str, NodeFacts], now: float, limit: float) -> bool:

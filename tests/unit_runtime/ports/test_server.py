@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +57,14 @@ def guarded() -> Guard:
 
 @contextmanager
 def status_port(_: Path) -> Iterator[int]:
-    server = start_server(LiveStatus("a"), RunMetrics(run="a"))
-    try:
+    with closing(start_server(LiveStatus("a"), RunMetrics(run="a"))) as server:
         yield server.port
-    finally:
-        server.close()
 
 
 @contextmanager
 def side_port(_: Path) -> Iterator[int]:
-    server = start_host(Host({"kind": "trainer"}, {}, lambda: None), "127.0.0.1", 0, "secret")
-    try:
+    with closing(start_host(Host({"kind": "trainer"}, {}, lambda: None), "127.0.0.1", 0, "secret")) as server:
         yield server.port
-    finally:
-        server.close()
 
 
 @contextmanager
