@@ -141,6 +141,7 @@ def hold_given(function: Any, field: str) -> Callable[..., Any]:
 
 def check_own(settings: Algorithm, search_path: Sequence[str]) -> list[str]:
     """Imports the manifest's functions in another process; returns those that failed only because torch is missing.
+    It gets this process's variables, as the trainer that imports them does.
 
     Raises:
         ManifestError: a function does not exist or cannot be called.
@@ -148,7 +149,7 @@ def check_own(settings: Algorithm, search_path: Sequence[str]) -> list[str]:
     unopened = []
     for where, target in own_targets(settings).items():
         try:
-            check_elsewhere(target, ARGUMENTS[where], search_path)
+            check_elsewhere(target, ARGUMENTS[where], search_path, os.environ)
         except MissingModuleError as error:
             # A machine on which manifests are written need not have torch.
             if error.name.partition(".")[0] != "torch":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -178,14 +178,14 @@ def read_door(listen: str, token_file: Path | None, variable: str) -> tuple[str,
     return host, port, token
 
 
-def read_token(file: Path | None, environment: Mapping[str, str], variable: str) -> str | None:
-    """The token that clients must bring; None: none was set.
+def read_token(file: Path | None, environment: MutableMapping[str, str], variable: str) -> str | None:
+    """The token that clients must bring; None: none was set. Its variable is taken away: no child inherits it.
 
     Raises:
         UsageError: the file cannot be read, or the token is empty or no plain text.
     """
+    token = environment.pop(variable, None)
     if file is None:
-        token = environment.get(variable)
         where = variable
     else:
         where = str(file)

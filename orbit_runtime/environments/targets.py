@@ -27,18 +27,34 @@ from orbit_runtime.workers.user_code.environment_protocol import EnvironmentLimi
 from orbit_runtime.workers.user_code.reward_pool import RewardPool
 from orbit_runtime.workers.user_code.reward_protocol import RewardTarget
 
+NAMING = ("apiKeyEnv", "valueEnv", "api_key_env")
+"""Fields and arguments whose value is the name of a variable with a key."""
+
 
 def reward_targets(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> list[RewardTarget]:
     """One target for each reward of the manifest; `functions` replace rewards of the same name."""
+    variables = named_variables(spec)
     return [
         RewardTarget(
             reward.name,
             functions.get(reward.name) or reward.entrypoint or REWARDS[str(reward.type)],
             reward.arguments,
             reward.timeout_seconds,
+            variables,
         )
         for reward in spec.environment.rewards
     ]
+
+
+def named_variables(spec: RunSpec) -> tuple[str, ...]:
+    """Variables that the manifest names for code of a user's: `environment.variables`, and those of keys."""
+    named, unread = list(spec.environment.variables), [spec.model_dump(by_alias=True)]
+    while unread:
+        block = unread.pop()
+        named += [value for key, value in block.items() if key in NAMING and isinstance(value, str)]
+        values = [each for value in block.values() for each in (value if isinstance(value, list | tuple) else [value])]
+        unread += [each for each in values if isinstance(each, dict)]
+    return tuple(dict.fromkeys(named))
 
 
 BRIDGES = {
@@ -65,8 +81,8 @@ def environment_target(spec: RunSpec) -> EnvironmentTarget | None:
                 fix=f"pip install 'orbit-rl[{extra}]'",
             )
         arguments = {"name": environment.name, "arguments": environment.arguments}
-        return EnvironmentTarget(BRIDGES[environment.type], arguments)
-    return EnvironmentTarget(environment.entrypoint, environment.arguments, environment.tools)
+        return EnvironmentTarget(BRIDGES[environment.type], arguments, variables=named_variables(spec))
+    return EnvironmentTarget(environment.entrypoint, environment.arguments, environment.tools, named_variables(spec))
 
 
 def process_limits(spec: RunSpec) -> EnvironmentLimits:

@@ -70,7 +70,9 @@ class LivePage:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._end()
-                self._process = start_module(_MODULE, self._uri, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                self._process = start_module(
+                    _MODULE, self._uri, variables=os.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
             process = self._process
             assert process.stdin is not None
             assert process.stdout is not None

@@ -14,6 +14,7 @@ from orbit_runtime.spec.block import (
     LATER_IDENTITY,
     LAYOUT,
     SHOWN,
+    VARIABLE_PATTERN,
     AsTuple,
     Block,
     Entrypoint,
@@ -123,6 +124,15 @@ class Environment(Block):
     """Limits of an episode and its processes."""
     code: Code | None = None
     """Where the modules of `entrypoint` and `tools` are; if unset, on the Python path and next to the manifest."""
+    variables: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256, pattern=VARIABLE_PATTERN)], ...],
+        AsTuple,
+        LAYOUT,
+        Field(max_length=64, examples=[["OPENAI_API_KEY"]]),
+    ] = ()
+    """Environment variables of the run, by name, that rewards, environments and tools get besides those of the machine
+    (paths, language, threads, caches, proxies) and those that `apiKeyEnv`, `valueEnv` and the argument `api_key_env`
+    name. On a cluster they come from a Secret in `placement.envFromSecrets`."""
     rewards: Annotated[
         tuple[Reward, ...],
         AsTuple,

@@ -49,6 +49,7 @@ _HINTS = {
     "spec.environment.entrypoint": "`module:Class`, such as `my_games:Guess`",
     "spec.environment.tools[]": "`module:function`, such as `my_tools:search`",
     "spec.environment.limits.memory": _QUANTITY,
+    "spec.environment.variables[]": _VARIABLE,
     "spec.environment.rewards[].entrypoint": "`module:function`, such as `my_rewards:brevity`",
     "spec.environment.rewards[].name": "letters, digits, `_` and `-`, with a letter first",
     "spec.adapter.targets[]": "the end of a module name: letters, digits, `_` and `.`",

@@ -61,6 +61,25 @@ def _write_results(data: bytes) -> None:
     time.sleep(3600)
 
 
+def leaves_a_child(completion: str, prompt: Prompt, fields: Mapping[str, Any], *, file: str) -> float:
+    """Starts a process in a session of its own, whose parent is gone, and then does what the completion says."""
+    subprocess.run(["sh", "-c", 'setsid sleep 600 >/dev/null 2>&1 & printf %s $! > "$0"', file], check=True)
+    if completion == "it exits":
+        os._exit(3)
+    if completion == "it overstays":
+        time.sleep(3600)
+    return 1.0
+
+
+def asks_for_a_key(completion: str, prompt: Prompt, fields: Mapping[str, Any]) -> float:
+    """Reads the variable `MY_API_KEY` as a user's code does, or as a client of an API does."""
+    if completion == "by its name":
+        return float(len(os.environ["MY_API_KEY"]))
+    if not os.environ.get("MY_API_KEY"):
+        raise ValueError("set the MY_API_KEY environment variable")
+    return 1.0
+
+
 def _spin() -> None:
     while True:
         pass

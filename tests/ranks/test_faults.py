@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import OrbitError
+from orbit_runtime.workers.child.process import descendants
 from orbit_runtime.workers.ranks.group import GroupSettings, RankGroup, start_ranks
-from orbit_runtime.workers.ranks.guard import MARK, descendants
+from orbit_runtime.workers.ranks.guard import MARK
 from orbit_runtime.workers.ranks.rank import read_note
 
 pytestmark = pytest.mark.timeout(900)  # a start on two cores that ten others want takes minutes

@@ -6,8 +6,9 @@ import os
 import signal
 from pathlib import Path
 
+from orbit_runtime.workers.child.process import descendants
 from orbit_runtime.workers.ranks.group import GroupSettings, start_ranks
-from orbit_runtime.workers.ranks.guard import MARK, descendants
+from orbit_runtime.workers.ranks.guard import MARK
 
 
 def test_a_rank_is_free_and_its_guard_hears_no_signal_but_the_last(tmp_path: Path) -> None:

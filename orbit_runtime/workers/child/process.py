@@ -10,13 +10,14 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,33 +36,50 @@ MAX_STACK = 1 << 14
 """Bytes of stacks to keep."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _LOOK_SECONDS = 0.02
+KILL_SECONDS = 10.0
+"""Limit for ending everything below a process."""
 HEADER = 4
 """Bytes before each message in a pipe."""
+
+_PASSED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|TERM|COLUMNS|LINES|NO_COLOR|LANG|LANGUAGE|LC_\w+|TZ|TZDIR|TMPDIR|TEMP|TMP"
+    r"|XDG_\w+|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|COVERAGE_\w+|LD_\w+|DYLD_\w+|MALLOC_\w+|GLIBC_TUNABLES"
+    r"|(OMP|KMP|GOMP|MKL|OPENBLAS|BLIS|NUMEXPR|VECLIB|RAYON|TOKENIZERS|CUDA|NVIDIA|TRITON|TORCH|TORCHINDUCTOR)_\w+"
+    r"|CC|CXX|(HF|TRANSFORMERS|TORCH|NLTK)_(\w+_)?(HOME|CACHE|DATA|OFFLINE|ENDPOINT)"
+    r"|((http|https|ftp|all|no)_proxy)|((HTTP|HTTPS|FTP|ALL|NO)_PROXY)|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE"
+    r"|ORBIT_(ATTEMPT|CACHE|KERNELS|TOKEN_FILE)"
+)
+"""Variables that code of a user gets without asking. `ORBIT_TOKEN_FILE` names a file that `confine` then hides."""
 
 # --- from the parent's side ---
 
 
 def start_module(
-    module: str, *arguments: object, pass_fds: Sequence[int] = (), **streams: Any
+    module: str, *arguments: object, variables: Iterable[str], pass_fds: Sequence[int] = (), **streams: Any
 ) -> subprocess.Popen[bytes]:
     """Starts `python -P -m module`, in a group of its own: killed whole, and Ctrl-C of the terminal does not reach it.
 
-    Args: streams: `stdin`, `stdout` and `stderr`, as `Popen` takes them.
+    Args:
+        variables: see `child_environment`.
+        streams: `stdin`, `stdout` and `stderr`, as `Popen` takes them.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *map(str, arguments)],
-        pass_fds=pass_fds, env=child_environment(), start_new_session=True, **streams,
+        pass_fds=pass_fds, env=child_environment(variables), start_new_session=True, **streams,
     )  # fmt: skip
 
 
-def child_environment() -> dict[str, str]:
-    """The environment of a process that runs a user's code: the parent's without the tokens of its ports, with Orbit
-    importable and without a thread pool in every worker."""
+def child_environment(variables: Iterable[str]) -> dict[str, str]:
+    """The environment of a process that runs a user's code: what tells of the machine and no secret, with Orbit
+    importable and without a thread pool in every worker.
+
+    Args: variables: others that it gets too. The tokens of Orbit's ports never pass.
+    """
     inherited = os.environ.get("PYTHONPATH")
-    tokens = (SERVE_VARIABLE, SERVICE_VARIABLE, UPDATE_VARIABLE)
+    named = set(variables) - {SERVE_VARIABLE, SERVICE_VARIABLE, UPDATE_VARIABLE}
     return {
         "OMP_NUM_THREADS": "1",
-        **{name: value for name, value in os.environ.items() if name not in tokens},
+        **{name: value for name, value in os.environ.items() if name in named or _PASSED.fullmatch(name)},
         "PYTHONPATH": os.pathsep.join([*([inherited] if inherited else []), PACKAGE_ROOT]),
     }
 
@@ -75,6 +93,41 @@ def kill_group(pid: int) -> None:
     """Kills a child and everything that is still in its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def end_guarded(process: subprocess.Popen[bytes]) -> None:
+    """Ends a child that called `guard`, and everything that it started. Safe to call twice."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)
+    kill_group(process.pid)
+    process.wait()
+
+
+def end_all(ancestor: int) -> None:
+    """Kills and reaps every process below this one until none is left."""
+    until = time.monotonic() + KILL_SECONDS
+    while (alive := descendants(ancestor)) and time.monotonic() < until:
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)
+
+
+def descendants(ancestor: int) -> list[int]:
+    """All processes below this one."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(ancestor, ()))
+    for pid in found:
+        found += children.get(pid, ())
+    return found
 
 
 def describe_exit(code: int, killed: str = "was ended by", ended: str = "exited with") -> str:
@@ -140,10 +193,43 @@ class OutputRelay:
 # --- from inside ---
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """Makes this process die with its parent, also if the parent is killed, and also while it loops."""
+def guard(parent_pid: int) -> None:
+    """Goes on in a child process, in a session of its own. This process stays, and guards the child: however the child
+    ends, and if the parent ends or `end_guarded` asks, it kills everything that the child started, also what left the
+    child's session, and ends as the child did.
+    """
+    if sys.platform != "linux":
+        return end_with_parent(parent_pid)
+    adopt_orphans()
+    own = os.getpid()
+    child = os.fork()
+    if not child:
+        os.setsid()
+        return end_with_parent(own)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.signal(STACK_SIGNAL, lambda *_: os.kill(child, STACK_SIGNAL))
+    end_with_parent(parent_pid, signal.SIGTERM)
+    # The other ends of the child's pipes must see when it closes them.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    # Not reaped before the rest is killed, so that its id is no other process's.
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != child:
+        os.waitpid(ended.si_pid, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+    end_all(own)
+    assert ended is not None
+    if ended.si_code != os.CLD_EXITED:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(ended.si_status, signal.SIG_DFL)
+        os.kill(own, ended.si_status)
+    os._exit(ended.si_status)
+
+
+def end_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
+    """Makes this process die with its parent, also if the parent is killed, and also while it loops. Args: by: the
+    signal that it gets, on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
     else:
         threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:  # it was gone before the request stood

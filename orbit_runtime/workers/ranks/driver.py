@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import CollectiveError, OrbitError, UnsupportedError
-from orbit_runtime.workers.child.process import end_with_parent
+from orbit_runtime.workers.child.process import end_all, end_with_parent
 from orbit_runtime.workers.ranks.evidence import Ending, NodeWatch, ProgressSign, RankEnd, RankEvidence
-from orbit_runtime.workers.ranks.guard import end_all
 from orbit_runtime.workers.ranks.node import HOST, RESOURCE, JoinedRay, PrivateRay, port_block, set_environment
 from orbit_runtime.workers.ranks.rank import RankActor, RankFacts, RankFailure, RankOrder
 

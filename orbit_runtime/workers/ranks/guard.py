@@ -17,9 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from orbit_runtime.workers.child.process import adopt_orphans
+from orbit_runtime.workers.child.process import KILL_SECONDS, adopt_orphans, end_all
 
-KILL_SECONDS = 10.0
 TICK = 0.1
 MARK = "ORBIT_RANKS"
 """Environment variable of every process below a guard; holds the group's folder."""
@@ -41,19 +40,6 @@ def main(life: int, folder: str, driver: list[str], passed: list[int]) -> int:
     return 0
 
 
-def end_all(ancestor: int) -> None:
-    """Kills and reaps every process below this one until none is left."""
-    until = time.monotonic() + KILL_SECONDS
-    while (alive := descendants(ancestor)) and time.monotonic() < until:
-        for pid in alive:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.02)
-
-
 def end_marked(mark: str) -> None:
     """Kills every process of this group, in case its guard was killed."""
     wanted, until = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS
@@ -69,19 +55,6 @@ def end_marked(mark: str) -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
-
-
-def descendants(ancestor: int) -> list[int]:
-    """All processes below this one."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = list(children.get(ancestor, ()))
-    for pid in found:
-        found += children.get(pid, ())
-    return found
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import CollectiveError, OutOfMemoryError, OutputError, StorageError, UnsupportedError
-from orbit_runtime.workers.child.process import describe_exit
-from orbit_runtime.workers.ranks.guard import descendants
+from orbit_runtime.workers.child.process import descendants, describe_exit
 
 HOST = "127.0.0.1"
 FIXED_PORTS = 7

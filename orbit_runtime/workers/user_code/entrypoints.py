@@ -10,15 +10,17 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from orbit_runtime.workers.child.process import PACKAGE_ROOT, child_environment, import_path
 
 CHECK_SECONDS = 120.0
+_VARIABLE = re.compile(r"\benv(ironment)?[ _](var|variable)s?\b", re.IGNORECASE)
 FROM_PYTHON = "given:from_python"
 """Placeholder in a manifest for a function that the program which started the run had passed."""
 
@@ -117,6 +119,9 @@ def describe(error: BaseException) -> str:
     own = [frame for frame in frames if not _is_borrowed(frame.filename)]
     installed = [frame for frame in frames if "-packages" in frame.filename]
     place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(own or installed)), "")
+    # Code of a user's sees only variables that are named, so what it misses may well be set.
+    if _VARIABLE.search(text) or (frames and isinstance(error, KeyError) and frames[-1].filename == "<frozen os>"):
+        place += "; code of yours gets the variables that spec.environment.variables names"
     return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
 
 
@@ -126,8 +131,10 @@ def _is_borrowed(file: str) -> bool:
     return file.startswith((library, os.path.join(PACKAGE_ROOT, "orbit_runtime"), "<")) or "-packages" in file
 
 
-def check_elsewhere(target: str, names: Sequence[str], search_path: Sequence[str]) -> None:
+def check_elsewhere(target: str, names: Sequence[str], search_path: Sequence[str], variables: Iterable[str]) -> None:
     """Imports the function in a process that ends afterwards: no user code runs in this one.
+
+    Args: variables: see `child_environment`.
 
     Raises:
         TargetError: see `load_function`; or the import does not end.
@@ -135,7 +142,8 @@ def check_elsewhere(target: str, names: Sequence[str], search_path: Sequence[str
     asked = json.dumps([target, list(names), import_path(search_path)])
     command = [sys.executable, "-m", __name__, asked]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, env=child_environment())
+        environment = child_environment(variables)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, env=environment)
     except subprocess.TimeoutExpired:
         raise TargetError(f"importing {target!r} takes more than {CHECK_SECONDS:g} s") from None
     # The user's module may print as well.

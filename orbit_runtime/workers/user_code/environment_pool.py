@@ -30,9 +30,9 @@ from orbit_runtime.workers.child.process import (
     OutputRelay,
     Stacks,
     describe_exit,
+    end_guarded,
     frame,
     import_path,
-    kill_group,
     receive_frame,
     start_module,
 )
@@ -247,8 +247,8 @@ class EnvironmentPool:
         output_read, output_write = os.pipe()
         with theirs:
             self._template = start_module(
-                TEMPLATE_MODULE, theirs.fileno(), os.getpid(), pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL, stdout=output_write, stderr=output_write,
+                TEMPLATE_MODULE, theirs.fileno(), os.getpid(), variables=self._target.variables,
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=output_write, stderr=output_write,
             )  # fmt: skip
         os.close(output_write)
         self._output = output_read
@@ -421,8 +421,7 @@ class EnvironmentPool:
         try:
             await asyncio.to_thread(self._template.wait, 5.0)
         except subprocess.TimeoutExpired:
-            kill_group(self._template.pid)
-            self._template.wait()
+            end_guarded(self._template)
         self._loop.remove_reader(self._output)
         os.close(self._output)
 

@@ -78,6 +78,8 @@ class EnvironmentTarget:
     """Keyword arguments of the class, for each episode."""
     tools: tuple[str, ...] = ()
     """The tools, each as `module:function`."""
+    variables: tuple[str, ...] = ()
+    """Variables of the run that its processes get, beside those that all do."""
 
 
 @dataclass(frozen=True, slots=True)

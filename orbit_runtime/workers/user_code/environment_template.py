@@ -32,7 +32,7 @@ from typing import Any, Literal
 from orbit_runtime.workers.child.process import (
     adopt_orphans,
     dump_stacks_on_signal,
-    end_with_parent,
+    guard,
     kill_group,
     read_frame,
 )
@@ -98,7 +98,7 @@ def _described_arguments(text: str) -> dict[str, str]:
 
 def main(control_fd: int, parent_pid: int) -> int:
     """Serves until the parent closes the socket."""
-    end_with_parent(parent_pid)
+    guard(parent_pid)
     confine_user_code()
     adopt_orphans()  # and ends them with itself
     os.set_inheritable(control_fd, False)

@@ -20,7 +20,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -31,9 +31,9 @@ from orbit_runtime.workers.child.process import (
     OutputRelay,
     Stacks,
     describe_exit,
+    end_guarded,
     frame,
     import_path,
-    kill_group,
     start_module,
     thread_stack,
 )
@@ -70,17 +70,18 @@ class RewardProcess:
     """Starts at once. The parent's pipe ends are non-blocking, and apart from ending, no method waits.
 
     Args:
+        variables: see `child_environment`.
         output_fd: takes what the worker, and what it starts, prints.
     """
 
-    def __init__(self, head: Mapping[str, Any], *, now: float, output_fd: int) -> None:
+    def __init__(self, head: Mapping[str, Any], variables: Iterable[str], *, now: float, output_fd: int) -> None:
         calls_read, self.calls_fd = os.pipe()
         self.results_fd, results_write = os.pipe()
         self._stacks = Stacks()
         theirs = (calls_read, results_write, self._stacks.fd)
         try:
             self._process = start_module(
-                WORKER_MODULE, *theirs, os.getpid(), pass_fds=theirs,
+                WORKER_MODULE, *theirs, os.getpid(), variables=variables, pass_fds=theirs,
                 stdin=subprocess.DEVNULL, stdout=output_fd, stderr=output_fd,
             )  # fmt: skip
         finally:
@@ -141,10 +142,10 @@ class RewardProcess:
         return self._stacks.ask(self._process.pid)
 
     def end(self) -> str:
-        """Kills the worker's process group, if it still lives, and returns how the worker ended. Safe to call twice."""
+        """Kills the worker and all that it started, and returns how the worker ended. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
-            kill_group(self._process.pid)
+            end_guarded(self._process)
             os.close(self.calls_fd)
             os.close(self.results_fd)
             self._stacks.close()
@@ -328,7 +329,8 @@ class RewardPool:
             submission.future.set_exception(self._failure or CancelledError())
 
     def _start(self) -> RewardProcess:
-        worker = RewardProcess(self._head, now=time.monotonic(), output_fd=self._output_write)
+        variables = {name for target in self._targets.values() for name in target.variables}
+        worker = RewardProcess(self._head, variables, now=time.monotonic(), output_fd=self._output_write)
         self._ready.register(worker.results_fd, selectors.EVENT_READ)
         return worker
 

@@ -41,6 +41,8 @@ class RewardTarget:
     """`module:function`, run in worker processes; or a callable passed from Python, run in this process."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout_seconds: float = 10.0
+    variables: tuple[str, ...] = ()
+    """Variables of the run that its workers get, beside those that all do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import os
 import sys
 from typing import Any
 
-from orbit_runtime.workers.child.process import dump_stacks_on_signal, end_with_parent, read_frame, write_all
+from orbit_runtime.workers.child.process import dump_stacks_on_signal, guard, read_frame, write_all
 from orbit_runtime.workers.user_code.confine import confine_user_code
 from orbit_runtime.workers.user_code.entrypoints import TargetError
 from orbit_runtime.workers.user_code.reward_protocol import call_reward, load_target
@@ -24,7 +24,7 @@ from orbit_runtime.workers.user_code.reward_protocol import call_reward, load_ta
 
 def main(calls_fd: int, results_fd: int, stacks_fd: int, parent_pid: int) -> int:
     """Serves until the parent closes the pipe."""
-    end_with_parent(parent_pid)
+    guard(parent_pid)
     dump_stacks_on_signal(stacks_fd)
     confine_user_code()
     for fd in (calls_fd, results_fd, stacks_fd):

@@ -161,6 +161,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "environment.limits.processes",
         "environment.limits.mayFork",
         "environment.code.uri",
+        "environment.variables",
         "rollout.engine",
         "rollout.replicas",
         "rollout.tensorParallel",

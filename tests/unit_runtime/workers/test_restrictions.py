@@ -18,7 +18,7 @@ from fakes import probed
 
 from orbit_runtime.observability.live import LivePage
 from orbit_runtime.services.children import Children
-from orbit_runtime.workers.ranks.guard import descendants
+from orbit_runtime.workers.child.process import descendants
 from orbit_runtime.workers.servers.process import ServerProcess, launch_environment
 from orbit_runtime.workers.user_code.confine import landlock_version
 from orbit_runtime.workers.user_code.entrypoints import check_elsewhere
@@ -58,7 +58,8 @@ TABLE: dict[str, dict[str, Any]] = {
     "server": {"streams": ["device", "file", "file"], "hands on": ["pipe"]},
 }
 TOKENS = ("ORBIT_SERVE_TOKEN", "ORBIT_SERVE_UPDATE_TOKEN", "ORBIT_SERVICE_TOKEN")
-USERS_ENVIRONMENT = {"OMP_NUM_THREADS": "1", **dict.fromkeys(TOKENS)}
+SECRETS = ("MY_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
+USERS_ENVIRONMENT = {"OMP_NUM_THREADS": "1", **dict.fromkeys(TOKENS), **dict.fromkeys(SECRETS)}
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "server": {"HF_HUB_OFFLINE": "1", "ORBIT_SGLANG_PARENT": str(os.getpid()), "OWN": "1"},
 }
@@ -122,7 +123,7 @@ def sandboxes(path: Path) -> None:
 def checks(path: Path) -> None:
     module = path.with_name("looks.py")
     module.write_text(f"from fakes.probed import keep\nkeep({str(path)!r}, {os.getpid()})\ndef own(x): ...\n")
-    check_elsewhere("looks:own", ["x"], [str(path.parent), TESTS])
+    check_elsewhere("looks:own", ["x"], [str(path.parent), TESTS], ())
 
 
 def servers(path: Path) -> None:
@@ -164,9 +165,11 @@ def test_a_child_may_do_what_its_kind_may(
     kind: str, start: Callable[[Path], None], calls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Args: calls: counted by a variable of a module, which a cell has from its template and keeps."""
-    for name in ("ORBIT_ATTEMPT", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in TOKENS:
+    for name in os.environ.keys() - {"PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "PYTEST_CURRENT_TEST"}:
+        monkeypatch.delenv(name)
+    for name in ("https_proxy", "SSL_CERT_FILE", "HF_HOME", "CUDA_VISIBLE_DEVICES", "LC_NUMERIC", "TZ"):
+        monkeypatch.setenv(name, "C")
+    for name in (*TOKENS, *SECRETS):
         monkeypatch.setenv(name, "secret")
     start(tmp_path / "seen")
     looks = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]

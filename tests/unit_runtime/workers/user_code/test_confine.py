@@ -86,7 +86,7 @@ def test_no_code_of_a_user_inherits_a_token_of_ours(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("ORBIT_SERVICE_TOKEN", "secret")
     module = "import os\nassert 'ORBIT_SERVICE_TOKEN' not in os.environ, 'it is here'\n\ndef f(text): ...\n"
     (tmp_path / "looks_when_imported.py").write_text(module)
-    check_elsewhere("looks_when_imported:f", ["text"], [str(tmp_path)])
+    check_elsewhere("looks_when_imported:f", ["text"], [str(tmp_path)], os.environ)
 
 
 def test_without_confinement_the_reward_would_have_seen_all_of_it(tmp_path: Path, token_folder: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from fakes import bad_rewards
 
 from orbit_runtime.errors import ManifestError
+from orbit_runtime.workers.child.process import descendants
 from orbit_runtime.workers.user_code.reward_pool import OUTPUT_BYTES, RewardPool, RewardThreads
 from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardTarget
 
@@ -153,13 +154,8 @@ def test_no_worker_outlives_a_parent_that_was_killed_not_even_one_that_spins() -
     parent = subprocess.Popen([sys.executable, "-c", program, TESTS], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ready\n"
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    everyone = children or [
-        line.split()[0]
-        for line in subprocess.check_output(["ps", "-eo", "pid,ppid"], text=True).splitlines()
-        if line.split()[1] == str(parent.pid)
-    ]
-    assert len(everyone) == 2
+    everyone = [str(pid) for pid in descendants(parent.pid)]
+    assert len(everyone) == 4, "two workers, each with its guard"
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 10
@@ -173,6 +169,46 @@ def _runs(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("how", ["its run ends", "it exits", "it overstays", "its run is killed"])
+def test_what_a_reward_starts_ends_with_its_worker_also_in_a_session_of_its_own(how: str, tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from orbit_runtime.workers.user_code.reward_pool import RewardPool\n"
+        "from orbit_runtime.workers.user_code.reward_protocol import RewardCall, RewardTarget\n"
+        "arguments = {'file': sys.argv[2]}\n"
+        "seconds = 3.0 if sys.argv[3] == 'it overstays' else 60.0\n"
+        "target = RewardTarget('s', 'fakes.bad_rewards:leaves_a_child', arguments, timeout_seconds=seconds)\n"
+        "with RewardPool([target], num_workers=1, search_path=[sys.argv[1]]) as pool:\n"
+        "    print(pool.score([RewardCall('s', sys.argv[3], [], {})]), flush=True)\n"
+        "    if sys.argv[3] == 'its run is killed': sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, TESTS, str(tmp_path / "pid"), how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        told = run.stdout.readline()
+        if how == "its run is killed":
+            assert _runs((tmp_path / "pid").read_text())
+            run.kill()
+    outcomes = {"it exits": "the worker exited with 3", "it overstays": "no result within 3 s"}
+    assert outcomes.get(how, "value") in told
+    deadline = time.monotonic() + 10
+    while _runs((tmp_path / "pid").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs((tmp_path / "pid").read_text())
+
+
+def test_a_variable_that_code_of_a_user_misses_is_told_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "secret")
+    target = RewardTarget("score", "fakes.bad_rewards:asks_for_a_key")
+    found = []
+    for each in (target, replace(target, variables=("MY_API_KEY", "NOT_SET"))):
+        with RewardPool([each], num_workers=1, search_path=[TESTS]) as pool:
+            found += pool.score(calls("by its name", "through a package"))
+    assert [each.outcome for each in found] == ["crash", "crash", "value", "value"]
+    assert all("spec.environment.variables" in each.reason for each in found[:2])
+    assert found[0].reason.startswith("KeyError: 'MY_API_KEY' (")
 
 
 def test_callables_of_this_process_are_scored_and_flagged_when_they_overstay() -> None:
@@ -189,7 +225,7 @@ def test_callables_of_this_process_are_scored_and_flagged_when_they_overstay() -
 
 def test_a_worker_that_is_slow_to_wake_is_not_taken_for_a_slow_reward() -> None:
     with RewardPool([TARGET], num_workers=1, search_path=[TESTS]) as pool:
-        (worker,) = [pid for pid in children() if "reward_worker" in command(pid)][-1:]
+        (worker,) = descendants([pid for pid in children() if "reward_worker" in command(pid)][-1])
         os.kill(worker, signal.SIGSTOP)
         submitted = pool.submit(calls("ab"))
         with pytest.raises(TimeoutError):
