@@ -142,7 +142,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens `[start, end)` of a rollout that one speaker wrote."""
+    """Tokens `[start, end)` of a rollout that one speaker wrote; none for a system's message, whose tokens are those of
+    the turn after it."""
 
     role: str
     start: int

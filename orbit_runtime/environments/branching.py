@@ -26,7 +26,7 @@ from orbit_runtime.environments.episodes import (
     Trajectory,
     build_finished,
 )
-from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, joined_text, last_role
+from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, given_turns
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Completion, FinishReason, Prompt, Tokenizer, TokenSource
 from orbit_runtime.workers.user_code.environment_pool import EpisodeProcess
@@ -43,8 +43,8 @@ class _Answer:
 
     before: _Answer | None
     given_T: tuple[int, ...]
-    given: tuple[str, str]
-    """Role and text."""
+    given: Sequence[tuple[str, str]]
+    """Role and text of each turn."""
     completion: Completion
     messages: tuple[Mapping[str, Any], ...]
     """The conversation up to and including this answer."""
@@ -108,7 +108,7 @@ class _Tree:
             given_T = self._tokenizer.encode_continuation(
                 messages, len(before.messages) - 1, last_T[0] if last_T else None, tools=ask["tools"]
             )
-        given = (last_role(ask["messages"]), joined_text(ask["messages"]))
+        given = given_turns(ask["messages"])
         return [
             asyncio.create_task(self._answer((*parent, number), before, tuple(given_T), given, messages))
             for number in range(first, first + count)
@@ -119,7 +119,7 @@ class _Tree:
         path: Path,
         before: _Answer | None,
         given_T: tuple[int, ...],
-        given: tuple[str, str],
+        given: Sequence[tuple[str, str]],
         messages: tuple[Mapping[str, Any], ...],
     ) -> dict[str, Any]:
         """Samples one answer. Returns the environment's view of it."""
@@ -151,7 +151,7 @@ class _Tree:
         for last in chosen:
             track = Trajectory()
             for node in last.path() if last is not None else ():
-                track.add_given(*node.given, node.given_T)
+                track.add_given(node.given, node.given_T)
                 if id(node) in trained:
                     track.add_repeated(node.completion)
                 else:

@@ -46,7 +46,7 @@ _NO_VERSION: array[int] = array(TOKENS, [-1])
 class Trajectory:
     """Grows by completions, which train, and by other tokens, which do not. Nothing in it is ever encoded again.
 
-    Example: after `add_given("user", "hi", [5, 6])` and a completion of `[7]`, `loss_mask_T` is `[0, 0, 1]`.
+    Example: after `add_given([("user", "hi")], [5, 6])` and a completion of `[7]`, `loss_mask_T` is `[0, 0, 1]`.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,18 @@ class Trajectory:
         self.logprobs_T: array[float] = _NO_FLOATS[:]
         self.versions_T: array[int] = _NO_TOKENS[:]
 
-    def add_given(self, role: str, text: str, ids_T: Sequence[int]) -> None:
-        """Adds tokens of the prompt, the environment or the template."""
+    def add_given(self, given: Sequence[tuple[str, str]], ids_T: Sequence[int]) -> None:
+        """Adds tokens of the prompt, the environment or the template.
+
+        Args: given: role and text of each turn; the last one has all the tokens, since the template may mix them.
+        """
         start, count = len(self.token_ids_T), len(ids_T)
         self.token_ids_T.extend(ids_T)
         self.loss_mask_T.frombytes(bytes(count))
         self.logprobs_T.extend(_NO_LOGPROB * count)
         self.versions_T.extend(_NO_VERSION * count)
+        self.turns += [Turn(role, start, start, text) for role, text in given[:-1]]
+        role, text = given[-1]
         self.turns.append(Turn(role, start, start + count, text))
 
     def add_answer(self, completion: Completion) -> None:
@@ -79,7 +84,7 @@ class Trajectory:
 
     def add_repeated(self, completion: Completion) -> None:
         """Adds a completion that another rollout of the episode trains: here it is given, like a prompt."""
-        self.add_given("assistant", completion.text, completion.token_ids_T)
+        self.add_given([("assistant", completion.text)], completion.token_ids_T)
         self._end_with(completion)
 
     def _end_with(self, completion: Completion) -> None:

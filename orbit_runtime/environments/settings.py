@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from orbit_runtime.types import FinishReason, Prompt, Sampling
@@ -62,12 +63,10 @@ def build_calls(names: Iterable[str], prompt: Prompt, messages: Sequence[Mapping
     return [RewardCall(name, completion, before, prompt.fields) for name in names]
 
 
-def last_role(messages: Sequence[Mapping[str, Any]]) -> str:
-    return str(messages[-1]["role"]) if messages else "user"
-
-
-def joined_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(_content(message) for message in messages)
+def given_turns(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Role and text of messages that the policy reads together: a system message is a turn, the others are one."""
+    runs = [[*run] for _, run in groupby(messages, lambda each: each["role"] == "system")]
+    return [(str(run[-1]["role"]), "\n".join(map(_content, run))) for run in runs] or [("user", "")]
 
 
 def _content(message: Mapping[str, Any]) -> str:

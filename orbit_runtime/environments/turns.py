@@ -25,7 +25,7 @@ from orbit_runtime.environments.episodes import (
     Trajectory,
     build_finished,
 )
-from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, joined_text, last_role
+from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, given_turns
 from orbit_runtime.environments.tool_calls import ToolCall, parameter_schemas, parse_tool_calls
 from orbit_runtime.model_info.calls.formats import FORMATS
 from orbit_runtime.seeds import stream_key
@@ -75,7 +75,7 @@ class SingleTurn:
             [RewardCall(name, completion.text, prompt.messages, prompt.fields) for name in self._weights]
         )
         track = Trajectory()
-        track.add_given("user", str(prompt.messages[-1].get("content", "")), episode.prompt_ids_T)
+        track.add_given(given_turns(prompt.messages), episode.prompt_ids_T)
         track.add_answer(completion)
         return build_finished(self._run, episode, [Track(track, results)], self._weights)
 
@@ -178,7 +178,7 @@ class MultiTurn:
         self._count(state, first)
         state.messages += first.messages or prompt.messages
         (ids,) = self._tokenizer.encode_many([state.messages], tools=first.tools)
-        self._add_given(state, first.messages, ids)
+        self._add_given(state, state.messages, ids)
         turn, is_done = 0, first.done
         while not is_done:
             room = settings.room(len(track.token_ids_T), track.sampled)
@@ -216,7 +216,7 @@ class MultiTurn:
         """Adds what the policy reads next, up to the model's context: the rest has no answer after it, and would only
         be computed by the trainer."""
         room = max(0, self._settings.limits.context - len(state.track.token_ids_T))
-        state.track.add_given(last_role(messages), joined_text(messages), ids_T[:room])
+        state.track.add_given(given_turns(messages), ids_T[:room])
 
     def _count(self, state: _State, answered: OpponentResponse) -> None:
         state.reward += answered.reward

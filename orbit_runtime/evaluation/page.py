@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from statistics import pvariance
 from typing import Any
 
@@ -113,7 +114,10 @@ def _shown(name: str, group: Sequence[EvalSample]) -> _ShownPrompt:
         given[0] if given else "",
         chosen[0].expected,
         [
-            _ShownSample(each.subject, each.reward, each.outcome, each.failure, each.reasons, each.turns[1:])
+            _ShownSample(
+                each.subject, each.reward, each.outcome, each.failure, each.reasons,
+                [*dropwhile(lambda turn: turn[0] != "assistant", each.turns)],
+            )
             for each in chosen
         ],
-    )
+    )  # fmt: skip

@@ -19,6 +19,7 @@ from orbit_runtime.adapters.part import WeightPart
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.micro_batches import MicroBatch
+from orbit_runtime.training.passes import squared_norm
 from orbit_runtime.workers.child.heartbeat import device_work
 
 HEAD = "value_head"
@@ -129,5 +130,4 @@ class LocalValues:
                 loss_of(micro, values_R).backward()
 
     def finish_gradients(self) -> Tensor:
-        gradients = [each.grad for each in self.parameters.values() if each.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        return squared_norm(self.parameters.values(), self._model.policy.device).sqrt()

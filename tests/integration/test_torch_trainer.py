@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Buffer, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from orbit_runtime.policy import load_policy
 from orbit_runtime.spec.training import Schedule, Training
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.training.megatron.rank_parameters import RankParameters
+from orbit_runtime.training.passes import LocalPasses
 from orbit_runtime.training.settings import learning_rate
 from orbit_runtime.training.state import PART, build_state, unpack_state
 from orbit_runtime.types import Sample, Sampling
@@ -243,6 +245,18 @@ def test_zero_advantages_leave_the_adapter_where_it_is(folder: Path) -> None:
     result = trainer.update(with_advantage(samples_of(0), 0.0))
     assert result.metrics["grad_norm"] == 0.0
     assert publishable(trainer, 1).digest == before
+
+
+def test_the_norm_of_gradients_and_what_is_clipped_by_it_are_right_to_seven_digits() -> None:
+    master = torch.nn.Parameter(torch.zeros(1 << 20))
+    master.grad = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0))
+    expected = float(master.grad.double().square().sum().sqrt())
+    masters = SimpleNamespace(parameters={"lora_A": master}, after_update=None)
+    policy: Any = SimpleNamespace(whole=masters, device=torch.device("cpu"), routing=None, pack=None)
+    norm = LocalPasses(policy).finish_gradients()
+    assert float(norm) == pytest.approx(expected, rel=1e-12)
+    torch.nn.utils.clip_grads_with_norm_([master], 1.0, norm)
+    assert float(master.grad.double().square().sum().sqrt()) == pytest.approx(1.0, rel=1e-7)
 
 
 def test_a_step_without_samples_trains_nothing_and_counts(folder: Path) -> None:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from orbit_runtime.adapters.masters import MasterPlace
 from orbit_runtime.training.megatron.groups import Groups
+from orbit_runtime.training.passes import squared_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,7 @@ class Owners:
 
     def norm(self) -> Tensor:
         """The norm of the complete gradients of all parameters of all ranks."""
-        square = torch.zeros((), device=next(iter(self._masters.values())).device)
-        for master in self.owned.values():
-            assert master.grad is not None
-            square += master.grad.float().square().sum()
+        square = squared_norm(self.owned.values(), next(iter(self._masters.values())).device)
         distributed.all_reduce(square)
         return square.sqrt()
 

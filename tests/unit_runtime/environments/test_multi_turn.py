@@ -142,6 +142,21 @@ def test_turns_follow_each_other_and_only_what_was_sampled_trains() -> None:
     assert len(set(policy.keys)) == 2
 
 
+def test_a_system_message_is_a_turn_of_its_own() -> None:
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    rollout = play(Says("ab"), Plays(OpponentResponse(done=True), first=OpponentResponse(asked))).rollout
+    found = [(turn.role, turn.text) for turn in rollout.turns]
+    assert found == [("system", "Be brief."), ("user", "hi"), ("assistant", "ab")]
+    spans = [(turn.start, turn.end) for turn in rollout.turns]
+    length = len(f"[system]Be brief.{chr(END)}[user]hi{chr(END)}[assistant]")
+    assert spans == [(0, 0), (0, length), (length, length + len("ab") + 1)]
+
+
+def test_a_prompt_that_the_environment_leaves_as_it_is_is_a_turn_with_its_text() -> None:
+    rollout = play(Says("ab"), Plays(OpponentResponse(done=True), first=OpponentResponse())).rollout
+    assert [(turn.role, turn.text) for turn in rollout.turns] == [("user", "hi"), ("assistant", "ab")]
+
+
 words = st.text(st.characters(codec="utf-8", exclude_characters=chr(END)), max_size=8)
 
 

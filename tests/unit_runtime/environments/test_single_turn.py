@@ -113,6 +113,13 @@ def test_groups_come_back_in_order_whatever_finished_first() -> None:
     assert (failed.outcome, failed.reward) == ("crash", None)
 
 
+def test_what_the_policy_reads_is_told_in_turns() -> None:
+    prompt = Prompt("p", 0, ({"role": "system", "content": "Be brief."}, *PROMPTS[0].messages), PROMPTS[0].fields)
+    rollout = play(build(), [prompt], Tokens())[0].rollout
+    assert [turn.role for turn in rollout.turns] == ["system", "user", "assistant"]
+    assert [turn.text for turn in rollout.turns[:2]] == ["Be brief.", "ab"]
+
+
 def test_one_failed_part_fails_the_rollout_and_a_wrong_part_trains() -> None:
     value, wrong = RewardResult("value", 1.0), RewardResult("wrong", 0.0)
     timeout, crash = RewardResult("timeout", None), RewardResult("crash", None)

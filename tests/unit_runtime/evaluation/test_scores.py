@@ -93,9 +93,11 @@ def test_any_two_models_are_compared_prompt_by_prompt() -> None:
 
 def test_a_folded_answer_says_what_was_asked() -> None:
     samples = [
-        EvalSample("base", "sums", name, 0, (("user", text), ("assistant", "3")), 1.0, "value")
+        EvalSample("base", "sums", name, 0, (("system", "Be brief."), ("user", text), ("assistant", "3")), 1.0, "value")
         for name, text in (("a", "1 <\n 2?"), ("b", "word " * 40))
     ]
     page = render_evaluation("Two prompts", build_summary(samples), samples)
     assert '<summary>sums: a <span class="label">1 &lt; 2?</span></summary>' in page
     assert f'<span class="label">{"word " * 14}…</span></summary>' in page
+    assert "Be brief." not in page
+    assert page.count("1 &lt;\n 2?") == 1, "an answer begins with the model's first turn"
