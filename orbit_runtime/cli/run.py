@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from orbit_runtime.cli.arguments import AsJson, DryRun, Manifest, Out, Overrides
 from orbit_runtime.cli.output import outcomes, print_json
@@ -23,15 +25,22 @@ if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
 
 
+ACCEPT = "spec.checkpoint.acceptCode=true"
+AcceptCode = Annotated[
+    bool, typer.Option("--accept-code", help="Continue with rewards, environments or objectives that have changed.")
+]
+
+
 def run(
     file: Manifest,
     out: Out = None,
     overrides: Overrides = None,
+    accept_code: AcceptCode = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> int:
     """Train. Continues by itself if the run folder holds a checkpoint of the same run."""
-    return _run(file, out, overrides or [], dry_run=dry_run, as_json=as_json)
+    return _run(file, out, [*(overrides or []), *[ACCEPT] * accept_code], dry_run=dry_run, as_json=as_json)
 
 
 def sft(

@@ -22,6 +22,8 @@ from orbit_runtime.environments.targets import environment_target, fields_read, 
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.seeds import stream_key
+from orbit_runtime.spec.environment import Environment as EnvironmentSpec
+from orbit_runtime.spec.resolve import EMPTY
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.download import RetryPolicy
 from orbit_runtime.storage.inputs import fetch_input
@@ -48,6 +50,8 @@ class EvalTask:
     versions: Mapping[str, str]
     """Digests of the code, and versions of the packages, that play and score."""
     expected_fields: tuple[str, ...]
+    search_path: Sequence[str] = ()
+    """Folders that its entry points are imported from."""
 
     def environment(self, tokenizer: Tokenizer) -> Environment:
         return build_environment(
@@ -141,7 +145,7 @@ def open_task(
         pool = closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=path))
     sampling = sampling_of(with_sampling(spec, settings).rollout)
     return EvalTask(
-        name, with_samples(spec, settings), table, sampling, scorer, pool, versions, tuple(read) or ("answer",),
+        name, with_samples(spec, settings), table, sampling, scorer, pool, versions, tuple(read) or ("answer",), path,
     )  # fmt: skip
 
 
@@ -169,13 +173,18 @@ def environment_versions(spec: RunSpec, folders: Sequence[str]) -> dict[str, str
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
-    rewards = [reward.entrypoint for reward in environment.rewards]
-    for target in [environment.entrypoint, *environment.tools, *rewards]:
-        module = (target or "").partition(":")[0]
-        source = _module_file(module, folders) if module else None
+    for target in environment_entrypoints(environment):
+        module = target.partition(":")[0]
+        source = _module_file(module, folders)
         if source is not None:
             found[module] = f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()}"
     return found
+
+
+def environment_entrypoints(environment: EnvironmentSpec, given: Mapping[str, object] = EMPTY) -> list[str]:
+    """What an environment imports by name. Args: given: rewards that are functions of this process, by name."""
+    rewards = [reward.entrypoint for reward in environment.rewards if reward.name not in given]
+    return [target for target in (environment.entrypoint, *environment.tools, *rewards) if target]
 
 
 def _module_file(module: str, folders: Sequence[str]) -> Path | None:

@@ -13,6 +13,7 @@ from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.keep import Checkpoints
+from orbit_runtime.loop.own_code import NO_CODE, RunCode
 from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publisher
 from orbit_runtime.sides.content import Names
 from orbit_runtime.sides.inputs import Inputs
@@ -57,6 +58,7 @@ class RunParts:
     sequences: tuple[tuple[int, ...], ...]
     """Real prompts as token ids, on which preflight measures."""
     show: RunDisplay
+    code: RunCode = NO_CODE
 
     @property
     def spec(self) -> RunSpec:

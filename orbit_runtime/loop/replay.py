@@ -9,9 +9,11 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from orbit_runtime.adapters.buffer import publishable
+from orbit_runtime.algorithms.custom_loss import own_targets
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.errors import DataError, ModelError, UsageError
 from orbit_runtime.loop.advantages import build_batch
@@ -20,6 +22,7 @@ from orbit_runtime.loop.initial_adapter import FIELD as INITIAL_FIELD
 from orbit_runtime.loop.initial_adapter import open_initial
 from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.origin import find_origin
+from orbit_runtime.loop.own_code import read_records, recorded_path
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.observability.run_folder import add_rows, read_run_folder, row_faults
@@ -75,12 +78,13 @@ def replay(
         store: a run folder; nothing is written to it.
         steps: maximum number of steps to replay.
         show: called after each step with the number of steps done and the total.
-        search_path: folders that a custom loss or advantage function is imported from, after `environment.code`.
+        search_path: folders that a custom loss or advantage function is imported from, after `environment.code`, if
+            the run recorded no code.
 
     Raises:
         UsageError: there is no run, or the checkpoint that it began from is gone.
         ModelError: the base has changed.
-        DataError: rollouts or the row of a step are missing or unreadable.
+        DataError: rollouts, the row of a step or recorded code are missing or unreadable.
     """
     before = read_run_file(store)
     rows = _rows(store)
@@ -96,18 +100,21 @@ def replay(
     resolved = resolve(in_one_process(OrbitRun.model_validate(upgrade_manifest(before["resolved"]))), machine_facts())
     spec = resolved.run.spec
     inputs = Inputs(spec, before.get("inputs", {}), RetryPolicy(), search_path)
-    algorithm = load_algorithm(resolved, inputs.search_path)
-    sides = LocalSides()
-    sides.load_loss(resolved, inputs.search_path, None)
-    folder = inputs.model()
-    check_weights_known(store.uri, before["identity"])
-    if cached_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
-        raise ModelError("the base has changed since the run began", where=spec.model.uri)
-    resolved = sides.settle(resolved, folder)
-    teacher = open_teacher(spec)
-    if teacher_digest(teacher).get(CONTENT) != before["identity"].get(CONTENT):
-        raise ModelError("the teacher's adapter has changed since the run began", where=f"{FIELD}.uri")
+    numbers = [int(row.number("step") or 0) for row in rows[:steps]]
+    targets = [*own_targets(spec.algorithm).values()]
     with ExitStack() as closing:
+        path = cache(partial(recorded_path, read_records(store), numbers, targets, inputs.search_path, closing))
+        algorithm = load_algorithm(resolved, path)
+        sides = LocalSides()
+        sides.load_loss(resolved, path, None)
+        folder = inputs.model()
+        check_weights_known(store.uri, before["identity"])
+        if cached_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
+            raise ModelError("the base has changed since the run began", where=spec.model.uri)
+        resolved = sides.settle(resolved, folder)
+        teacher = open_teacher(spec)
+        if teacher_digest(teacher).get(CONTENT) != before["identity"].get(CONTENT):
+            raise ModelError("the teacher's adapter has changed since the run began", where=f"{FIELD}.uri")
         side = sides.open(TrainerOrder(resolved, folder, before["names"]["model"], closing, teacher))
         trainer = side.trainer
         origin = find_origin(resolved.run, before)

@@ -36,12 +36,14 @@ from orbit_runtime.errors import (
     gpu_fault,
     is_out_of_memory,
 )
+from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.build import build_parts
 from orbit_runtime.loop.display import RunDisplay, StartTimes
 from orbit_runtime.loop.initial_adapter import InitialAdapter, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.keep import keep_failure, stacks_name, step_name
 from orbit_runtime.loop.measure import evaluation_fields, read_evaluation
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
+from orbit_runtime.loop.own_code import RunCode, check_code, code_sources, find_code, keep_code, read_records
 from orbit_runtime.loop.parity import check_sides
 from orbit_runtime.loop.parts import Parts, RunParts
 from orbit_runtime.loop.resume import check_same_run, find_checkpoint, restore, restored_wrongly
@@ -60,7 +62,7 @@ from orbit_runtime.observability.termination_message import add_last_words, buil
 from orbit_runtime.observability.trackers import RequestedTracker, Tracking, check_trackers, open_tracker
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
-from orbit_runtime.sides.content import Names, check_content, resolve_names
+from orbit_runtime.sides.content import CODE, Names, check_content, resolve_names
 from orbit_runtime.sides.inputs import Inputs, build_patience
 from orbit_runtime.sides.interface import Sides
 from orbit_runtime.sides.local import LocalSides
@@ -176,12 +178,18 @@ def _run(
     initial = open_initial(asked.run.spec, before) if bundle is None else None
     patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)
     inputs = Inputs(asked.run.spec, (before or {}).get("inputs", {}), patience, given.search_path, started)
-    build = _open(asked, resolve_names(asked.run, before), inputs, given, show, closing)
+    build, code = _open(asked, resolve_names(asked.run, before), inputs, given, show, closing)
+    recorded = next(reversed(read_records(store)), None)
+    other_code = check_code(store.uri, recorded, code.record, accept=asked.run.spec.checkpoint.accept_code)
     resolved = _kept(resolve_on(given.sides.machine(show.stage)), before)
-    changes = check_same_run(store, before, resolved) if before else []
+    changes = [*check_same_run(store, before, resolved), *other_code] if before else []
     check_manifest(ManifestFacts(resolved.run.spec))
     parts = build(resolved, store, execution, show, inputs=inputs, closing=closing)
-    parts = replace(parts, content={**parts.content, **initial_digest(initial, before), **given.digests()})
+    content = {**parts.content, **initial_digest(initial, before), **given.digests()}
+    if before and recorded and CODE in before["identity"].keys() & content.keys():
+        # Compared with the record already; what the run began with stays its identity.
+        content[CODE] = before["identity"][CODE]
+    parts = replace(parts, content=content, code=code)
     if before:
         check_content(store.uri, before, parts.content)
         changes += explain_rounding(before["rounding"][-1:], parts.side.rounding) if "rounding" in before else []
@@ -199,6 +207,8 @@ def _run(
         show.note(f"changed since the last start: {change}")
     _warn(parts, state, given.functions)
     _write_run_file(parts, state, before, given.functions, origin, initial, started)
+    for sentence in keep_code(store, execution, state.step, code, recorded):
+        show.note(sentence)
     start_trackers(trackers, store, show, state.step, closing)
     total = parts.spec.training.steps
     if state.step >= total:
@@ -223,14 +233,19 @@ def _kept(resolved: Resolved, before: Mapping[str, Any] | None) -> Resolved:
 
 def _open(
     asked: Resolved, names: Names, inputs: Inputs, given: CallerOptions, show: RunDisplay, closing: ExitStack
-) -> Callable[..., Parts | SftParts]:
-    """Opens what the run works on, without torch; returns what builds the parts from it."""
+) -> tuple[Callable[..., Parts | SftParts], RunCode]:
+    """Opens what the run works on, without torch; returns what builds the parts from it, and the code behind it."""
     spec = asked.run.spec
+    held_out: Sequence[EvalTask] = ()
+    build: Callable[..., Parts | SftParts]
     if spec.algorithm.type == "SFT":
         demonstrations = open_demonstration_inputs(spec, names, inputs, show)
-        return partial(build_sft, sides=given.sides, materials=demonstrations)
-    episodes = open_episode_inputs(asked.run, names, inputs, given, show, closing)
-    return partial(build_parts, given=given, materials=episodes)
+        build = partial(build_sft, sides=given.sides, materials=demonstrations)
+    else:
+        episodes = open_episode_inputs(asked.run, names, inputs, given, show, closing)
+        build, held_out = partial(build_parts, given=given, materials=episodes), episodes.held_out
+    sources = code_sources(spec, held_out, given.rewards or {}, inputs)
+    return build, find_code(sources, inputs.code_digest(), os.environ)
 
 
 def _nothing_left(done: int, total: int) -> str:

@@ -143,6 +143,7 @@ def _run(
                 advantages=mean_advantages(parts.spec.algorithm.objective, groups, samples_D),
                 digests=state.rows,
             )
+            _warn_of_changed_code(parts, state)
             cursors.pop(step - 1)
             if step % checkpoint.every_steps == 0 and step < training.steps:
                 parts.checkpoints.begin(state, parts.prompts.with_rates(cursors[step]), collector.keep())
@@ -156,6 +157,17 @@ def _run(
             keep_failure(parts.store, step, error, collected, collector.unanswered())
             raise
     return _end(parts, state, stop, collector, "done")
+
+
+def _warn_of_changed_code(parts: Parts, state: RunState) -> None:
+    for name in parts.code.changed():
+        warning = (
+            f"{name} was changed during execution {parts.execution.number}: what has imported it goes on with what it "
+            "imported, and a worker that is replaced imports the new file; the next start asks whether to accept it"
+        )
+        if warning not in state.warnings:
+            state.warn(warning)
+            parts.show.note(f"warning: {warning}")
 
 
 def _end(parts: Parts, state: RunState, stop: StopFlag, collector: Collector, ended: str) -> str:

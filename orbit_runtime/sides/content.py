@@ -19,6 +19,7 @@ PREFIX = "content."
 
 WEIGHTS = f"{PREFIX}model.tensors"
 """Digest over every tensor as stored on disk, so it is the same however a trainer shards the model."""
+CODE = f"{PREFIX}environment.code"
 OLDER_WEIGHTS = f"{PREFIX}model.weights"
 """Recorded by older versions instead: a digest of the weights as loaded by one process."""
 
@@ -53,7 +54,7 @@ def content_digests(folder: Path, table: PromptTable, weights: str, code_digest:
         {WEIGHTS: weights}
         | digests
         | {f"{PREFIX}data.prompts[{index}]": digest for index, digest in enumerate(table.file_digests)}
-        | ({} if code_digest is None else {f"{PREFIX}environment.code": code_digest})
+        | ({} if code_digest is None else {CODE: code_digest})
     )
 
 

@@ -213,6 +213,9 @@ class Checkpoint(Block):
     """Number of newest complete checkpoints to keep; older ones are deleted."""
     keep_best: KeepBest = KeepBest()
     """Best policies to keep."""
+    accept_code: Annotated[bool, LATER_DISPLAY] = False
+    """Continue a run whose own code (rewards, environments, tools, objectives) has changed since its last start, as
+    `orbit run --accept-code` does. If false, the run is refused (73) and the difference shown."""
     resume_from: Annotated[
         str | None, IDENTITY, Field(min_length=1, max_length=1024, examples=["s3://bucket/runs/quickstart"])
     ] = None

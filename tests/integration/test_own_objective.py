@@ -64,7 +64,11 @@ def test_the_guides_own_objective_runs_and_is_replayed(tmp_path: Path, capsys: p
     row = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
     assert row["grad_norm"] > 0
     assert row["clip_fraction"] is None, "a tensor says nothing of clips"
+    # The run's copy is replayed, wherever the file is now and whatever it holds.
+    Path("my_objective.py").write_text("1/0")
+    sys.modules.pop("my_objective")
     assert run_command(["replay", "out"]) == 0
+    assert "orbit-code-" in sys.modules["my_objective"].__file__
 
 
 def test_the_guides_first_manifest_is_one() -> None:

@@ -116,7 +116,7 @@ def describe(error: BaseException) -> str:
     text = " ".join(str(error).split())[:300]
     # A syntax error names its own line; its frames are those of whoever imported it.
     frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_borrowed(frame.filename)]
+    own = [frame for frame in frames if not is_borrowed(frame.filename)]
     installed = [frame for frame in frames if "-packages" in frame.filename]
     place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(own or installed)), "")
     # Code of a user's sees only variables that are named, so what it misses may well be set.
@@ -125,7 +125,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
 
 
-def _is_borrowed(file: str) -> bool:
+def is_borrowed(file: str) -> bool:
     """Whether a file belongs to Python, an installed package or Orbit: a line in it tells a user little."""
     library = os.path.dirname(os.__file__)
     return file.startswith((library, os.path.join(PACKAGE_ROOT, "orbit_runtime"), "<")) or "-packages" in file

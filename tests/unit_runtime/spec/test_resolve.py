@@ -201,6 +201,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "checkpoint.everySteps",
         "checkpoint.keep",
         *(path for path in of("display") if path.startswith("checkpoint.keepBest.")),
+        "checkpoint.acceptCode",
         "storage.uri",
         "storage.credentialsSecretName",
         "storage.serviceAccountName",
