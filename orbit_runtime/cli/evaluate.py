@@ -87,7 +87,8 @@ def evaluate(
         weights_dir, steps = _step_of(weights_dir, steps)
     models = Models(weights_dir, steps, not no_eval_base, adapter, base_url, api_key_env, model, against)
     _check_models(models)
-    run, folder, weights = _read(target, models, overrides or [])
+    run, folder, ran = _read(target, models, overrides or [])
+    weights = ran if models.adapter is None else None
     if models.steps is not None and weights is None:
         raise UsageError("of which run?", where="--steps", fix="add --weights-dir, or name a run's folder")
     if not models.base and (weights, models.adapter, models.base_url) == (None, None, None):
@@ -106,7 +107,7 @@ def evaluate(
     # On standard error also for --json: the result is one object.
     progress = build_progress(run.name, log_format=run.spec.observability.log_format)
     try:
-        summary, kept_at = _measure(run, folder, weights, models, uri, progress)
+        summary, kept_at = _measure(run, folder, ran, models, uri, progress)
     finally:
         progress.close()
     if as_json:
@@ -119,7 +120,7 @@ def evaluate(
 
 
 def _measure(
-    run: OrbitRun, folder: Path, weights: str | None, models: Models, uri: str, progress: Progress
+    run: OrbitRun, folder: Path, ran: str | None, models: Models, uri: str, progress: Progress
 ) -> tuple[Summary, str]:
     """Asks for what is missing; returns the summary of everything in the evaluation's folder, and its address."""
     from orbit_runtime.cli.bars import evaluation_bar
@@ -139,9 +140,7 @@ def _measure(
             with naming_fields(run.spec, name):
                 tasks.append(open_task(name, spec, asked, folders, closing))
         subjects = (
-            _api_subjects(models, tasks, run)
-            if models.base_url
-            else _local_subjects(models, run, tasks, weights, progress)
+            _api_subjects(models, tasks, run) if models.base_url else _local_subjects(models, run, tasks, ran, progress)
         )
         _check_against(
             models.against, {*(read_settings(store) or {"subjects": ()})["subjects"], *(each.name for each in subjects)}
@@ -240,7 +239,7 @@ def _steps(text: str | None) -> list[int] | None:
 
 
 def _read(target: str, models: Models, overrides: Sequence[str]) -> tuple[OrbitRun, Path, str | None]:
-    """The run, what its relative paths start from, and the run folder whose adapters are meant."""
+    """The run, what its relative paths start from, and the run folder that is meant."""
     import json
 
     from orbit_runtime.spec import load_manifest, parse_manifest
@@ -262,7 +261,7 @@ def _read(target: str, models: Models, overrides: Sequence[str]) -> tuple[OrbitR
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError("not a run's run.json", where=f"{store.uri}/run.json", fix="name another folder") from None
     run = parse_manifest(text, name=f"{store.uri}/run.json", overrides=overrides)
-    return run, Path.cwd(), (models.weights_dir or target).rstrip("/") if models.adapter is None else None
+    return run, Path.cwd(), (models.weights_dir or target).rstrip("/")
 
 
 def _api_subjects(models: Models, tasks: Sequence[EvalTask], run: OrbitRun) -> Sequence[Subject]:
@@ -285,7 +284,7 @@ def _api_subjects(models: Models, tasks: Sequence[EvalTask], run: OrbitRun) -> S
 
 
 def _local_subjects(
-    models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None, progress: Progress
+    models: Models, run: OrbitRun, tasks: Sequence[EvalTask], ran: str | None, progress: Progress
 ) -> Sequence[Subject]:
     progress.stage("importing torch")
     from orbit_runtime.checkpoints.adapter_folder import NamedAdapter, adapter_address, saved_steps
@@ -294,15 +293,16 @@ def _local_subjects(
     from orbit_runtime.storage import open_store, read_run_file
 
     check_adapted(run.spec)
-    kept, started = [], None
+    kept = []
     if models.adapter is not None:
         place, _ = adapter_address(models.adapter) or (models.adapter, "")
         kept = [NamedAdapter(Path(place.rstrip("/")).name, place)]
-    elif weights is not None:
+        # A manifest has no first start, whose date templates take; the run that keeps the adapter has one.
+        ran = ran or place.rpartition("/adapters/")[0]
+    elif ran is not None:
         from_elsewhere = getattr(run.spec.adapter, "init_from", None) is not None
-        store = open_store(weights, writable=False)
-        kept = saved_steps(store, _steps(models.steps), first=from_elsewhere)
-        started = (read_run_file(store) or {}).get("started")
+        kept = saved_steps(open_store(ran, writable=False), _steps(models.steps), first=from_elsewhere)
+    started = (read_run_file(open_store(ran, writable=False)) or {}).get("started") if ran else None
     base = models.base or not kept
     progress.stage("loading the model")
     return open_models(run, tasks, kept, progress.note, base=base, started=started)

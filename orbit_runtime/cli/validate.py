@@ -23,8 +23,10 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
             are on this machine, a type of model that Orbit does not train, an adapter that servers cannot apply, or
             sizes that do not divide the model.
         ModelError: (66) no model of that name, or in that precision, ships with Orbit; or a folder is of a dtype that
-            Orbit does not read, or names an end-of-sequence token that the model does not have.
-        DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
+            Orbit does not read, or names an end-of-sequence token that the model does not have; or its template
+            writes such a token.
+        DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says; or a prompt
+            holds a token for which the model has no embedding.
     """
     from orbit_runtime.algorithms.custom_loss import check_own
     from orbit_runtime.api.checks import local_model
@@ -54,6 +56,8 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
     if resolved.run.spec.environment.code is None or code_path(resolved.run.spec):
         unopened += check_own(resolved.run.spec.algorithm, [*code_path(resolved.run.spec), *folders])
     unchecked, warning = _check_model(run, file.resolve().parent), dropout_warning(run.spec)
+    if model is not None and absent is None:
+        _check_tokens(resolved.run, model)
     if as_json:
         said = {"valid": True, "name": run.name, "identity": resolved.identity}
         print_json(
@@ -70,6 +74,21 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
     print(f"\n{file} is valid")
     if absent is not None:
         print(f"but its model is not on this machine: `orbit run` ends here until the folder {absent} exists")
+
+
+def _check_tokens(run: OrbitRun, folder: Path) -> None:
+    """Tokenises prompts, where the tokenizer is here and has tokens that the model lacks: most have none."""
+    from importlib.util import find_spec
+
+    from orbit_runtime.data.chat import ChatTokenizer, exceeds_embedding
+    from orbit_runtime.environments.targets import check_tokens
+    from orbit_runtime.evaluation.tasks import task_specs
+
+    if not exceeds_embedding(folder) or find_spec("transformers") is None:
+        return
+    tokenizer = ChatTokenizer(folder, run.spec.data.chat)
+    for spec in (run.spec, *task_specs(run.name, run.spec).values()):
+        check_tokens(spec, tokenizer.encode_many)
 
 
 def _check_model(run: OrbitRun, folder: Path) -> list[str]:

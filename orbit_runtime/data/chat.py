@@ -691,6 +691,16 @@ def _embedding_rows(folder: Path) -> int | None:
     return rows if type(rows) is int and rows > 0 else None
 
 
+def exceeds_embedding(folder: Path) -> bool:
+    """Whether tokenizer.json has tokens for which the model has no embedding, by the files alone."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        rows, file = _embedding_rows(folder), json.loads((folder / TOKENIZER_FILES[0]).read_bytes())
+        vocabulary = file["model"]["vocab"]
+        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return rows is not None and max([*numbers, *(each["id"] for each in file["added_tokens"])], default=0) >= rows
+    return False
+
+
 def named_eos_ids(folder: Path) -> list[int]:
     """The end-of-sequence tokens that the model's configuration names.
 

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.data.chat import Messages
 from orbit_runtime.data.demonstrations import read_demonstrations
-from orbit_runtime.data.prompts import check_fields, load_prompts
+from orbit_runtime.data.prompts import check_fields, encoded_rows, load_prompts
 from orbit_runtime.data.rows import PromptSource, needs_arrow
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.errors import ManifestError, UnsupportedError
@@ -155,7 +156,7 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
         DataError: prompts are missing, unreadable, or lack a column.
         ManifestError, UsageError: a reward function, or the folder of its code, is missing or cannot be called so.
     """
-    here = [each for each in spec.data.prompts if _is_here(each.uri) and can_open(_source(each))]
+    here = _openable(spec)
     unopened = [each.uri for each in spec.data.prompts if each not in here]
     if here:
         local = [_source(each) for each in here]
@@ -177,6 +178,21 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
         with EnvironmentPool(target, limits=process_limits(spec), search_path=search_path) as pool:
             check_group_size(spec.algorithm.group_size, len(pool.cohorts or ("",)))
     return unopened
+
+
+def check_tokens(spec: RunSpec, encode_many: Callable[[Sequence[Messages]], list[list[int]]]) -> None:
+    """Encodes the prompts and demonstrations that are on this machine. Raises what `encode_many` raises, with the place
+    of the row."""
+    if here := _openable(spec):
+        table = load_prompts([_source(each) for each in here], limit=spec.data.limit)
+        rows: Sequence[Any] = table.prompts_P
+        if spec.algorithm.type == "SFT":
+            rows = read_demonstrations(table, here, last_only=spec.data.chat.answers == "Last")
+        encoded_rows(rows, lambda asked: encode_many([row.messages for row in asked]), table.prompts_P.place_of)
+
+
+def _openable(spec: RunSpec) -> list[Prompts]:
+    return [each for each in spec.data.prompts if _is_here(each.uri) and can_open(_source(each))]
 
 
 def check_group_size(group_size: int, rollouts: int) -> None:

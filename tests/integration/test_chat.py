@@ -421,3 +421,29 @@ def test_validate_says_as_a_run_does_that_the_model_lacks_a_token(
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 104]}')
     assert run_command(["validate", str(file)]) == 66
     assert "eos_token_id is 104, not the number of one of the model's 104 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", ["GRPO", "SFT"])
+def test_validate_names_the_row_or_the_template_with_a_token_that_the_model_lacks(
+    templated: Callable[..., ChatTokenizer], capsys: pytest.CaptureFixture[str], algorithm: str
+) -> None:
+    folder = with_token(templated, "<img>")
+    made, rows, file = small_manifest(steps=1), folder.parent / "p.jsonl", folder.parent / "run.json"
+    made["spec"]["model"] = {"uri": str(folder)}
+    made["spec"]["data"]["prompts"] = [{"uri": str(rows)}]
+    if algorithm == "SFT":
+        made["spec"]["algorithm"] = {"type": "SFT"}
+        made["spec"]["data"]["prompts"][0] |= {"completionField": "answer"}
+        del made["spec"]["environment"], made["spec"]["training"]["miniBatchPrompts"]
+    file.write_text(json.dumps(made))
+    rows.write_text('{"prompt": "1+2", "answer": "3"}\n')
+    assert run_command(["validate", str(file)]) == 0
+    rows.write_text('{"prompt": "1+2", "answer": "3"}\n{"prompt": "Use <img>", "answer": "3"}\n')
+    assert run_command(["validate", str(file)]) == 65
+    said = capsys.readouterr().err
+    assert "'<img>' has the number 104, and the model's embedding has 104 rows" in said
+    assert "line 2" in said
+    (folder / "chat_template.jinja").write_text("<img>" + TAKES_PARTS)
+    rows.write_text('{"prompt": "1+2", "answer": "3"}\n')
+    assert run_command(["validate", str(file)]) == 66
+    assert "'<img>' has the number 104" in capsys.readouterr().err

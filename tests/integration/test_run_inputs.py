@@ -151,8 +151,12 @@ def test_a_served_or_evaluated_run_has_the_date_of_its_first_start(launcher: Run
     asked = [{"role": "user", "content": "12+34="}]
     long, short = (len(ChatTokenizer(model, started=each).encode_chat(asked)) for each in (0.0, None))
     assert long == short + 3
-    assert run_command(["eval", str(out), "--out", str(tmp_path / "eval")]) == 0
-    assert {each.usage.prompt_tokens for each in read_samples(open_store(str(tmp_path / "eval")))} == {long}
+    (tmp_path / "run.json").write_text(json.dumps(made))
+    asked_for = {"a": [str(out)], "b": [str(out), "--adapter", f"{out}@newest"]}
+    asked_for["c"] = [str(tmp_path / "run.json"), "--adapter", str(out)]
+    for name, arguments in asked_for.items():
+        assert run_command(["eval", *arguments, "--out", str(tmp_path / name)]) == 0
+        assert {each.usage.prompt_tokens for each in read_samples(open_store(str(tmp_path / name)))} == {long}, name
     serving = start_serving(open_models(ServeRequest(str(out)), ServeLimits(), print), "127.0.0.1", 0, None)
     try:
         body = {"model": "policy", "messages": asked, "max_tokens": 1}
