@@ -40,8 +40,8 @@ ANOTHER = "choose a model of another family (docs/guides/models.md)"
 MISMATCH = "config.json and the weights belong to different models, or files are missing: copy the model again"
 STATES = ("state_size", "mamba_d_state", "ssm_state_size", "linear_key_head_dim")
 """Fields with the elements of a recurrent state for each of a layer's channels."""
-STATE_BYTES, CONVOLUTION = 4, 4
-"""Bytes of an element of a recurrent state, and the tokens that a convolution keeps."""
+STATE_BYTES, INDEX_SCALE_BYTES = 4, 4
+"""Bytes of an element of a recurrent state, and of the scale that SGLang keeps with the FP8 key of an indexer."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
@@ -112,7 +112,7 @@ def describe_tensors(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo
     experts = [each.count for each in weights if each.role == "routed_expert"]
     return Architecture(
         str(config.get("model_type")), sizes("hidden_size"), last, sizes("vocab_size"), sizes("num_attention_heads"),
-        tuple(weights), _cache_size(weights, sizes), tuple(record["targets"]),
+        tuple(weights), _cache_size(weights, sizes, is_packed=record["passes"] == "packed"), tuple(record["targets"]),
         num_experts=max(experts, default=0), experts_per_token=sizes("num_experts_per_tok") if experts else 0,
         passes=record["passes"],
     )  # fmt: skip
@@ -279,16 +279,28 @@ def split_targets(stored: StoredWeight) -> list[StoredWeight]:
     ]
 
 
-def _cache_size(weights: Sequence[Weight], sizes: _Sizes) -> KVCacheSize:
-    """Keys and values of every layer with attention at full length, whatever its window; and a state of the others."""
+def _cache_size(weights: Sequence[Weight], sizes: _Sizes, *, is_packed: bool) -> KVCacheSize:
+    """Of latent attention (MLA) the latents, of other attention all keys and values, of other mixers their states."""
     heads = sizes("num_attention_heads")
-    size = max(sizes("head_dim", sizes("hidden_size") // heads), sizes("global_head_dim", 0))
-    groups, value, latent = sizes("num_key_value_heads", heads), sizes("v_head_dim", 0), sizes("qk_nope_head_dim", 0)
-    one = heads * (latent + sizes("qk_rope_head_dim") + value) if latent else 2 * groups * size
-    layers = len({each.layer for each in weights if each.role == "attention"})
-    state = max(sizes(name, 1) for name in STATES)
-    widest: dict[int | None, int] = {}
+    rows: dict[int | None, dict[str, int]] = {}
     for each in weights:
-        if each.role == "mixer":
-            widest[each.layer] = max(widest.get(each.layer, 0), *each.shape)
-    return KVCacheSize(layers * one * 2, sum(widest.values()) * (state + CONVOLUTION) * STATE_BYTES, groups)
+        if each.role == "attention":
+            rows.setdefault(each.layer, {})[each.target] = each.shape[0]
+    if latent := sizes("kv_lora_rank", 0):
+        rotary, index = sizes("qk_rope_head_dim"), sizes("index_head_dim", 0)
+        kept, indexed = len(rows) * (latent + rotary), len({each.layer for each in weights if ".indexer." in each.name})
+        widest = max(sizes("qk_nope_head_dim") + rotary, sizes("v_head_dim"))
+        own = 2 * len(rows) * heads * widest if is_packed else kept + indexed * index
+        return KVCacheSize(2 * kept + indexed * (index + INDEX_SCALE_BYTES), own_bytes_per_token=2 * own)
+    size = max(sizes("head_dim", sizes("hidden_size") // heads), sizes("global_head_dim", 0))
+    state, kept = max(sizes(name, 0) for name in STATES), 0
+    for found in rows.values():
+        keys = found.get("k_proj", 0)
+        # One projection of all three has the rows of the queries too.
+        joined = found.get("kv_proj", 0) or max(0, max(found.values()) - heads * size) or 2 * heads * size
+        kept += keys + found.get("v_proj", keys) if keys else joined
+    convolutions = [each for each in weights if each.layer is not None and len(each.shape) == 3 and each.shape[1] == 1]
+    mixing = {each.layer for each in convolutions}
+    held = sum(each.shape[0] * each.shape[2] for each in convolutions)
+    held += sum(each.shape[1] * state for each in weights if each.layer in mixing and each.target == "out_proj")
+    return KVCacheSize(2 * kept, heads=sizes("num_key_value_heads", heads), state_bytes=held * STATE_BYTES)

@@ -125,6 +125,11 @@ class KVCacheSize:
     """Fixed cost of a sequence, whatever its length: sliding windows."""
     heads: int = 1
     """Number of ways in which tensor parallelism can divide it; 1: every rank holds all of it."""
+    state_bytes: int = 0
+    """Fixed cost of a sequence in fp32: states of layers that read no earlier keys."""
+    own_bytes_per_token: float | None = None
+    """Bytes per token in an engine of the trainer's process, which keeps whole windows and may expand latents; None: as
+    in servers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -373,7 +373,10 @@ def _kv(setting: Setting) -> tuple[int, int]:
     """(bytes of one full-length sequence on this device, sequences that its replica should hold)."""
     kv, layout = setting.model.architecture.kv, setting.engine_layout
     scale = setting.compute_bytes / 2
-    one = (setting.job.spec.model.max_sequence_length * kv.bytes_per_token + kv.bytes_per_sequence) * scale
+    per_token, window = kv.bytes_per_token, kv.bytes_per_sequence
+    if setting.job.in_process and kv.own_bytes_per_token is not None:
+        per_token, window = kv.own_bytes_per_token, 0
+    one = (setting.job.spec.model.max_sequence_length * per_token + window) * scale + kv.state_bytes
     # With several attention groups on a server's GPUs, each group holds the keys and values of its own sequences.
     groups = setting.attention_groups
     shares = min(layout.tensor // groups, kv.heads) * layout.pipeline
@@ -419,10 +422,11 @@ def _training(setting: Setting) -> Parts:
     policy = _local_adapter(setting)
     local = max(policy, _of_critic(policy, setting))
     saved = saved_elements(model, job, setting.recompute, layout.tensor, layout.token_sets)
+    computed = tokens * _row_share(setting)
     parts: Parts = {
-        "activations": math.ceil(tokens * saved * width / share),
+        "activations": math.ceil(computed * saved * width / share),
         "layer recomputed": math.ceil(
-            tokens * recomputed_elements(model, job, setting.recompute, layout.tensor) * width / layout.context
+            computed * recomputed_elements(model, job, setting.recompute, layout.tensor) * width / layout.context
         ),
         "gradients": local * known.GRADIENT_BYTES,
         # With `Full`, the rounded weights are the model itself.
@@ -450,6 +454,16 @@ def _training(setting: Setting) -> Parts:
     rows = min(tokens, max(1, known.LOGIT_ELEMENTS // model.vocab_size))
     parts["logits"] = math.ceil(rows * model.vocab_size * 4 * known.LOGIT_COPIES)
     return parts
+
+
+def _row_share(setting: Setting) -> float:
+    """Tokens that a pass computes for each of a micro-batch's, which counts a prompt once: with rows of their own, the
+    completions of a prompt each have it in theirs."""
+    spec = setting.job.spec
+    if setting.model.architecture.passes in ("", "packed") or not setting.job.samples:
+        return 1.0
+    length, group = spec.model.max_sequence_length, spec.algorithm.group_size
+    return group * length / (length + (group - 1) * spec.rollout.sampling.max_new_tokens)
 
 
 def _gathered_keys(setting: Setting, tokens: int) -> int:

@@ -50,7 +50,7 @@ from orbit_runtime.storage.cache import Cache, default_cache
 INDEXER = "indexer."
 """Part of the names of what chooses the keys that a query sees: nothing there gets a gradient."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Last names of linears that choose experts, or weigh them."""
+"""Parts of names of linears that choose experts, or weigh them."""
 WRAPPED = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Types with a vision tower that are published for text too: the tower is left out, and images are not supported."""
 NO_TOWER = "the vision tower is not loaded: images are not supported"
@@ -189,7 +189,7 @@ def _with_linears(adapter: AdapterConfig, model: nn.Module, left_out: Sequence[s
     found: dict[str, None] = {}
     for name, module in layers_of(model).named_modules():
         last = name.rpartition(".")[2]
-        if not hasattr(module, "in_features") or last in ROUTERS or any(part in name for part in (*left_out, INDEXER)):
+        if not hasattr(module, "in_features") or is_router(name) or any(part in name for part in (*left_out, INDEXER)):
             continue
         if adapter.type == "OFT":
             fits = int(module.in_features) % adapter.block_size == 0
@@ -198,6 +198,11 @@ def _with_linears(adapter: AdapterConfig, model: nn.Module, left_out: Sequence[s
         if fits:
             found[last] = None
     return replace(adapter, targets=sorted_targets(found))
+
+
+def is_router(name: str) -> bool:
+    """Args: name: of a linear within the decoder's layers."""
+    return not {*name.split(".")}.isdisjoint(ROUTERS)
 
 
 def sorted_targets(names: Iterable[str]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from orbit_runtime.model_info.module_tree import REFUSED, pattern_of
 from orbit_runtime.policy.attention import layers_of
 from orbit_runtime.policy.families import DENSE, Family
 from orbit_runtime.policy.families.published import form_of, published_family
-from orbit_runtime.policy.load import INDEXER, ROUTERS, build_model, read_config, sorted_targets
+from orbit_runtime.policy.load import INDEXER, ROUTERS, build_model, is_router, read_config, sorted_targets
 
 SIZES = (
     "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -90,7 +90,7 @@ def _roles(model: nn.Module, family: Family) -> Iterator[tuple[str, str]]:
                 yield own, "router"
         elif f".{last}" in family.no_targets or name.endswith(family.kept_linears):
             yield own, "other"
-        elif last in ROUTERS:
+        elif is_router(place):
             yield own, f"router {last}"
         else:
             parts = place.split(".")

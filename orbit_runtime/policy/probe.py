@@ -138,7 +138,7 @@ def _told(error: Exception) -> str:
     if isinstance(error, OrbitError):
         return f"{error.where}: {error.message}" if error.where else error.message
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    return f"its code raises {type(error).__name__}: {lines[0]}"
 
 
 class _Probe:

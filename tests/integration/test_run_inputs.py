@@ -161,6 +161,10 @@ def test_a_served_or_evaluated_run_has_the_date_of_its_first_start(launcher: Run
     try:
         body = {"model": "policy", "messages": asked, "max_tokens": 1}
         answer = httpx.post(f"{serving.url}/v1/chat/completions", json=body, timeout=60).json()
+        body["tools"] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        refused = httpx.post(f"{serving.url}/v1/chat/completions", json=body, timeout=60)
     finally:
         serving.close()
     assert answer["usage"]["prompt_tokens"] == long
+    assert refused.status_code == 400
+    assert "the chat template leaves out the tools that may be called" in refused.json()["error"]["message"]

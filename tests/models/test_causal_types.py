@@ -28,9 +28,11 @@ from orbit_runtime.model_info.module_tree import check_type, shipped_types
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.verdict import judge
 from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.load import is_router
 from orbit_runtime.policy.packed import Branch, build_packed
 from orbit_runtime.policy.whole_rows import OwnRows
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.cache import KVCache
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.serve.checkpoints import compare_weights
 from orbit_runtime.spec import OrbitRun
@@ -94,6 +96,32 @@ def test_log_probs_are_those_of_each_sequence_alone_and_those_that_were_sampled(
         torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected_T, rtol=0, atol=1e-5)
     assert adapter.files
     check_plan(folder, policy)
+    check_cache(folder, policy)
+
+
+def check_cache(folder: Path, policy: Policy) -> None:
+    """The plan counts what the engine keeps of a sequence, in fp32."""
+    if policy.mode.decode == "whole":
+        return
+    engine = TorchEngine(policy, ChatTokenizer(folder), max_running_requests=1)
+    running = sample(engine, [Request(0, 0, tuple(tokens_of(20, 1)), Sampling(max_new_tokens=4), None)])
+    next(running)
+    cache = engine._decoding._cache
+    per_token = state = 0
+    if isinstance(cache, KVCache):
+        per_token = cache.block[:, :, 0, :, 0].nbytes
+    else:
+        for layer in cache._cache.layers:
+            for name in ("keys", "values", "indexer_keys"):
+                held = getattr(layer, name, None)
+                per_token += 0 if held is None or not held.numel() else held[0, ..., 0, :].nbytes
+            for name in ("conv_states", "recurrent_states"):
+                state += sum(each[0].nbytes for each in getattr(layer, name, {}).values() if each is not None)
+    kv = folder_facts(folder).architecture.kv
+    assert per_token == 2 * (kv.bytes_per_token if kv.own_bytes_per_token is None else kv.own_bytes_per_token)
+    assert state == kv.state_bytes
+    running.close()
+    engine.close()
 
 
 def check_plan(folder: Path, policy: Policy) -> None:
@@ -107,6 +135,7 @@ def check_plan(folder: Path, policy: Policy) -> None:
     assert verdict.plan is not None
     assert verdict.plan.adapter.total == policy.injected.report.trainable_parameters
     assert set(policy.injected.config.targets) <= set(found.targets)
+    assert not any(is_router(name) for name in policy.injected.layers)
     assert facts.architecture.passes == (policy.mode.text or "packed")
     assert not facts.unknown
     assert {verdict.state for verdict in found.verdicts[:2]} == {"works"}
@@ -144,6 +173,31 @@ def test_every_causal_type_of_transformers_is_known_or_refused_by_name() -> None
         with pytest.raises(UnsupportedError, match=f"models of type {name} cannot be used here: {why}") as caught:
             check_type({"model_type": name}, "config.json")
         assert "\n" not in caught.value.message
+
+
+def test_no_default_target_is_a_router() -> None:
+    for kind, record in shipped_types().items():
+        for name, role in record.get("roles", {}).items():
+            if {"router", "gate", "shared_expert_gate"} & {*name.split(".")}:
+                assert role.split()[0] == "router", (kind, name)
+                assert not {*role.split()[1:]} & {*record["targets"]}, (kind, name)
+
+
+WHOLE = {
+    "minimax": "MiniMax uses cache of its own and is not compatible",
+    "recurrent_gemma": "a step from its own cache is not what a pass over the whole sequence computes",
+}
+"""Types that are sampled from passes over the whole sequence, as transformers keeps their state elsewhere than in its
+cache; none has a pass for each sequence."""
+
+
+def test_every_type_that_is_not_packed_says_why_and_few_have_whole_passes() -> None:
+    passes = {name: record["passes"] for name, record in shipped_types().items() if "passes" in record}
+    told = {name: each.partition(": ") for name, each in passes.items() if each != "packed"}
+    assert all("a padded row each" in how and why for how, _, why in told.values())
+    whole = {name: why for name, (how, _, why) in told.items() if "passes over the whole sequence" in how}
+    assert whole.keys() == WHOLE.keys()
+    assert all(WHOLE[name] in why for name, why in whole.items())
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_next", "gemma3"])

@@ -33,9 +33,11 @@ def describe(config: Config, prefix: str = "") -> Architecture:
     query = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj") if config.get("q_lora_rank") else ("q_proj",)
     targets = (*query, "o_proj", *MLP_TARGETS)
     latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    widest = max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"])
+    own = 4 * layers * config["num_attention_heads"] * widest
     return Architecture(
         "deepseek_v3", config["hidden_size"], layers, config["vocab_size"], config["num_attention_heads"],
-        tuple(weights), KVCacheSize(layers * latent * 2), targets,
+        tuple(weights), KVCacheSize(layers * latent * 2, own_bytes_per_token=own), targets,
         num_experts=config["n_routed_experts"], experts_per_token=config["num_experts_per_tok"],
     )  # fmt: skip
 

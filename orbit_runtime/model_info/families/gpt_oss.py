@@ -49,4 +49,5 @@ def _cache(config: Config) -> KVCacheSize:
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (layers // 2)
     one, sliding = 2 * heads * head_dim(config) * 2, kinds[:layers].count("sliding_attention")
-    return KVCacheSize(one * (layers - sliding), one * sliding * config["sliding_window"], heads)
+    windows = one * sliding * config["sliding_window"]
+    return KVCacheSize(one * (layers - sliding), windows, heads, own_bytes_per_token=one * layers)

@@ -14,6 +14,7 @@ from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.model_info.quantization import PRECISIONS
+from orbit_runtime.model_info.weights import KVCacheSize
 from orbit_runtime.planner import Machine, Plan, check_fits, plan
 from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.job import build_job
@@ -296,6 +297,32 @@ def test_a_target_may_be_one_layers_whole_name() -> None:
         assert planned(Machine(H100, 1), adapter={"targets": [target]}).adapter.num_layers == 1
     with pytest.raises(ManifestError, match="matches no linear layer"):
         planned(Machine(H100, 1), adapter={"targets": ["model.layers.0.self_attn"]})
+
+
+def test_completions_in_rows_of_their_own_have_the_prompt_each() -> None:
+    card, sampling = card_facts("Qwen/Qwen3-4B"), {"sampling": {"maxNewTokens": 256}}
+    run = build(model={"maxSequenceLength": 1024}, rollout=sampling, training={"recompute": "None"})
+    packed, padded = (
+        plan(
+            run,
+            replace(card, architecture=replace(card.architecture, passes=passes)),
+            Machine(B200, 1),
+            may_choose=False,
+        )
+        for passes in ("packed", "sequences have a padded row each")
+    )
+    share = padded.phases["train"]["activations"] / packed.phases["train"]["activations"]
+    assert share == pytest.approx(8 * 1024 / (1024 + 7 * 256))
+    assert next(each for each in padded.notes if each not in packed.notes).startswith(
+        "sequences have a padded row each; "
+    )
+
+
+def test_an_engine_in_the_trainers_process_keeps_keys_of_its_own_form_and_states_in_fp32() -> None:
+    card, run = card_facts("Qwen/Qwen3-0.6B"), build(model={"maxSequenceLength": 1024})
+    kv = KVCacheSize(100, own_bytes_per_token=300, state_bytes=7000)
+    made = plan(run, replace(card, architecture=replace(card.architecture, kv=kv)), Machine(None, 0, 1024 * GIB))
+    assert made.phases["rollout"]["KV cache"] == made.kv_sequences * (1024 * 300 * 2 + 7000)
 
 
 def test_more_memory_never_turns_a_yes_into_a_no() -> None:
