@@ -19,8 +19,8 @@ from typing import Any
 from orbit_runtime.errors import ModelError
 
 DAMAGED = "correct it, or copy or download the file again"
-MAX_COUNT = 4096
-"""Most layers, experts or heads: each of them is built before any weight is read."""
+MAX_COUNT = 16_384
+"""Most layers, experts or heads: each of them is built before any weight is read. Doge has that many experts."""
 _COUNTS = re.compile(r"(num|n)_\w*(layer|expert|head)")
 
 

@@ -25,6 +25,8 @@ from orbit_runtime.policy import Policy, load_policy, probe
 from orbit_runtime.policy.attention import Mode
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.probe import Behaviour
+from orbit_runtime.serve.open import ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.storage.cache import Cache
 from tests.integration.killing import small_manifest
 from tests.integration.tiny_models import SIZES, load_reference, reference_logprobs
@@ -198,6 +200,14 @@ def test_every_command_says_how_the_passes_of_an_unusual_model_run(
     assert run_command([command, str(manifest), "--out", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("sequences have a padded row each") == 1
+
+
+def test_what_is_served_says_it_too(tmp_path: Path) -> None:
+    notes: list[str] = []
+    model = str(make_model(tmp_path / "model", "lfm2"))
+    opened = open_models(ServeRequest(model=model), ServeLimits(sequence=64), notes.append)
+    opened.closing.close()
+    assert [note for note in notes if note.startswith("sequences have a padded row each")]
 
 
 def test_rotary_tables_that_change_with_length_are_refused_where_sequences_may_be_longer(

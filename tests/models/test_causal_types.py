@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from orbit_runtime.adapters.config import AdapterConfig
@@ -25,6 +25,7 @@ from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.checkpoint import folder_facts, folder_headers
 from orbit_runtime.model_info.families import FAMILIES
 from orbit_runtime.model_info.module_tree import check_type, shipped_types
+from orbit_runtime.model_info.settings import parse_settings
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.verdict import judge
 from orbit_runtime.policy import Policy, load_policy
@@ -173,6 +174,11 @@ def test_every_causal_type_of_transformers_is_known_or_refused_by_name() -> None
         with pytest.raises(UnsupportedError, match=f"models of type {name} cannot be used here: {why}") as caught:
             check_type({"model_type": name}, "config.json")
         assert "\n" not in caught.value.message
+
+
+def test_the_usual_sizes_of_no_type_are_taken_for_damage() -> None:
+    for name in TYPES:
+        parse_settings(AutoConfig.for_model(name).to_json_string(use_diff=False).encode(), name)
 
 
 def test_no_default_target_is_a_router() -> None:

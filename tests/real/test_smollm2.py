@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -169,6 +170,31 @@ def test_every_format_trains_with_both_adapters(
 )
 def test_other_algorithms_train(overrides: tuple[str, ...], model: Path, tmp_path: Path) -> None:
     train(model, tmp_path / "run", *overrides)
+
+
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The model's own template has no tools, and an environment with tools is refused with it."""
+
+
+@pytest.mark.long
+def test_an_environment_with_a_tool_trains(model: Path, tmp_path: Path) -> None:
+    environment = (
+        "environment.type=MultiTurn", "environment.tools=[orbit_runtime.environments.tools.calculator:calculate]",
+        "environment.limits={turns: 2}", "model.maxSequenceLength=512",
+    )  # fmt: skip
+    changed = (f"model.uri={model}", *environment)
+    said = orbit("run", EXAMPLE, "--out", tmp_path / "refused", *(
+        part for each in changed for part in ("--set", f"spec.{each}")
+    ), code=66)  # fmt: skip
+    assert "the chat template leaves out the tools that may be called" in said
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(WITH_TOOLS)
+    train(folder, tmp_path / "run", *environment)
 
 
 @pytest.fixture(scope="module")

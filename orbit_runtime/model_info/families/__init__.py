@@ -2,6 +2,10 @@
 
 Belongs here: the table, and one file for families of one kind of layer. Does not belong here: formats (`weights`),
 cards, types that transformers' modules describe (`module_tree`), torch.
+
+A row says from config.json alone which tensors there must be. Cards, which have no headers, are made of rows, and a
+checkpoint of such a family that lacks a tensor is refused by its name; a record tells only what headers list. Of these
+types gpt-oss, DeepSeek-V4 and Kimi also store what transformers' modules do not describe.
 """
 
 from __future__ import annotations
