@@ -24,7 +24,7 @@ class ApplySupport:
 
 @dataclass(frozen=True, slots=True)
 class CreateRanks:
-    """Create the RayCluster of an attempt whose Job exists."""
+    """Create the RayCluster of an attempt: before its Job, and again if it is gone while the Job lives."""
 
     attempt: int
 
@@ -122,3 +122,5 @@ class Plan:
     state: State | None = None
     events: tuple[RunEvent, ...] = ()
     wake_at: float | None = None
+    waits_for_ranks: int = 0
+    """Number of the attempt that is created once the pods of its ranks are placed; 0 if none waits for that."""

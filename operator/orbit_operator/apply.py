@@ -58,18 +58,20 @@ class Writer:
         """Carries out one action; returns the state with what the action adds."""
         match action:
             case CreateAttempt(number, avoid_nodes):
-                source = build_source(body)
+                source = self._source(body)
                 await self._apply_support(source)
                 job = await self._create_job(run, build_job(source, number, avoid_nodes, self._settings))
                 return None if state is None else add_created(state, job)
             case CreateRanks(attempt):
-                await self._create(RAY_CLUSTERS, run, build_ray_cluster(build_source(body), attempt, self._settings))
+                source = self._source(body)
+                await self._apply_support(source)
+                await self._create(RAY_CLUSTERS, run, build_ray_cluster(source, attempt, self._settings))
             case DeleteRanks(name, uid):
                 await self._api.delete(RAY_CLUSTERS, run.namespace, name, uid)
             case ApplySupport():
-                await self._apply_support(build_source(body))
+                await self._apply_support(self._source(body))
             case StartCleanup():
-                await self._create_job(run, build_cleanup_job(build_source(body), self._settings))
+                await self._create_job(run, build_cleanup_job(self._source(body), self._settings))
             case DeletePod(name, uid):
                 await self._api.delete(PODS, run.namespace, name, uid)
             case DeleteJob(name, uid):
@@ -85,6 +87,9 @@ class Writer:
         head = {**_head(run), "resourceVersion": body["metadata"]["resourceVersion"]}
         document = {"apiVersion": API_VERSION, "kind": "OrbitRun", "metadata": head, "status": status}
         self._keep(await self._api.apply(RUNS, run.namespace, document, "status"))
+
+    def _source(self, body: Body) -> RunSource:
+        return build_source(body, self._settings.run_pod)
 
     async def _apply_support(self, source: RunSource) -> None:
         """Applies what the pod mounts and what it may reach, in either order, before the pod exists."""

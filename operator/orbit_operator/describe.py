@@ -30,12 +30,22 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
         return replace(base, phase="Stopping", reason="PodTerminating", message=message), ()
     if (held := _held(base, pod)) is not None:
         return held, (ApplySupport(),) if held.reason == "ConfigurationMissing" else ()
-    for rank in observed.rank_pods if attempt.running is None else ():
-        if (held := _held(base, rank)) is not None:
-            return replace(held, message=f"pod {rank.name} on another of the run's nodes: {held.message}"), ()
+    if attempt.running is None and (held := _held_rank(observed, base)) is not None:
+        return held, ()
     state = _at_work(observed, base, attempt, pod)
     ours = state.reason == "VolumeMissing" and config_map_name(run.name) in state.message
     return state, (ApplySupport(),) if ours else ()
+
+
+def describe_ranks(observed: Observed, base: State, number: int) -> State:
+    """The state of a run whose next attempt waits until the pods of its ranks are placed."""
+    if (held := _held_rank(observed, base)) is not None:
+        return held
+    problem = next((each.problem for each in observed.ranks if each.attempt == number), "")
+    if problem:
+        return _refused(base, problem)
+    message = f"attempt {number} is created once the pods of its other nodes are placed"
+    return replace(base, reason="RanksPending", message=message)
 
 
 def events_since(observed: Observed, attempts: Sequence[Attempt]) -> tuple[RunEvent, ...]:
@@ -136,8 +146,19 @@ def _podless(observed: Observed, base: State) -> State:
     if ended is not None:
         message = f"pod {ended.name} has ended; its Job follows"
         return replace(base, phase="Stopping", reason="PodTerminating", message=message)
-    if "exceeded quota" in observed.warning:
-        return replace(base, phase="Pending", reason="QuotaExceeded", message=observed.warning, owner="cluster")
     if observed.warning:
-        return replace(base, phase="Pending", reason="PodRefused", message=observed.warning, owner="cluster")
+        return _refused(base, observed.warning)
     return replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])
+
+
+def _refused(base: State, why: str) -> State:
+    reason = "QuotaExceeded" if "exceeded quota" in why else "PodRefused"
+    return replace(base, phase="Pending", reason=reason, message=why, owner="cluster")
+
+
+def _held_rank(observed: Observed, base: State) -> State | None:
+    """The state of a run of which a pod on another node is not placed or does not start."""
+    for rank in observed.rank_pods:
+        if not rank.is_deleting and (held := _held(base, rank)) is not None:
+            return replace(held, message=f"pod {rank.name} on another of the run's nodes: {held.message}")
+    return None

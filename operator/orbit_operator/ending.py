@@ -17,7 +17,7 @@ from orbit_operator.actions import (
     State,
 )
 from orbit_operator.facts import Observed, PodFacts, RunFacts, Verdict
-from orbit_operator.policies.deadlines import active_deadline
+from orbit_operator.policies.deadlines import active_deadline, waiting_deadline
 from orbit_operator.policies.restart import decide_restart
 from orbit_operator.policies.suspend import live_pods
 from orbit_operator.policies.ttl import expiry
@@ -25,6 +25,7 @@ from orbit_operator.recorded_status import read_owner
 
 SKIP_CLEANUP = "orbitrl.dev/skip-artifact-cleanup"
 FINALIZER = "orbitrl.dev/artifact-cleanup"
+WAITING_DEADLINE = "WaitingDeadlineExceeded"
 CLEANUP_SECONDS = 600.0
 """The longest that deleting artifacts may delay the deletion of a run."""
 
@@ -58,6 +59,13 @@ def find_end(run: RunFacts, observed: Observed, now: float, base: State) -> Stat
     if due is not None and now >= due:
         message = f"the run used its {limit} s of active time; a new run can resume from its last checkpoint"
         return replace(base, phase="Failed", reason="DeadlineExceeded", message=message, owner="user", outcome=False)
+    waiting = waiting_deadline(base.attempts, stored, run.lifecycle.waiting_deadline_seconds, now)
+    if waiting is not None and now >= waiting:
+        reason, message = str(stored.raw.get("reason", "")), str(stored.raw.get("message", ""))
+        if reason != WAITING_DEADLINE:
+            message = f"no node within {run.lifecycle.waiting_deadline_seconds} s: {reason}: {message}"[:1024]
+        owner = read_owner(stored.raw)
+        return replace(base, phase="Failed", reason=WAITING_DEADLINE, message=message, owner=owner, outcome=False)
     over = [attempt for attempt in base.attempts if attempt.is_over]
     if over and over[-1] is base.attempts[-1]:
         following = decide_restart(over, base.spent, run.lifecycle, run.uid)

@@ -85,6 +85,7 @@ class PodFacts:
     uid: str
     attempt: int
     job_uid: str = ""
+    """Uid of the Job or RayCluster that created it."""
     phase: str = "Pending"
     node: str = ""
     ip: str = ""
@@ -239,6 +240,7 @@ class Lifecycle:
     ttl_seconds: int | None = None
     active_deadline_seconds: int | None = None
     startup_deadline_seconds: int | None = None
+    waiting_deadline_seconds: int | None = None
     max_user_retries: int = 0
     max_infra_restarts: int = 10
 
@@ -251,6 +253,8 @@ class RanksFacts:
     uid: str
     attempt: int
     is_deleting: bool = False
+    problem: str = ""
+    """Why KubeRay cannot create its pods, in the API server's words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ class Health:
     crd_problem: str = ""
     lost: tuple[str, ...] = ()
     """Namespaces that the operator may not read."""
+    others: set[str] = field(default_factory=set)
+    """Namespaces whose runs another installation owns."""
     passes: dict[int, float] = field(default_factory=dict)
     """When each worker began its current pass."""
 
@@ -46,7 +48,8 @@ class Health:
     def note(self) -> str:
         """A problem that does not stop the operator from working."""
         lost = f"may not read {', '.join(self.lost)}" if self.lost else ""
-        return "; ".join(filter(None, (self.crd_problem, lost)))
+        others = f"another installation owns the runs of {', '.join(sorted(self.others))}" if self.others else ""
+        return "; ".join(filter(None, (self.crd_problem, lost, others)))
 
 
 async def start_servers(health: Health, metrics: Metrics, health_port: int, metrics_port: int) -> list[web.AppRunner]:

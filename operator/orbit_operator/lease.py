@@ -1,14 +1,17 @@
 """Only one operator acts: the holder of the Lease, and only while it certainly holds it.
 
-Belongs here: taking, renewing and releasing the Lease. Does not belong here: what the holder does.
+Belongs here: taking, renewing and releasing the Lease of an installation, and one in each namespace whose runs it acts
+on. Does not belong here: what the holder does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from orbit_operator.api import LEASES, Api, ApiError, Body
@@ -150,6 +153,47 @@ class Lease:
             await self._api.create(LEASES, self._namespace, body)
         else:
             await self._api.replace(LEASES, self._namespace, body)
+
+
+CLAIM, CLAIM_SECONDS = "orbit-runs", 60.0
+"""Name and duration of the Lease by which an installation owns the runs of a namespace."""
+
+
+class Claims:
+    """Which namespaces this installation owns, so that no two installations act on one run.
+
+    Args:
+        holder: the installation's name, the same for each of its processes.
+        others: filled with namespaces that another installation owns.
+    """
+
+    def __init__(
+        self, api: Api, holder: str, others: set[str], *, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._open = partial(Lease, api, name=CLAIM, holder=holder, seconds=CLAIM_SECONDS, monotonic=monotonic)
+        self._others = others
+        self._leases: dict[str, Lease] = {}
+        self._turn = asyncio.Lock()
+
+    async def hold(self, namespace: str) -> bool:
+        """Takes the namespace if nobody owns it; whether it is ours now."""
+        async with self._turn:
+            lease = self._leases.setdefault(namespace, self._open(namespace=namespace))
+            is_ours = lease.is_held or await lease.try_once()
+        if is_ours:
+            self._others.discard(namespace)
+        elif namespace not in self._others:
+            self._others.add(namespace)
+            _log.error("another installation owns the runs of namespace %s (Lease %s there)", namespace, CLAIM)
+        return is_ours
+
+    async def keep(self, in_use: Callable[[], Iterable[str]]) -> None:
+        """Renews the claims that are in use, for ever; the others may lapse until the next pass there."""
+        while True:
+            await asyncio.sleep(CLAIM_SECONDS / RENEWALS)
+            for namespace in set(in_use()) & self._leases.keys():
+                with contextlib.suppress(ApiError):
+                    await self._leases[namespace].try_once()
 
 
 def spec_of(lease: Body) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from orbit_operator.events import Recorder
 from orbit_operator.handlers import build_kopf_settings, build_registry
 from orbit_operator.health import Health, start_servers
 from orbit_operator.intake import Intake
-from orbit_operator.lease import Lease, LeaseLostError
+from orbit_operator.lease import CLAIM_SECONDS, Claims, Lease, LeaseLostError
 from orbit_operator.manifests.source import METRICS_PORT
 from orbit_operator.metrics import Metrics
 from orbit_operator.namespaces import EVERYWHERE, NamespaceView
@@ -70,7 +70,8 @@ class Operator:
             holder=settings.holder,
             seconds=settings.lease_seconds,
         )
-        observer = Observer(api, self.cache)
+        self.claims = Claims(api, f"{settings.namespace}/{settings.lease_name}", self.health.others)
+        observer = Observer(api, self.cache, settings.run_queue, settings.run_pod)
         self.poller = Poller(
             self.cache, observer.progress, self.queue.add, self.metrics,
             connections=settings.poll_connections, port_of=self.port_of,
@@ -128,7 +129,10 @@ class Operator:
             began = time.monotonic()
             self.health.passes[number] = began
             try:
-                wake = await reconcile(key, self.parts)
+                if self.cache.run(key) is None or await self.claims.hold(key[0]):
+                    wake = await reconcile(key, self.parts)
+                else:
+                    wake = CLAIM_SECONDS
             except ApiError as error:
                 # 409 and 404 are normal: the object has changed since it was read.
                 level = logging.DEBUG if error.status in (404, 409) else logging.WARNING
@@ -264,7 +268,12 @@ async def _operate(operator: Operator, stopping: asyncio.Event) -> int:
     helpers = [asyncio.create_task(operator.work(number)) for number in range(settings.workers)]
     helpers += [
         asyncio.create_task(task)
-        for task in (operator.poller.run(settings.poll_seconds), operator.check_cache(), operator.look_again())
+        for task in (
+            operator.poller.run(settings.poll_seconds),
+            operator.check_cache(),
+            operator.look_again(),
+            operator.claims.keep(lambda: [key[0] for key in operator.unended()]),
+        )
     ]
     mains = [asyncio.create_task(operator.keep_lease(stopping)), asyncio.create_task(operator.watch(stopping))]
     code = 0

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import orjson
@@ -38,11 +39,12 @@ from orbit_runtime.planner import Verdict as Judged
 from orbit_runtime.planner import judge
 from orbit_runtime.planner.job import requested_machine
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.spec.placement import Placement
+from orbit_runtime.spec.placement import Placement, check_pod
 from orbit_runtime.spec.run import API_VERSION, upgrade_manifest
 
 NODE_SECONDS = 5.0
 """A node is not read more often than this."""
+QUEUED_RANKS = "a run over several nodes cannot wait in a queue, and this installation puts every run into"
 KUBERAY_MISSING = "the cluster has no RayCluster (ray.io/v1), which placement.nodes needs: install KubeRay's operator"
 
 
@@ -111,9 +113,11 @@ class Judgement:
 class Observer:
     """Gathers everything about a run. `progress` is filled by polling."""
 
-    def __init__(self, api: Api, cache: Cache) -> None:
+    def __init__(self, api: Api, cache: Cache, queue: str = "", pod: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._api = api
         self._cache = cache
+        self._queue = queue
+        self._pod = pod
         self._kueue = Kueue(api)
         self.progress: dict[Key, Progress] = {}
         self._nodes: dict[str, tuple[float, NodeFacts | None]] = {}
@@ -162,11 +166,6 @@ class Observer:
             stored=stored,
             jobs=attempts,
             pods=own_pods,
-            rank_pods=tuple(
-                each.facts
-                for each in pods
-                if each.run_uid == run.uid and each.facts.attempt == 0 and not each.facts.job_uid
-            ),
             nodes=await self._troubled_nodes(own_pods, stored),
             progress=self._newest_word(run, own_pods, stored),
             is_new=not self._cache.had_children(run.uid),
@@ -175,14 +174,16 @@ class Observer:
             cleanup_failure="" if cleanup is None else why_failed(cleanup, (each.facts for each in pods)),
         )
         if run.nodes > 1:
-            observed = await self._with_ranks(run, observed)
+            others = [each.facts for each in pods if each.run_uid == run.uid and each.facts.attempt == 0]
+            observed = await self._with_ranks(run, observed, others)
         live = [job for job in attempts if job.finished is None]
         if live and live[-1].is_suspended:
             observed = replace(observed, queue=await self._kueue.ask(run.namespace, live[-1].uid))
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
 
-    async def _with_ranks(self, run: RunFacts, observed: Observed) -> Observed:
-        """Adds RayClusters, which are read and not watched: such runs are few, and most clusters lack the kind."""
+    async def _with_ranks(self, run: RunFacts, observed: Observed, pods: Sequence[PodFacts]) -> Observed:
+        """Adds RayClusters and their pods. RayClusters are read and not watched: such runs are few, and most clusters
+        lack the kind."""
         selector = {"labelSelector": f"{RUN_UID}={run.uid}"}
         try:
             found = [read_ranks(item) async for item in self._api.list(RAY_CLUSTERS, run.namespace, selector)]
@@ -190,7 +191,13 @@ class Observer:
             if error.status not in (403, 404):
                 raise
             return replace(observed, ranks_problem=KUBERAY_MISSING if error.status == 404 else error.message)
-        return replace(observed, ranks=tuple(found))
+        uids, queue = {each.uid for each in found}, run.lifecycle.queue_name
+        return replace(
+            observed,
+            ranks=tuple(found),
+            rank_pods=tuple(pod for pod in pods if pod.job_uid in uids),
+            ranks_problem=f"{QUEUED_RANKS} {queue}" if queue else "",
+        )
 
     def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: RecordedStatus) -> Progress | None:
         """Remembers a pod's last words, so that an earlier report does not replace them once the pod is deleted."""
@@ -260,7 +267,7 @@ class Observer:
             deleting_since=read_time(metadata.get("deletionTimestamp")),
             finalizers=tuple(metadata.get("finalizers") or ()),
             annotations=metadata.get("annotations") or {},
-            lifecycle=lifecycle_of(spec),
+            lifecycle=lifecycle_of(spec, self._queue),
             gpus=int(placement.get("gpus", Placement().gpus)) * nodes,
             nodes=nodes,
             total_steps=(spec.get("training") or {}).get("steps"),
@@ -278,7 +285,7 @@ class Observer:
         generation = int(metadata.get("generation") or 0)
         known = self._judged.get(key)
         if known is None or known[:2] != (uid, generation):
-            known = self._judged[key] = (uid, generation, judge_manifest(body))
+            known = self._judged[key] = (uid, generation, judge_manifest(body, self._pod))
         return known[2]
 
 
@@ -313,10 +320,10 @@ def newest_word(run: str, pods: Sequence[PodFacts], stored: RecordedStatus, hear
     return read_progress(read_termination(pod.end.message), run, pod.uid, at) or heard
 
 
-def judge_manifest(body: Body) -> Judgement:
+def judge_manifest(body: Body, installed: Mapping[str, Any] = MappingProxyType({})) -> Judgement:
     """Reads the manifest as the pod will, and asks the planner."""
     try:
-        source = build_source(body)
+        source = build_source(body, installed)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in found["loc"])
@@ -327,6 +334,9 @@ def judge_manifest(body: Body) -> Judgement:
             f"the manifest takes {size} bytes, but the ConfigMap that carries it to the pod holds {LARGEST_MANIFEST}; "
             "put prompts and other data into files and name their URI (hf://, s3://, pvc://)"
         )
+    placement = source.manifest.spec.placement
+    for each in check_pod(placement.model_copy(update={"pod": source.pod})):
+        return Judgement(f"spec.placement.pod, with the installation's runs.pod: {each.message}; {each.fix}"[:900])
     if not _sees_model(source.manifest):
         return Judgement(
             "spec.placement.modelCache.claimName: with several nodes each reads the model's files; name a claim that "
@@ -342,8 +352,12 @@ def _sees_model(manifest: OrbitRun) -> bool:
     return spec.placement.nodes == 1 or shared
 
 
-def build_source(body: Body) -> RunSource:
-    """The input from which the objects of a run are made."""
+def build_source(body: Body, installed: Mapping[str, Any] = MappingProxyType({})) -> RunSource:
+    """The input from which the objects of a run are made.
+
+    Args:
+        installed: what the installation adds to pods of runs.
+    """
     metadata = body["metadata"]
     document = upgrade_manifest(
         {
@@ -354,7 +368,7 @@ def build_source(body: Body) -> RunSource:
         }
     )
     manifest = OrbitRun.model_validate(document, by_name=False)
-    return RunSource(metadata["namespace"], metadata["name"], metadata["uid"], document["spec"], manifest)
+    return RunSource(metadata["namespace"], metadata["name"], metadata["uid"], document["spec"], manifest, installed)
 
 
 WORKLOADS = tuple(Kind(f"/apis/kueue.x-k8s.io/{version}", "workloads") for version in ("v1beta2", "v1beta1"))

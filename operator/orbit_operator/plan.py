@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orbit_operator.actions import Action, CreateAttempt, DeleteJob, DeletePod, Plan, RunEvent, State
+from orbit_operator.actions import Action, CreateAttempt, CreateRanks, DeleteJob, DeletePod, Plan, RunEvent, State
 from orbit_operator.attempts import fold_attempts, newest_pod, retire
-from orbit_operator.describe import POD_PENDING, describe, events_since, tell_created
+from orbit_operator.describe import POD_PENDING, describe, describe_ranks, events_since, tell_created
 from orbit_operator.ending import find_end, finish, idle_jobs, keep_finalizer, plan_deletion, stop
 from orbit_operator.facts import Observed, PodFacts, RunFacts
 from orbit_operator.policies.accounting import account_all
-from orbit_operator.policies.deadlines import active_deadline, startup_deadline
+from orbit_operator.policies.deadlines import active_deadline, startup_deadline, waiting_deadline
 from orbit_operator.policies.failure import STARTUP_DEADLINE
-from orbit_operator.policies.nodes import missing_ranks, unused_ranks
+from orbit_operator.policies.nodes import are_placed, missing_ranks, unused_ranks
 from orbit_operator.policies.requeue import PATIENCE_SECONDS, look_again
 from orbit_operator.policies.restart import decide_restart, num_spent
 from orbit_operator.policies.suspend import GRACE_AFTER_END, is_stranded, live_pods, node_wake
@@ -58,7 +58,8 @@ def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict:
     surplus = [DeleteJob(job.name, job.uid) for job in observed.jobs
                if job.attempt <= retired.get("through", 0) and not job.is_deleting]  # fmt: skip
     keep = () if observed.stored.finished_at is not None else keep_finalizer(run)
-    ranks: tuple[Action, ...] = (*unused_ranks(observed, listed), *missing_ranks(run, observed, listed))
+    unused = unused_ranks(observed, listed, chosen.waits_for_ranks)
+    ranks: tuple[Action, ...] = (*unused, *missing_ranks(run, observed, listed))
     actions = (*keep, *chosen.actions, *surplus, *ranks)
     since = events_since(observed, listed)
     if any(event.reason == "RunFailed" for event in chosen.events):
@@ -149,6 +150,7 @@ def _watch(run: RunFacts, observed: Observed, now: float, limits: Limits, base: 
         for when in (
             startup if not late else None,
             due,
+            waiting_deadline(base.attempts, observed.stored, run.lifecycle.waiting_deadline_seconds, now),
             node_wake(observed, limits.node_lost_seconds),
             None if pod is None or pod.outlived_since is None else pod.outlived_since + GRACE_AFTER_END,
             look_again(next((job for job in observed.jobs if job.attempt == attempt.number), None), pod, now),
@@ -160,6 +162,7 @@ def _watch(run: RunFacts, observed: Observed, now: float, limits: Limits, base: 
 
 def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
     """No attempt is live and none of its pods is left: starts the next one as soon as that is allowed."""
+    waiting = waiting_deadline(base.attempts, observed.stored, run.lifecycle.waiting_deadline_seconds, now)
     numbers = [*(attempt.number for attempt in base.attempts), *(job.attempt for job in observed.jobs),
                *(pod.attempt for pod in observed.pods), int(dict(base.retired).get("through", 0))]  # fmt: skip
     number = max(numbers, default=0) + 1
@@ -183,8 +186,15 @@ def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
             next_at=following.not_before,
         )
         return Plan((), state, wake_at=following.not_before)
+    if not are_placed(run, observed, number):
+        made = any(each.attempt == number for each in observed.ranks)
+        # The cluster of ranks is not watched, its pods are.
+        soon = now + PATIENCE_SECONDS if len(observed.rank_pods) < run.nodes else None
+        wake = min((each for each in (soon, waiting) if each is not None), default=None)
+        actions = () if made else (CreateRanks(number),)
+        return Plan(actions, describe_ranks(observed, base, number), wake_at=wake, waits_for_ranks=number)
     event = tell_created(number, base.attempts)
     state = replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])
     # There may be no news to wake us: a queue may hold the Job, or the Job may get no pod.
     wake = now if run.lifecycle.queue_name else now + PATIENCE_SECONDS
-    return Plan((CreateAttempt(number, following.avoid_nodes),), state, (event,), wake_at=wake)
+    return Plan((CreateAttempt(number, following.avoid_nodes),), state, (event,), wake, number)

@@ -59,18 +59,23 @@ def run_uid_of(child: Object) -> str:
     return str(_labels(child).get(RUN_UID) or "")
 
 
-def lifecycle_of(spec: Object) -> Lifecycle:
-    """The block as the API server has it; a field that its CRD lacks gets its default."""
+def lifecycle_of(spec: Object, queue: str = "") -> Lifecycle:
+    """The block as the API server has it; a field that its CRD lacks gets its default.
+
+    Args:
+        queue: the queue of a run that names none.
+    """
     raw = spec.get("lifecycle") or {}
     known = {field.alias or name for name, field in spec_run.Lifecycle.model_fields.items()}
     read = spec_run.Lifecycle.model_validate({name: value for name, value in raw.items() if name in known})
     return Lifecycle(
         suspend=read.suspend,
-        queue_name=read.queue_name,
+        queue_name=read.queue_name or queue or None,
         managed_by=read.managed_by,
         ttl_seconds=read.ttl_seconds_after_finished,
         active_deadline_seconds=read.active_deadline_seconds,
         startup_deadline_seconds=read.startup_deadline_seconds,
+        waiting_deadline_seconds=read.waiting_deadline_seconds,
         max_user_retries=read.max_user_retries,
         max_infra_restarts=read.max_infra_restarts,
     )
@@ -97,8 +102,10 @@ def read_job(body: Object) -> JobFacts:
 
 
 def read_ranks(body: Object) -> RanksFacts:
-    metadata = body["metadata"]
-    return RanksFacts(metadata["name"], metadata["uid"], _attempt(body), "deletionTimestamp" in metadata)
+    metadata, status = body["metadata"], body.get("status") or {}
+    failures = [each for each in status.get("conditions") or () if each.get("type") == "ReplicaFailure"]
+    refused = str(status.get("reason") or next((each.get("message") for each in failures), "") or "")[:_TEXT]
+    return RanksFacts(metadata["name"], metadata["uid"], _attempt(body), "deletionTimestamp" in metadata, refused)
 
 
 def read_pod(body: Object) -> PodFacts:
@@ -120,7 +127,7 @@ def read_pod(body: Object) -> PodFacts:
         name=metadata["name"],
         uid=metadata["uid"],
         attempt=_attempt(body),
-        job_uid=next((str(owner["uid"]) for owner in owners if owner.get("kind") == "Job"), ""),
+        job_uid=next((str(owner["uid"]) for owner in owners if owner.get("kind") in ("Job", "RayCluster")), ""),
         phase=str(status.get("phase") or "Pending"),
         node=str(spec.get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),

@@ -16,24 +16,17 @@ import orjson
 from pydantic import ValidationError
 
 from orbit_runtime.errors import UsageError
-from orbit_runtime.spec.block import is_label_key, is_label_value
-from orbit_runtime.spec.placement import Egress, Placement, Toleration
+from orbit_runtime.spec.block import VARIABLE_PATTERN, is_label_key, is_label_value
+from orbit_runtime.spec.placement import OWN_VARIABLE, RESERVED, Egress, Placement, Toleration
 from orbit_runtime.spec.run import find_contradictions
 
 PREFIX = "ORBIT_OPERATOR_"
 PRIORITY_CLASS = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?")
 NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-OWN_VARIABLE = re.compile(r"ORBIT_.*|RAY_ADDRESS|RAY_USAGE_STATS_ENABLED|HOME")
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 FIX = "correct `runs` in the chart's values"
-RESERVED = re.compile(
-    r"([^/]+\.)?orbitrl\.dev/.*|app\.kubernetes\.io/(name|instance|component|part-of|managed-by)"
-    r"|batch\.kubernetes\.io/.*|controller-uid|job-name"
-)
-"""Label keys that we or the Job's controller set on a run's pod: selectors, policies and monitors rely on them."""
 
 
 def read_node_selector(where: str, text: str) -> Mapping[str, str]:
@@ -48,12 +41,19 @@ def read_egress(where: str, text: str) -> tuple[Egress, ...]:
     return _read_placement(where, "egress", text).egress
 
 
+def read_pod(where: str, text: str) -> Mapping[str, Any]:
+    return _read_placement(where, "pod", text).pod
+
+
 def read_labels(where: str, text: str) -> Mapping[str, str]:
     """Labels of a run's pod."""
     labels = read_annotations(where, text)
     for key, value in labels.items():
         if not is_label_value(value):
             raise UsageError(f"`{value}` cannot be the value of a label", where=f"{where}: {key}", fix=FIX)
+        if key.startswith("kueue.x-k8s.io/"):
+            fix = "set `runs.pod.labels`, which the Job has too, or `runs.queueName` in the chart's values"
+            raise UsageError("Kueue reads this label of a Job, and not of its pod", where=f"{where}: {key}", fix=fix)
     return labels
 
 
@@ -72,7 +72,7 @@ def read_variables(where: str, text: str) -> Mapping[str, str]:
     """Environment variables of a run's containers."""
     pairs = _read_texts(where, text)
     for name in pairs:
-        if not VARIABLE.fullmatch(name) or OWN_VARIABLE.fullmatch(name):
+        if not re.fullmatch(VARIABLE_PATTERN, name) or OWN_VARIABLE.fullmatch(name):
             raise UsageError("Orbit sets this variable, or it cannot be one", where=f"{where}: {name}", fix=FIX)
     return pairs
 
@@ -82,6 +82,7 @@ READERS: dict[str, Callable[[str, str], Any]] = {
     "run_tolerations": read_tolerations,
     "run_egress": read_egress,
     "run_env": read_variables,
+    "run_pod": read_pod,
     "run_pod_labels": read_labels,
     "run_pod_annotations": read_annotations,
 }
@@ -159,6 +160,10 @@ class Settings:
     """User, group and file group of a run's pods; -1 leaves them to the cluster."""
     run_priority_class: str = ""
     """PriorityClass of the pods that train; empty names none."""
+    run_pod: Mapping[str, Any] = NOTHING
+    """What else the pods of runs have, as in `placement.pod`, which is merged into it."""
+    run_queue: str = ""
+    """Kueue LocalQueue, in the run's namespace, of a run whose manifest names none; empty names none."""
     run_pod_labels: Mapping[str, str] = NOTHING
     """Additional labels of every pod of a run."""
     run_pod_annotations: Mapping[str, str] = NOTHING
@@ -187,6 +192,8 @@ class Settings:
     """Whether every run gets a NetworkPolicy that denies by default."""
     dns_ports: tuple[str, ...] = ("53", "5353")
     """Ports on which a run reaches DNS: the Service's, and the one behind it, which some networks (OVN) check."""
+    https_cidrs: tuple[str, ...] = ()
+    """Networks that a run may reach over HTTPS without naming them; empty: any."""
     scrape_namespaces: tuple[str, ...] = ()
     """Namespaces that may read `/metrics` of a run, besides the operator's own."""
     lease_name: str = "orbit-operator"
@@ -259,6 +266,9 @@ def _check(settings: Settings) -> None:
                 where=PREFIX + "NAMESPACES",
                 fix="name each one in `watchNamespaces`, without wildcards; or watch all with `clusterScope`",
             )
+    if not is_label_value(settings.run_queue):
+        message = f"`{settings.run_queue}` cannot be the name of a queue"
+        raise UsageError(message, where=PREFIX + "RUN_QUEUE", fix="correct `runs.queueName` in the chart's values")
     if not PRIORITY_CLASS.fullmatch(settings.run_priority_class):
         raise UsageError(
             f"`{settings.run_priority_class}` cannot be the name of a PriorityClass",

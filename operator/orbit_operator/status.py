@@ -117,7 +117,8 @@ def _admitted(run: RunFacts, observed: Observed, state: State, lives: bool) -> J
 
 def _scheduled(attempt: Attempt | None, state: State, lives: bool) -> Judgement:
     if attempt is None or not lives:
-        return "Unknown", "NoPod", ""
+        waits = state.phase in ("Pending", "Queued")
+        return ("False", state.reason, state.message) if waits else ("Unknown", "NoPod", "")
     if attempt.node:
         return "True", "Scheduled", f"on node {attempt.node}"
     return "False", state.reason, state.message

@@ -8,20 +8,25 @@ Only the operator reads this block; `orbit run` accepts it and takes the machine
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from orbit_runtime.spec.block import (
     LABEL_KEY,
     LAYOUT,
+    VARIABLE_PATTERN,
     AsTuple,
     Block,
+    Contradiction,
     LabelName,
     LabelValue,
     ObjectName,
     Quantity,
     WithoutEmpty,
+    is_label_key,
+    is_label_value,
 )
 from orbit_runtime.spec.rule import LABEL_FIX, Rule, Unique, label_keys_rule
 
@@ -161,6 +166,80 @@ class Toleration(Block):
     )
 
 
+RESERVED = re.compile(
+    r"([^/]+\.)?orbitrl\.dev/.*|app\.kubernetes\.io/(name|instance|component|part-of|managed-by)"
+    r"|batch\.kubernetes\.io/.*|controller-uid|job-name|kueue\.x-k8s\.io/queue-name"
+)
+"""Keys of labels that Orbit or a controller sets on the objects of a run."""
+OWN_VARIABLE = re.compile(r"ORBIT_.*|RAY_ADDRESS|RAY_USAGE_STATS_ENABLED|HOME")
+"""Variables that Orbit sets in the pods of a run."""
+_VOLUMES = ("configMap", "emptyDir", "persistentVolumeClaim", "secret")
+POD_FIELDS: Mapping[str, tuple[type, tuple[str, ...]]] = {
+    "labels": (dict, ()),
+    "annotations": (dict, ()),
+    "securityContext": (dict, ("runAsUser", "runAsGroup", "fsGroup", "supplementalGroups")),
+    "priorityClassName": (str, ()),
+    "runtimeClassName": (str, ()),
+    "schedulerName": (str, ()),
+    "imagePullSecrets": (list, ("name",)),
+    "env": (list, ("name", "value")),
+    "volumes": (list, ("name", *_VOLUMES)),
+    "volumeMounts": (list, ("name", "mountPath", "subPath", "readOnly")),
+    "affinity": (dict, ("podAffinity", "podAntiAffinity")),
+    "topologySpreadConstraints": (list, ()),
+    "resourceClaims": (list, ("name", "resourceClaimName", "resourceClaimTemplateName")),
+    "resources": (dict, ("limits", "claims")),
+    "gpuResource": (str, ()),
+}
+"""Field of `placement.pod` → its kind, and the fields that it or each of its items may have, if not any."""
+_KINDS = {dict: "a mapping", list: "a list of mappings", str: "a text"}
+
+
+def check_pod(placement: Any) -> Iterator[Contradiction]:
+    """In Python, because CEL cannot read a mapping whose values are of any type. The rest of them the API server checks
+    when the pod's Job is created."""
+    pod: Mapping[str, Any] = placement.pod
+    for name, value in pod.items():
+        for message, fix in _find_mistakes(name, value):
+            yield Contradiction(("pod", name), (), message, fix)
+    by_claims = pod.get("gpuResource") == "" and placement.gpus > 0
+    if by_claims and (placement.layout == "Split" or not pod.get("resourceClaims")):
+        message = "no resource is asked for, so that the pod gets its GPUs by claims, which `Split` cannot divide"
+        yield Contradiction(("pod", "gpuResource"), (("layout",),), message, "add `resourceClaims`, with one container")
+
+
+def _find_mistakes(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Message and fix of each."""
+    kind, known = POD_FIELDS.get(name, (object, ()))
+    items: list[Any] = value if isinstance(value, list) else [value]
+    if not isinstance(value, kind) or (kind is list and not all(isinstance(each, dict) for each in items)):
+        yield f"this is not {_KINDS[kind]}", f"write {_KINDS[kind]}"
+        return
+    if strange := [key for each in items if known for key in each if key not in known]:
+        yield f"`{strange[0]}` is not allowed here", f"allowed: {', '.join(known)}"
+    elif name in ("labels", "annotations"):
+        for key, text in value.items():
+            good = isinstance(text, str) and (name == "annotations" or is_label_value(text))
+            if not good or not is_label_key(key) or RESERVED.fullmatch(key):
+                yield f"`{key}` is set by Orbit, or it or its value cannot be of a label", "choose another key or value"
+    elif name == "env":
+        names = [str(each.get("name", "")) for each in items]
+        for each in names:
+            if not re.fullmatch(VARIABLE_PATTERN, each) or OWN_VARIABLE.fullmatch(each):
+                yield f"`{each}` is set by Orbit, or no variable can have this name", "choose another name"
+    elif name == "volumes":
+        if not all(any(kind in each for kind in _VOLUMES) for each in items):
+            yield "a volume has no source", f"add one of {', '.join(_VOLUMES)}"
+    elif name == "resources":
+        limits = value.get("limits", {})
+        if not isinstance(limits, dict):
+            yield "`limits`: this is not a mapping", "write e.g. `limits: {rdma/ib: 1}`"
+            return
+        plain = [each for each in limits if "/" not in each and not each.startswith("hugepages-")]
+        if plain:
+            yield f"`{plain[0]}` has a field of its own", "write `placement.resources`; here go e.g. `rdma/ib`"
+
+
 class Placement(Block):
     """The run's pod on a cluster. Elsewhere a run reads only `layout`, `trainerGpus`, `nodes` and `baseCopies`; `orbit
     plan` also reads `gpus` and `gpuProduct`."""
@@ -204,8 +283,24 @@ class Placement(Block):
         tuple[Toleration, ...], AsTuple, Field(max_length=16, examples=[[{"operator": "Exists"}]])
     ] = ()
     """Taints that the pod tolerates."""
+    pod: Annotated[dict[str, JsonValue], LAYOUT, Field(max_length=16, examples=[{"runtimeClassName": "nvidia"}])] = (
+        Field(default_factory=dict)
+    )
+    """What else the run's pods have, as Kubernetes spells it: `labels` (of all objects of the run), `annotations`,
+    `securityContext` (user and groups), `priorityClassName`, `runtimeClassName`, `schedulerName`, `imagePullSecrets`,
+    `env`, `volumes`, `volumeMounts`, `affinity` (to pods), `topologySpreadConstraints`, `resourceClaims`, `resources`
+    (limits such as `rdma/ib`, and claims); and `gpuResource`, the name by which GPUs are requested: `nvidia.com/gpu`
+    if unset, none if empty."""
 
     rules = (
+        Rule(
+            "pod",
+            f"key in {list(POD_FIELDS)!r}",
+            "a run's pod takes no `{key}`",
+            f"allowed: {', '.join(POD_FIELDS)}",
+            each_key=True,
+        ),
+        check_pod,
         Rule(
             "layout",
             "self.nodes == 1 || self.layout != 'Split'",

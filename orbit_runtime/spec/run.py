@@ -139,6 +139,8 @@ class Lifecycle(Block):
     """Total time that the run's pods may take, not counting waiting and suspension; if unset, no limit."""
     startup_deadline_seconds: Annotated[int | None, DISPLAY, Field(ge=1, le=LONGEST_SECONDS)] = None
     """Time from the placement of an attempt's pod to its first step: images, model, warm-up. If unset, no limit."""
+    waiting_deadline_seconds: Annotated[int | None, DISPLAY, Field(ge=1, le=LONGEST_SECONDS)] = None
+    """How long an attempt may wait for nodes, a quota or a queue; then the run fails. If unset, no limit."""
     termination_grace_period_seconds: Annotated[int, DISPLAY, Field(ge=1, le=86_400)] = 300
     """Time for a last checkpoint before the pod is killed."""
     max_user_retries: Annotated[int, DISPLAY, Field(ge=0, le=100)] = 0

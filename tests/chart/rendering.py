@@ -47,6 +47,8 @@ COMBINATIONS: dict[str, Object] = {
             "egress": [{"cidr": "169.254.170.23/32", "ports": [80]}, {"namespace": "minio"}],
             "priorityClassName": "training",
             "podLabels": {"azure.workload.identity/use": "true"},
+            "queueName": "default-queue",
+            "pod": {"runtimeClassName": "nvidia", "labels": {"kueue.x-k8s.io/priority-class": "high"}},
             "podAnnotations": {"example.com/note": 'a "quoted" <word> \\'},
             "ttlSecondsAfterFinished": 86400,
             "protectFromEviction": True,
@@ -59,7 +61,18 @@ COMBINATIONS: dict[str, Object] = {
         "podAnnotations": {"example.com/note": "1"},
         "podLabels": {"example.com/team": "rl"},
         "serviceAccount": {"annotations": {"example.com/role": "x"}},
-        "networkPolicy": {"scrapeNamespaces": ["monitoring"], "apiServerCIDRs": ["10.0.0.1/32"]},
+        "networkPolicy": {
+            "scrapeNamespaces": ["monitoring"],
+            "apiServerCIDRs": ["10.0.0.1/32"],
+            "httpsCIDRs": ["10.1.0.0/16"],
+        },
+        "fences": {
+            "maxGPUs": 64,
+            "images": ["images.example.com/"],
+            "secrets": ["store"],
+            "serviceAccounts": ["orbit-runs"],
+            "forbidEgress": True,
+        },
         "monitoring": ALL_MONITORING,
     },
     "as-little-as-possible": {

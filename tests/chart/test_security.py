@@ -9,6 +9,8 @@ import pytest
 from chart.rendering import ALL_MONITORING, COMBINATIONS, NAMESPACE, Object, of_kind, pick, render
 from chart.restricted import violations
 
+from orbit_operator.lease import CLAIM
+
 CLUSTER_WIDE = ("ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "PriorityClass", "Namespace")
 
 
@@ -113,6 +115,34 @@ def test_the_lease_is_the_only_one_it_may_change(helm: str) -> None:
     made, rule = pick(objects, "Role", "orbit-operator-lease")["rules"]
     assert (made["resources"], made["verbs"]) == (["leases"], ["create"]), "RBAC limits this to no name"
     assert (rule["resourceNames"], rule["verbs"]) == ([lease], ["get", "update"])
+
+
+def test_of_the_leases_of_a_watched_namespace_it_may_change_the_one_that_says_who_owns_it(helm: str) -> None:
+    rules = pick(render(helm, {}), "Role", "orbit-operator")["rules"]
+    made, rule = (each for each in rules if each["resources"] == ["leases"])
+    assert made["verbs"] == ["create"], "RBAC limits this to no name"
+    assert (rule["resourceNames"], rule["verbs"]) == ([CLAIM], ["get", "update"])
+
+
+def test_fences_stand_where_they_are_asked_for_and_in_the_watched_namespaces_only(helm: str) -> None:
+    kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    assert of_kind(render(helm, {}), *kinds) == []
+    for fence in (
+        {"maxGPUs": 8},
+        {"images": ["a/"]},
+        {"secrets": ["a"]},
+        {"serviceAccounts": ["a"]},
+        {"forbidEgress": True},
+    ):
+        policy, binding = of_kind(render(helm, {"fences": fence, "watchNamespaces": ["team-a"]}), *kinds)
+        assert len(policy["spec"]["validations"]) == (2 if "maxGPUs" in fence else 1)
+        (matched,) = policy["spec"]["matchConstraints"]["resourceRules"]
+        assert (matched["resources"], matched["operations"]) == (["orbitruns"], ["CREATE"])
+        assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+        (selected,) = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
+        assert selected["values"] == ["team-a"]
+    (_, everywhere) = of_kind(render(helm, {"fences": {"maxGPUs": 8}, "clusterScope": True}), *kinds)
+    assert "matchResources" not in everywhere["spec"]
 
 
 def test_the_operator_takes_only_from_those_who_may_scrape_it(helm: str) -> None:

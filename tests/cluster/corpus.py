@@ -133,6 +133,7 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
     "placement": (
         "{egress: [], tolerations: [], envFromSecrets: [], nodeSelector: {}, resources: {}, modelCache: {}}",
         "{gpus: 0, modelCache: {sizeLimit: 10Gi}}", "{egress: [{cidr: 10.1.2.3/8}]}", "{nodeSelector: {a: }}",
+        "{pod: {runtimeClassName: nvidia, labels: {kueue.x-k8s.io/priority-class: high}, env: [{name: A, value: b}]}}",
         "{gpus: 4, gpuProduct: NVIDIA-B200, image: 'registry:5000/a/b@sha256:00', "
         "resources: {cpu: 64, memory: 1Ti, ephemeralStorage: '1000', sharedMemory: 64Gi}, modelCache: {claimName: c}, "
         "envFromSecrets: [a, b.c], egress: [{cidr: 10.0.0.0/8, ports: [1, 65535]}, {cidr: '::/0'}, {namespace: m}], "
@@ -142,6 +143,7 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
     "lifecycle": (
         "{suspend: true, queueName: team-a, managedBy: kueue.x-k8s.io/multikueue, ttlSecondsAfterFinished: 0, "
         "activeDeadlineSeconds: 1, startupDeadlineSeconds: 2147483647, terminationGracePeriodSeconds: 1, "
+        "waitingDeadlineSeconds: 1, "
         "maxUserRetries: 3, maxInfraRestarts: 0}",
     ),
 }  # fmt: skip
@@ -284,7 +286,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
             )
         ),
         ("{nodeSelector: {a b: c}}", "nodeSelector"), ("{nodeSelector: {a: b c}}", "nodeSelector.a"),
-        ("{nodeSelector: [a]}", "nodeSelector"),
+        ("{nodeSelector: [a]}", "nodeSelector"), ("{pod: {hostNetwork: true}}", "pod"),
         ("{tolerations: [{key: a, operator: Exists, value: b}]}", "tolerations[0].value"),
         ("{tolerations: [{value: b}]}", "tolerations[0].key"), ("{tolerations: [{key: a b}]}", "tolerations[0].key"),
         ("{tolerations: [{key: a, tolerationSeconds: 5}]}", "tolerations[0].tolerationSeconds"),

@@ -94,6 +94,7 @@ FIXED_CHANGES = (
     ("observability.logFormat", "JSON"),
     ("lifecycle.managedBy", "a.b/c"), ("lifecycle.activeDeadlineSeconds", 9), ("lifecycle.activeDeadlineSeconds", None),
     ("lifecycle.startupDeadlineSeconds", 9), ("lifecycle.terminationGracePeriodSeconds", 9),
+    ("lifecycle.waitingDeadlineSeconds", 9), ("placement.pod", {"schedulerName": "other"}),
     ("lifecycle.maxUserRetries", 9), ("lifecycle.maxInfraRestarts", 9), ("lifecycle.queueName", "other"),
     ("lifecycle.queueName", None),
 )  # fmt: skip

@@ -65,6 +65,7 @@ class Cluster:
     """Pods that stood on a node nobody could reach when the next attempt was made."""
     ranks: dict[str, RanksFacts] = field(default_factory=dict)
     """RayClusters by uid."""
+    rank_pods: dict[str, PodFacts] = field(default_factory=dict)
     is_gone: bool = False
     cleanup: str = ""
     serial: int = 0
@@ -79,6 +80,7 @@ class Cluster:
             nodes=dict(self.nodes),
             progress=progress,
             ranks=tuple(self.ranks.values()),
+            rank_pods=tuple(self.rank_pods.values()),
             cleanup=self.cleanup,  # type: ignore[arg-type]
         )
 
@@ -98,6 +100,8 @@ class Cluster:
                 assert action.number not in self.recorded_numbers(), f"attempt {action.number} was there before"
                 assert action.number >= max(self.created, default=0), f"attempt {action.number} after {self.created}"
                 assert not unfenced, f"attempt {action.number} is made while {unfenced} may still write"
+                placed = [pod for pod in self.rank_pods.values() if pod.node]
+                assert self.run.nodes == 1 or len(placed) >= self.run.nodes, "GPUs are taken before ranks have theirs"
                 self.created.append(action.number)
                 held = self.run.lifecycle.queue_name is not None
                 uid = self._uid("job")
@@ -110,6 +114,7 @@ class Cluster:
                 self.ranks[uid] = RanksFacts(uid, uid, action.attempt)
         elif isinstance(action, DeleteRanks):
             gone = self.ranks.pop(action.uid, None)
+            self.rank_pods = {uid: pod for uid, pod in self.rank_pods.items() if pod.job_uid != action.uid}
             alive = [pod.uid for pod in self.pods.values() if gone and pod.attempt == gone.attempt]
             alive = [uid for uid in alive if not self.pods[uid].is_terminal and uid not in self.fenced]
             assert not alive, f"the ranks of {alive} are taken away"
@@ -152,6 +157,14 @@ class Cluster:
                 uid = self._uid("pod")
                 self.pods[uid] = PodFacts(uid, uid, job.attempt, job.uid, created=self.now)
                 self.jobs[name] = replace(job, had_pod=True)
+
+    def place_ranks(self) -> None:
+        """KubeRay and the scheduler: a RayCluster's head and ranks are made, and each is placed."""
+        for uid in self.ranks:
+            for number in range(self.run.nodes):
+                name = f"{uid}-{number}"
+                pod = PodFacts(name, name, 0, uid, "Running", f"r{number}", created=self.now, scheduled=self.now)
+                self.rank_pods.setdefault(name, pod)
 
     def conclude_jobs(self) -> None:
         """Job controller: with `backoffLimit: 0` a Job ends with its pod, and not before the pod has."""

@@ -42,11 +42,13 @@ class AnyOrder(RuleBasedStateMachine):
         queue=st.sampled_from([None, None, "team-queue"]),
         startup=st.sampled_from([None, 40]),
         active=st.sampled_from([None, 300]),
+        waiting=st.sampled_from([None, None, 700]),
         nodes=st.sampled_from([1, 1, 3]),
     )
     def begin(
-        self, user: int, infra: int, queue: str | None, startup: int | None, active: int | None, nodes: int
-    ) -> None:
+        self, user: int, infra: int, queue: str | None, startup: int | None, active: int | None, waiting: int | None,
+        nodes: int,
+    ) -> None:  # fmt: skip
         self.cluster = build_cluster(
             nodes=nodes,
             max_user_retries=user,
@@ -54,6 +56,7 @@ class AnyOrder(RuleBasedStateMachine):
             queue_name=queue,
             startup_deadline_seconds=startup,
             active_deadline_seconds=active,
+            waiting_deadline_seconds=waiting,
         )
         self.restart_operator()
 
@@ -87,6 +90,7 @@ class AnyOrder(RuleBasedStateMachine):
             observed.nodes,
             self.progress,
             ranks=observed.ranks,
+            rank_pods=observed.rank_pods,
         )
         chosen = cluster.think(lagging)
         return (cluster.think(observed), observed) if needs_fresh_look(chosen, lagging) else (chosen, lagging)
@@ -118,6 +122,10 @@ class AnyOrder(RuleBasedStateMachine):
     def job_controller(self) -> None:
         self.cluster.make_pod()
         self.cluster.conclude_jobs()
+
+    @rule()
+    def ranks_are_placed(self) -> None:
+        self.cluster.place_ranks()
 
     @rule()
     def pods_go_away(self) -> None:
@@ -238,6 +246,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.poll()
             self.operator_works(None)
             self.cluster.hold(False)
+            self.ranks_are_placed()
             self.job_controller()
             self.scheduler_and_kubelet("n0")
             self.cluster.exit(0)

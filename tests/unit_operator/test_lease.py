@@ -11,7 +11,7 @@ pytest.importorskip("kopf", reason="the operator's packages are not installed (e
 
 from orbit_operator.api import ApiError
 from orbit_operator.health import Health
-from orbit_operator.lease import RETRY_SECONDS, Lease, LeaseLostError
+from orbit_operator.lease import CLAIM_SECONDS, RETRY_SECONDS, Claims, Lease, LeaseLostError
 
 
 class LeaseApi:
@@ -57,6 +57,28 @@ def keep(fails: dict[int, float], looks: int) -> float:
         return now[0] - lease._renewed
 
     return asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_of_two_installations_one_owns_a_namespace_and_the_other_takes_it_once_it_is_left() -> None:
+    async def work() -> None:
+        now = [100.0]
+        api: Any = LeaseApi(now, {})
+        mine, theirs = set[str](), set[str]()
+        first, again, second = (
+            Claims(api, holder, others, monotonic=lambda: now[0])
+            for holder, others in (("a/orbit", mine), ("a/orbit", mine), ("b/orbit", theirs))
+        )
+        assert await first.hold("team")
+        assert not await second.hold("team")
+        assert (mine, theirs) == (set(), {"team"})
+        assert await again.hold("team"), "another process of the same installation, as after an upgrade"
+        assert Health(others=theirs).note() == "another installation owns the runs of team"
+        now[0] += CLAIM_SECONDS
+        assert await second.hold("team")
+        assert theirs == set()
+        assert not await first.hold("team")
+
+    asyncio.run(work())
 
 
 def test_after_one_renewal_without_an_answer_the_next_one_comes_in_time() -> None:

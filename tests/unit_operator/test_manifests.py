@@ -20,6 +20,8 @@ from orbit_operator.manifests.mounts import build_mounts, localise
 from orbit_operator.manifests.network_policy import build_network_policy
 from orbit_operator.manifests.ray_cluster import build_ray_cluster
 from orbit_operator.manifests.source import Object, RunSource, labels
+from orbit_operator.observe import judge_manifest
+from orbit_operator.read import lifecycle_of
 from orbit_operator.settings import Settings
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.placement import Egress, Toleration, halve, read_quantity
@@ -120,6 +122,106 @@ def test_a_queued_job_is_held_until_its_queue_lets_it_go() -> None:
     job = build_job(source(LARGE), 1, (), SETTINGS)
     assert job["spec"]["suspend"] is True
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue"
+
+
+POD: dict[str, Any] = {
+    "labels": {"kueue.x-k8s.io/priority-class": "high", "cost-centre": "7"},
+    "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"},
+    "securityContext": {"runAsUser": 1000, "supplementalGroups": [2000]},
+    "priorityClassName": "training-high",
+    "runtimeClassName": "nvidia",
+    "schedulerName": "volcano",
+    "imagePullSecrets": [{"name": "team-registry"}],
+    "env": [{"name": "NCCL_IB_HCA", "value": "mlx5"}, {"name": "HTTPS_PROXY", "value": "http://own"}],
+    "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": "1Ti"}}],
+    "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+    "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "resources": {"limits": {"rdma/ib": 1}},
+    "gpuResource": "nvidia.com/mig-3g.40gb",
+}
+"""What the installation or a manifest adds to pods."""
+
+
+@pytest.mark.parametrize("by", ["manifest", "installation"])
+@pytest.mark.parametrize("layout", ["Split", "Colocated"])
+def test_a_run_has_what_its_cluster_asks_of_pods(by: str, layout: str) -> None:
+    placement = {**LARGE["placement"], "layout": layout, **({"pod": POD} if by == "manifest" else {})}
+    run = source({**LARGE, "placement": placement, "lifecycle": {}})
+    run = replace(run, installed=POD) if by == "installation" else run
+    settings = replace(SETTINGS, run_env={"HTTPS_PROXY": "http://installed"}, image_pull_secrets=("registry",))
+    job = build_job(run, 1, ("n1",), settings)
+    for made in (job, build_config_map(run), build_network_policy(run, settings), build_cleanup_job(run, settings)):
+        assert POD["labels"].items() <= made["metadata"]["labels"].items(), "Kueue reads the Job's"
+        assert made["metadata"]["labels"]["orbitrl.dev/run-name"] == "adder"
+    template, pod = job["spec"]["template"], job["spec"]["template"]["spec"]
+    assert template["metadata"]["annotations"] == POD["annotations"]
+    assert pod["securityContext"]["runAsUser"] == 1000
+    assert (pod["securityContext"]["fsGroup"], pod["securityContext"]["runAsNonRoot"]) == (65532, True)
+    for name in ("priorityClassName", "runtimeClassName", "schedulerName", "topologySpreadConstraints"):
+        assert pod[name] == POD[name]
+    assert pod["imagePullSecrets"] == [{"name": "registry"}, {"name": "team-registry"}]
+    assert set(pod["affinity"]) == {"nodeAffinity", "podAntiAffinity"}
+    containers = [*pod["containers"], *pod.get("initContainers", [])]
+    assert len(containers) == (2 if layout == "Split" else 1)
+    for container in containers:
+        variables = {each["name"]: each["value"] for each in container["env"]}
+        assert (variables["NCCL_IB_HCA"], variables["HTTPS_PROXY"]) == ("mlx5", "http://own")
+        assert len(variables) == len(container["env"])
+        assert POD["volumeMounts"][0] in container["volumeMounts"]
+        for amounts in container["resources"].values():
+            assert amounts["rdma/ib"] == 1
+            assert amounts["nvidia.com/mig-3g.40gb"] == ("4" if layout == "Split" else "8")
+            assert "nvidia.com/gpu" not in amounts
+    cleanup = build_cleanup_job(run, settings)["spec"]["template"]["spec"]
+    assert {"name": "team-registry"} in cleanup["imagePullSecrets"]
+    assert "priorityClassName" not in cleanup, "it preempts nothing that trains"
+    assert "rdma/ib" not in cleanup["containers"][0]["resources"]["limits"]
+
+
+def test_ranks_have_the_same_and_their_head_no_devices() -> None:
+    run = source(
+        {**LARGE, "placement": {**LARGE["placement"], "layout": "Colocated", "nodes": 2, "pod": POD}, "lifecycle": {}}
+    )
+    made = build_ray_cluster(run, 1, SETTINGS)["spec"]
+    (workers,) = made["workerGroupSpecs"]
+    (ranks,), (head,) = (each["template"]["spec"]["containers"] for each in (workers, made["headGroupSpec"]))
+    assert ranks["resources"]["limits"]["rdma/ib"] == 1
+    assert ranks["resources"]["limits"]["nvidia.com/mig-3g.40gb"] == "8"
+    assert "rdma/ib" not in head["resources"]["limits"]
+    for each in (workers, made["headGroupSpec"]):
+        template = each["template"]
+        assert (template["spec"]["runtimeClassName"], template["spec"]["schedulerName"]) == ("nvidia", "volcano")
+        assert template["metadata"]["labels"]["cost-centre"] == "7"
+        assert {"name": "team-registry"} in template["spec"]["imagePullSecrets"]
+
+
+def test_gpus_may_come_by_claims_alone() -> None:
+    claims = {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "eight-gpus"}],
+              "resources": {"claims": [{"name": "gpus"}]}, "gpuResource": ""}  # fmt: skip
+    run = source({**SMALL, "placement": {"pod": claims}})
+    pod = build_job(run, 1, (), SETTINGS)["spec"]["template"]["spec"]
+    assert pod["resourceClaims"] == claims["resourceClaims"]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpus"}]
+    assert "nvidia.com/gpu" not in pod["containers"][0]["resources"].get("limits", {})
+    body = {"metadata": {"name": "a", "namespace": "team", "uid": "u"}, "spec": {**LARGE, "lifecycle": {}}}
+    assert "cannot divide" in judge_manifest(body, claims).invalid, "each container would see all of them"
+
+
+def test_an_installations_queue_holds_runs_that_name_none() -> None:
+    settings = replace(SETTINGS, run_queue="default-queue")
+    job = build_job(source(SMALL), 1, (), settings)
+    assert (job["spec"]["suspend"], job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]) == (True, "default-queue")
+    assert build_job(source(LARGE), 1, (), settings)["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue"
+    assert (lifecycle_of({}, "default-queue").queue_name, lifecycle_of({}).queue_name) == ("default-queue", None)
+
+
+def test_https_may_be_limited_to_networks_of_the_installation() -> None:
+    policy = build_network_policy(source(SMALL), replace(SETTINGS, https_cidrs=("10.0.0.0/8",)))
+    https = {"ports": [{"protocol": "TCP", "port": 443}], "to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
+    assert https in policy["spec"]["egress"]
+    anywhere = [each for each in policy["spec"]["egress"] if "to" not in each]
+    assert [port["port"] for each in anywhere for port in each["ports"]] == [53, 53, 5353, 5353], "names only"
 
 
 def test_a_split_pod_shares_everything_by_halves() -> None:

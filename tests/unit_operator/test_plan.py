@@ -20,7 +20,7 @@ from orbit_operator.actions import (
     StartCleanup,
 )
 from orbit_operator.ending import CLEANUP_SECONDS, FINALIZER
-from orbit_operator.facts import ContainerEnd, NodeFacts, Observed, Progress, QueueFacts
+from orbit_operator.facts import ContainerEnd, NodeFacts, Observed, PodFacts, Progress, QueueFacts
 from orbit_operator.plan import Limits, plan
 from orbit_operator.policies.restart import FREE_WITHOUT_PROGRESS
 
@@ -260,6 +260,47 @@ def test_the_active_deadline_ends_the_run_over_all_attempts() -> None:
     cluster.conclude_jobs()
     work(cluster)
     assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", "DeadlineExceeded")
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_run_that_waits_for_a_place_beyond_its_limit_ends_with_what_it_waited_for(nodes: int) -> None:
+    cluster = build_cluster(nodes=nodes, waiting_deadline_seconds=3600, max_infra_restarts=3)
+    work(cluster)
+    pods, owner = (cluster.pods, "job-1") if nodes == 1 else (cluster.rank_pods, "ranks-1")
+    pods["p"] = PodFacts("p", "p", 1, owner, unschedulable="no node fits")
+    assert work(cluster).wake_at is not None
+    cluster.wait(3599.0)
+    work(cluster)
+    assert cluster.status["reason"] == "Unschedulable"
+    cluster.wait(1.0)
+    for _ in range(3):
+        work(cluster)
+        cluster.end_deleted(143)
+        cluster.conclude_jobs()
+        cluster.wait(60.0)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", "WaitingDeadlineExceeded")
+    assert cluster.status["message"].startswith("no node within 3600 s: Unschedulable: ")
+    assert cluster.status["message"].count("Unschedulable") == 1
+    assert (cluster.status["whoActs"], cluster.ranks) == ("Cluster", {})
+
+
+def test_the_limit_on_waiting_spares_a_run_that_has_its_place_and_counts_anew_for_each_attempt() -> None:
+    cluster = running(waiting_deadline_seconds=100, max_infra_restarts=3)
+    cluster.wait(10_000.0)
+    work(cluster)
+    assert cluster.status["phase"] == "Running"
+    cluster.exit(74)
+    cluster.conclude_jobs()
+    work(cluster)
+    cluster.wait(1000.0)
+    work(cluster)
+    cluster.wait(99.0)
+    work(cluster)
+    assert (cluster.status["phase"], cluster.status["attempt"]) == ("Pending", 2)
+    cluster.wait(1.0)
+    work(cluster)
+    work(cluster)
+    assert cluster.status["reason"] == "WaitingDeadlineExceeded"
 
 
 def test_a_run_that_is_over_goes_away_after_its_time_to_live_and_keeps_its_artifacts() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
 
-from orbit_operator.api import Api, ApiError, Body, Kind
+from orbit_operator.api import LEASES, Api, ApiError, Body, Kind
 from orbit_operator.cache import Child, Key
 from orbit_operator.crd_check import wait_for_crd
 from orbit_operator.ending import FINALIZER
@@ -47,8 +47,12 @@ class Answering(Api):
 
     async def call(self, verb: str, kind: Kind, *_: Any, body: Mapping[str, Any] | None = None, **__: Any) -> Body:
         if verb == "GET":
+            if kind is LEASES:
+                raise ApiError(404, "NotFound", "")
             return {"items": []}
         await asyncio.sleep(0)
+        if kind is LEASES:
+            return {}
         self.writes.append(kind.plural)
         if kind.plural in self.errors:
             raise self.errors[kind.plural]

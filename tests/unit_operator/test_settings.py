@@ -36,6 +36,8 @@ def test_what_has_an_inner_structure_is_json_in_the_shape_of_a_manifest() -> Non
             "ORBIT_OPERATOR_RUN_PRIORITY_CLASS": "training",
             "ORBIT_OPERATOR_RUN_ENV": '{"HTTPS_PROXY": "http://proxy:3128"}',
             "ORBIT_OPERATOR_RUN_AS_USER": "-1",
+            "ORBIT_OPERATOR_RUN_QUEUE": "team-a",
+            "ORBIT_OPERATOR_RUN_POD": '{"runtimeClassName": "nvidia", "resources": {"limits": {"rdma/ib": 1}}}',
             "ORBIT_OPERATOR_RUN_POD_LABELS": '{"azure.workload.identity/use": "true", "team": ""}',
             "ORBIT_OPERATOR_RUN_POD_ANNOTATIONS": '{"example.com/note": "two words"}',
         }
@@ -45,6 +47,8 @@ def test_what_has_an_inner_structure_is_json_in_the_shape_of_a_manifest() -> Non
     assert settings.run_egress == (Egress(cidr="169.254.170.23/32", ports=(80,)), Egress(namespace="minio"))
     assert settings.run_priority_class == "training"
     assert (settings.run_env, settings.run_as_user) == ({"HTTPS_PROXY": "http://proxy:3128"}, -1)
+    assert settings.run_queue == "team-a"
+    assert settings.run_pod == {"runtimeClassName": "nvidia", "resources": {"limits": {"rdma/ib": 1}}}
     assert settings.run_pod_labels == {"azure.workload.identity/use": "true", "team": ""}
     assert settings.run_pod_annotations == {"example.com/note": "two words"}
     empty = {"NODE_SELECTOR": "{}", "TOLERATIONS": "[]", "EGRESS": "[]", "POD_LABELS": "{}", "POD_ANNOTATIONS": "{}"}
@@ -71,6 +75,10 @@ def test_what_has_an_inner_structure_is_json_in_the_shape_of_a_manifest() -> Non
         ("POD_LABELS", '{"alpha.orbitrl.dev/x": "1"}', ": alpha.orbitrl.dev/x", "set by Orbit"),
         ("POD_LABELS", '{"app.kubernetes.io/name": "x"}', ": app.kubernetes.io/name", "set by Orbit"),
         ("POD_LABELS", '{"batch.kubernetes.io/job-name": "x"}', ": batch.kubernetes.io/job-name", "set by Orbit"),
+        ("POD_LABELS", '{"kueue.x-k8s.io/priority-class": "high"}', ": kueue.x-k8s.io/priority-class", "of a Job"),
+        ("POD", '{"hostNetwork": true}', ": pod", "takes no `hostNetwork`"),
+        ("POD", '{"labels": {"orbitrl.dev/attempt": "1"}}', ": pod.labels", "set by Orbit"),
+        ("QUEUE", "team a", "", "name of a queue"),
         ("POD_ANNOTATIONS", '{"orbitrl.dev/reconcile": "x"}', ": orbitrl.dev/reconcile", "set by Orbit"),
     ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ from orbit_operator.manifests.network_policy import build_network_policy
 from orbit_operator.manifests.ray_cluster import build_ray_cluster
 from orbit_operator.manifests.source import ranks_name, ray_address
 from orbit_operator.observe import judge_manifest
+from orbit_operator.read import read_ranks
 
 FLAGSHIP: dict[str, Any] = {
     **LARGE,
@@ -31,9 +32,10 @@ FLAGSHIP: dict[str, Any] = {
 
 def test_nodes_are_taken_with_the_attempt_and_given_back_when_its_pod_has_ended() -> None:
     cluster = build_cluster(nodes=3, max_infra_restarts=3)
-    assert [type(each) for each in work(cluster).actions] == [CreateAttempt]
     assert work(cluster).actions == (CreateRanks(1),)
     assert work(cluster).actions == (), "once"
+    cluster.place_ranks()
+    assert [type(each) for each in work(cluster).actions] == [CreateAttempt]
     cluster.run_pod()
     assert work(cluster).actions == ()
     cluster.exit(81)
@@ -43,8 +45,47 @@ def test_nodes_are_taken_with_the_attempt_and_given_back_when_its_pod_has_ended(
     assert not cluster.ranks
     cluster.wait(3600)
     work(cluster)
+    cluster.place_ranks()
     work(cluster)
     assert [each.attempt for each in cluster.ranks.values()] == [2], "the next attempt has nodes of its own"
+
+
+def test_the_runs_pod_takes_no_gpus_before_its_ranks_are_placed_and_the_run_says_what_they_wait_for() -> None:
+    cluster = build_cluster(nodes=3)
+    work(cluster)
+    cluster.place_ranks()
+    last = max(cluster.rank_pods)
+    placed = cluster.rank_pods[last]
+    unplaced = replace(placed, node="", phase="Pending", unschedulable="5 Insufficient nvidia.com/gpu")
+    for _ in range(3):
+        cluster.rank_pods[last] = unplaced
+        assert work(cluster).actions == ()
+        assert [cluster.status[name] for name in ("phase", "reason", "whoActs")] == [
+            "Pending", "Unschedulable", "Cluster",
+        ]  # fmt: skip
+        assert last in cluster.status["message"]
+        cluster.wait(3600)
+    assert (cluster.jobs, cluster.status["attempt"], cluster.status["infraRestarts"]) == ({}, 0, 0)
+    assert cluster.status["gpuSeconds"] == {"useful": 0, "lost": 0, "waiting": 0}
+    cluster.rank_pods[last] = placed
+    assert work(cluster).actions == (CreateAttempt(1),)
+
+
+def test_ranks_whose_pods_a_quota_refuses_are_told_in_its_words_and_go_when_the_run_is_suspended() -> None:
+    cluster = build_cluster(nodes=2)
+    work(cluster)
+    (uid,) = cluster.ranks
+    said = "pods is forbidden: exceeded quota: gpus"
+    cluster.ranks[uid] = replace(cluster.ranks[uid], problem=said)
+    assert work(cluster).wake_at is not None, "RayClusters are not watched"
+    assert [cluster.status[name] for name in ("reason", "message", "whoActs")] == ["QuotaExceeded", said, "Cluster"]
+    body = {
+        "metadata": {"name": "r", "uid": "u"},
+        "status": {"conditions": [{"type": "ReplicaFailure", "message": said}]},
+    }
+    assert read_ranks(body).problem == said
+    cluster.suspend(True)
+    assert work(cluster).actions == (DeleteRanks(uid, uid),)
 
 
 UNPLACED = PodFacts("ranks-adder-a1-x", "r1", 0, unschedulable="0/3 nodes: 5 Insufficient nvidia.com/gpu")
@@ -64,8 +105,9 @@ def test_what_pods_of_ranks_wait_for_is_what_the_run_waits_for(
     pod: PodFacts, state: tuple[str, str], ending: tuple[str, str], budget: str
 ) -> None:
     cluster = build_cluster(nodes=3)
-    for _ in range(2):
-        work(cluster)
+    work(cluster)
+    cluster.place_ranks()
+    work(cluster)
     cluster.run_pod()
     observed = replace(cluster.observe(), rank_pods=(pod,))
     cluster.write_status(observed, cluster.think(observed))
@@ -83,6 +125,7 @@ def test_what_pods_of_ranks_wait_for_is_what_the_run_waits_for(
 def test_somebody_deletes_the_ray_cluster_of_a_run_that_lives() -> None:
     cluster = build_cluster(nodes=2)
     work(cluster)
+    cluster.place_ranks()
     work(cluster)
     cluster.ranks.clear()
     assert work(cluster).actions == (CreateRanks(1),)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbit_runtime.spec.crd import build_schema as build_crd_schema
+from orbit_runtime.spec.placement import POD_FIELDS
 from tools.chart.values_file import Value
 
 Schema = dict[str, Any]
@@ -17,6 +18,7 @@ NAMESPACE: Schema = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,61}[a-z
 QUANTITY: Schema = {"type": ["string", "number"], "pattern": "^[0-9]+(\\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"}
 _AMOUNTS: Schema = {"type": "object", "additionalProperties": QUANTITY}
 _STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_TEXTS: Schema = {"items": {"type": "string", "minLength": 1}}
 _PULL_POLICY: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
 _DIGEST: Schema = {"pattern": "^(sha256:[0-9a-f]{64})?$"}
 _DURATION: Schema = {"pattern": "^([0-9]+(ms|s|m|h|d))+$"}
@@ -40,6 +42,7 @@ _RESERVED = (
 )
 _OBJECT_NAME = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"
 _PORTS: Schema = {"items": {"type": "integer", "minimum": 1, "maximum": 65535}, "minItems": 1}
+_NETWORKS: Schema = {"items": {"type": "string", "pattern": "/[0-9]{1,3}$"}}
 _POD_KEYS: Schema = {**_STRINGS, "patternProperties": {_RESERVED: False}}
 
 
@@ -70,7 +73,7 @@ BOUNDS: dict[str, Schema] = {
     "runs.image.repository": {"minLength": 1},
     "runs.image.digest": _DIGEST,
     "runs.imagePullPolicy": _PULL_POLICY,
-    "runs.imagePullSecrets": {"items": {"type": "string", "minLength": 1}},
+    "runs.imagePullSecrets": _TEXTS,
     "runs.cpu": {"minimum": 0, "maximum": 1024},
     "runs.cpuRequestPerGPU": {"type": "number", "minimum": 0, "maximum": 128},
     "runs.memory": {"type": "string", "pattern": f"^$|{QUANTITY['pattern']}"},
@@ -85,9 +88,15 @@ BOUNDS: dict[str, Schema] = {
     "runs.caConfigMap": {"pattern": _OBJECT_NAME},
     "runs.runAsUser": {"type": ["integer", "null"], "minimum": 1},
     "runs.priorityClassName": {"pattern": _OBJECT_NAME},
-    "runs.podLabels": _POD_KEYS,
+    "runs.queueName": {"pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"},
+    "runs.pod": {"propertyNames": {"enum": [*POD_FIELDS]}},
+    "runs.podLabels": {**_STRINGS, "patternProperties": {rf"{_RESERVED}|^kueue\.x-k8s\.io/": False}},
     "runs.podAnnotations": _POD_KEYS,
     "runs.ttlSecondsAfterFinished": {"minimum": -1},
+    "fences.maxGPUs": {"minimum": 0},
+    "fences.images": _TEXTS,
+    "fences.secrets": _TEXTS,
+    "fences.serviceAccounts": _TEXTS,
     "operator.logLevel": {"enum": ["Debug", "Info", "Warning", "Error"]},
     "operator.workers": {"minimum": 1, "maximum": 64},
     "operator.pollSeconds": {"type": "number", "minimum": 1},
@@ -113,7 +122,8 @@ BOUNDS: dict[str, Schema] = {
     "networkPolicy.scrapeNamespaces": {"items": NAMESPACE, "uniqueItems": True},
     "networkPolicy.dnsPorts": _PORTS,
     "networkPolicy.apiServerPorts": _PORTS,
-    "networkPolicy.apiServerCIDRs": {"items": {"type": "string", "pattern": "/[0-9]{1,3}$"}},
+    "networkPolicy.httpsCIDRs": _NETWORKS,
+    "networkPolicy.apiServerCIDRs": _NETWORKS,
     "monitoring.additionalLabels": _STRINGS,
     "monitoring.serviceMonitor.interval": _DURATION,
     "monitoring.podMonitor.interval": _DURATION,

@@ -16,6 +16,8 @@
   "RUN_CA_CONFIG_MAP" .Values.runs.caConfigMap
   "RUN_AS_USER" (.Values.runs.runAsUser | default -1 | int64)
   "RUN_PRIORITY_CLASS" .Values.runs.priorityClassName
+  "RUN_QUEUE" .Values.runs.queueName
+  "RUN_POD" (toJson .Values.runs.pod)
   "RUN_POD_LABELS" (toJson .Values.runs.podLabels)
   "RUN_POD_ANNOTATIONS" (toJson .Values.runs.podAnnotations)
   "METRICS_PORT" 8080
@@ -30,6 +32,7 @@
   "TTL_SECONDS" (int64 .Values.runs.ttlSecondsAfterFinished)
   "NETWORK_POLICIES" .Values.networkPolicy.enabled
   "DNS_PORTS" (join "," .Values.networkPolicy.dnsPorts)
+  "HTTPS_CIDRS" (join "," .Values.networkPolicy.httpsCIDRs)
   "SCRAPE_NAMESPACES" (join "," .Values.networkPolicy.scrapeNamespaces)
   "LEASE_NAME" (include "orbit.operatorName" .)
   "LEASE_SECONDS" .Values.operator.leaseSeconds

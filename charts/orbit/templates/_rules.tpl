@@ -36,6 +36,14 @@
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [list]
+# The Lease by which one installation owns the runs of a namespace.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [orbit-runs]
+  verbs: [get, update]
 {{- end }}
 
 {{- /* In the operator's own namespace. The chart makes the Lease, so that uninstalling removes it. */}}

@@ -9,9 +9,11 @@ from orbit_operator.manifests.pod import (
     build_pod_metadata,
     build_tolerations,
     container_security,
+    customise,
     installed_variables,
     pod_security,
 )
+from orbit_operator.manifests.ray_cluster import NOT_OF_HEAD
 from orbit_operator.manifests.source import Object, RunSource, cleanup_name, labels, metadata, run_folder
 from orbit_operator.settings import Settings
 
@@ -61,6 +63,7 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
         pod["serviceAccountName"] = storage.service_account_name
     if settings.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    template = {"metadata": build_pod_metadata(labels(source, component=COMPONENT), settings), "spec": pod}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -69,6 +72,6 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
             "backoffLimit": 3,
             "activeDeadlineSeconds": DEADLINE_SECONDS,
             "podFailurePolicy": {"rules": FAILURE_RULES},
-            "template": {"metadata": build_pod_metadata(labels(source, component=COMPONENT), settings), "spec": pod},
+            "template": customise(source, template, (*NOT_OF_HEAD, "priorityClassName", "runtimeClassName")),
         },
     }

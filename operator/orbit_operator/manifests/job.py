@@ -21,8 +21,8 @@ FAILURE_RULES: list[Object] = [
 def build_job(source: RunSource, attempt: int, avoid_nodes: Sequence[str], settings: Settings) -> Object:
     """Created once and never changed: a queue decides on `suspend`."""
     head = metadata(source, job_name(source.name, attempt), attempt)
-    queue = source.manifest.spec.lifecycle.queue_name
-    if queue is not None:
+    queue = source.manifest.spec.lifecycle.queue_name or settings.run_queue
+    if queue:
         head["labels"][QUEUE_LABEL] = queue
     return {
         "apiVersion": "batch/v1",
@@ -34,7 +34,7 @@ def build_job(source: RunSource, attempt: int, avoid_nodes: Sequence[str], setti
             "parallelism": 1,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {"rules": FAILURE_RULES},
-            "suspend": queue is not None,
+            "suspend": bool(queue),
             "template": build_pod_template(source, attempt, avoid_nodes, settings),
         },
     }

@@ -27,7 +27,10 @@ def build_network_policy(source: RunSource, settings: Settings) -> Object:
         among = [{"podSelector": {"matchLabels": {RUN_UID: source.uid}}}]
         ingress.append({"from": among})
     dns = [{"protocol": protocol, "port": int(port)} for port in settings.dns_ports for protocol in ("UDP", "TCP")]
-    egress: list[Object] = [{"ports": dns}, {"ports": [{"protocol": "TCP", "port": 443}]}]
+    https: Object = {"ports": [{"protocol": "TCP", "port": 443}]}
+    if settings.https_cidrs:
+        https["to"] = [{"ipBlock": {"cidr": each}} for each in settings.https_cidrs]
+    egress: list[Object] = [{"ports": dns}, https]
     named = dict.fromkeys((*source.manifest.spec.placement.egress, *settings.run_egress))
     egress += [_egress(each) for each in named]
     egress += [{"to": among}] if among else []

@@ -7,12 +7,12 @@ The pod meets the *restricted* pod security standard, has no service-account tok
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from orbit_operator.facts import ENGINE_CONTAINER, RUN_CONTAINER
 from orbit_operator.manifests.config_map import MANIFEST_FILE
 from orbit_operator.manifests.mounts import AUTHORITIES_FOLDER, build_mounts
-from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels, ray_address
+from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels, merge, ray_address
 from orbit_operator.settings import Settings
 from orbit_runtime.planner.job import split_devices
 from orbit_runtime.spec.placement import Placement, Toleration, halve
@@ -46,7 +46,7 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
         "tolerations": build_tolerations(placement, settings),
     }
     if placement.layout == "Split":
-        pod["initContainers"] = [_engine(run, placement, settings)]
+        pod["initContainers"] = [_engine(run, source, settings)]
     if spec.storage.service_account_name:
         pod["serviceAccountName"] = spec.storage.service_account_name
     if settings.image_pull_secrets:
@@ -58,7 +58,23 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
     affinity = node_affinity(placement, avoid_nodes)
     if affinity:
         pod["affinity"] = {"nodeAffinity": affinity}
-    return {"metadata": build_pod_metadata(labels(source, attempt), settings), "spec": pod}
+    return customise(source, {"metadata": build_pod_metadata(labels(source, attempt), settings), "spec": pod})
+
+
+def customise(source: RunSource, template: Object, without: Collection[str] = ()) -> Object:
+    """The template with what the installation and the manifest add (`placement.pod`), but for the fields `without`."""
+    asked = {name: each for name, each in source.pod.items() if name not in (*without, "labels", "gpuResource")}
+    annotations = asked.pop("annotations", {})
+    inside = {name: asked.pop(name) for name in ("env", "volumeMounts", "resources") if name in asked}
+    if "resources" in inside:
+        inside["resources"] = {"requests": inside["resources"].get("limits", {}), **inside["resources"]}
+    made: Object = merge(template, {"metadata": {"annotations": annotations} if annotations else {}, "spec": asked})
+    for containers in ("initContainers", "containers"):
+        for index, each in enumerate(made["spec"].get(containers, ())):
+            container = merge(each, inside)
+            container["env"] = [*{pair["name"]: pair for pair in container["env"]}.values()]
+            made["spec"][containers][index] = container
+    return made
 
 
 def build_container(source: RunSource, attempt: int, extra_mounts: list[Object], settings: Settings) -> Object:
@@ -83,7 +99,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             *_ray_variables(source, attempt),
         ],
         "envFrom": [{"secretRef": {"name": name}} for name in dict.fromkeys(filter(None, secrets))],
-        "resources": _resources(placement, settings, len(devices.trainer), halved=split),
+        "resources": _resources(source, settings, len(devices.trainer), halved=split),
         "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
@@ -159,12 +175,13 @@ def _ray_variables(source: RunSource, attempt: int) -> list[Object]:
     ]
 
 
-def _engine(run: Object, placement: Placement, settings: Settings) -> Object:
+def _engine(run: Object, source: RunSource, settings: Settings) -> Object:
     """The engine as a native sidecar, which starts before the run's container and ends after it.
 
     Its agent starts servers when the run requests them, and is reachable from this pod only. Models, adapters and the
     token are in volumes that both containers share.
     """
+    placement = source.manifest.spec.placement
     shared = {"ORBIT_CACHE", "ORBIT_TOKEN_FILE", *(each["name"] for each in installed_variables(settings))}
     return {
         **{name: run[name] for name in ("imagePullPolicy", "workingDir", "envFrom", "volumeMounts",
@@ -172,18 +189,18 @@ def _engine(run: Object, placement: Placement, settings: Settings) -> Object:
         "name": ENGINE_CONTAINER,
         "image": settings.engine_image or run["image"],
         "args": ["agent", "--port", str(ENGINE_PORT)],
-        "resources": _resources(placement, settings, len(split_devices(placement, placement.gpus).engine), halved=True),
+        "resources": _resources(source, settings, len(split_devices(placement, placement.gpus).engine), halved=True),
         "env": [each for each in run["env"] if each["name"] in shared],
         "restartPolicy": "Always",
     }  # fmt: skip
 
 
-def _resources(placement: Placement, settings: Settings, gpus: int, *, halved: bool) -> Object:
+def _resources(source: RunSource, settings: Settings, gpus: int, *, halved: bool) -> Object:
     """Requests equal limits, so that nothing on the node can take them away and the CPU manager may pin cores.
 
     Cores that were not specified are only requested: a guaranteed share when cores are short, all of them otherwise.
     """
-    asked = placement.resources
+    asked, gpu = source.manifest.spec.placement.resources, source.pod.get("gpuResource", GPU)
     cpu = asked.cpu if asked.cpu is not None else settings.run_cpu
     memory = asked.memory if asked.memory is not None else settings.run_memory
     amounts: dict[str, str] = {}
@@ -193,8 +210,8 @@ def _resources(placement: Placement, settings: Settings, gpus: int, *, halved: b
         amounts["memory"] = halve(memory) if halved else memory
     if asked.ephemeral_storage is not None:
         amounts["ephemeral-storage"] = halve(asked.ephemeral_storage) if halved else asked.ephemeral_storage
-    if gpus:
-        amounts[GPU] = str(gpus)
+    if gpus and gpu:
+        amounts[gpu] = str(gpus)
     requests = dict(amounts)
     if not cpu and settings.run_cpu_per_gpu:
         # A run without GPUs can load and train on one core, slowly; this share keeps it alive.

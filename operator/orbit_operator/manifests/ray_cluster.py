@@ -10,6 +10,7 @@ from orbit_operator.manifests.pod import (
     build_pod_metadata,
     build_tolerations,
     build_volumes,
+    customise,
     installed_variables,
     node_affinity,
     pod_security,
@@ -22,6 +23,8 @@ COMPONENT = RANKS_CONTAINER
 AGENT_PORT = 9500
 HEAD_RESOURCES = {name: {"cpu": "1", "memory": "4Gi"} for name in ("requests", "limits")}
 """Resources for Ray's daemons, and for an object store that takes 30 % of the memory."""
+NOT_OF_HEAD = ("affinity", "topologySpreadConstraints", "resourceClaims", "resources")
+"""Fields of `placement.pod` that are for the pods with GPUs."""
 
 
 def build_ray_cluster(source: RunSource, attempt: int, settings: Settings) -> Object:
@@ -94,4 +97,5 @@ def _template(source: RunSource, settings: Settings, port: int, *, head: bool) -
             pod["nodeSelector"] = selector
         if affinity := node_affinity(placement, ()):
             pod["affinity"] = {"nodeAffinity": affinity}
-    return {"metadata": build_pod_metadata(labels(source, component=COMPONENT), settings), "spec": pod}
+    template = {"metadata": build_pod_metadata(labels(source, component=COMPONENT), settings), "spec": pod}
+    return customise(source, template, NOT_OF_HEAD if head else ())

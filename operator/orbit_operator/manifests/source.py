@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from orbit_runtime.spec import OrbitRun
@@ -32,12 +32,26 @@ class RunSource:
     uid: str
     spec: Mapping[str, Any]
     manifest: OrbitRun
+    installed: Mapping[str, Any] = field(default_factory=dict)
+    """What the installation adds to pods of runs."""
+
+    @property
+    def pod(self) -> Mapping[str, Any]:
+        """What is added to this run's pods; the manifest takes precedence."""
+        return merge(dict(self.installed), self.manifest.spec.placement.pod)
 
     @property
     def metrics_port(self) -> int | None:
         """The port, or `None` if the run exposes none."""
         port = self.manifest.spec.observability.metrics_port
         return None if port < 0 else port or METRICS_PORT
+
+
+def merge(base: Any, added: Any) -> Any:
+    """Mappings are merged, lists are joined, and everything else is replaced."""
+    if isinstance(base, dict) and isinstance(added, dict):
+        return base | {name: merge(base[name], each) if name in base else each for name, each in added.items()}
+    return [*base, *added] if isinstance(base, list) and isinstance(added, list) else added
 
 
 def job_name(run: str, attempt: int) -> str:
@@ -74,6 +88,7 @@ def run_folder(uri: object, name: str) -> str:
 def labels(source: RunSource, attempt: int | None = None, component: str = "trainer") -> dict[str, str]:
     """The labels of a child; an attempt's Job and pod also carry its number."""
     common = {
+        **source.pod.get("labels", {}),
         "app.kubernetes.io/name": "orbit-run",
         "app.kubernetes.io/instance": source.name,
         "app.kubernetes.io/component": component,

@@ -1,10 +1,10 @@
-"""Deadlines: how long a run may compute, and how long an attempt may take to start."""
+"""Deadlines: how long a run may compute or wait for a place, and how long an attempt may take to start."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from orbit_operator.facts import Attempt, Lifecycle
+from orbit_operator.facts import Attempt, Lifecycle, RecordedStatus
 
 STARTING_PHASES = frozenset({"", "Starting", "Preflight"})
 
@@ -31,6 +31,20 @@ def active_deadline(
     left = limit - active_seconds(attempts, retired, now)
     holds = any(attempt.scheduled is not None and attempt.ended is None for attempt in attempts)
     return now + left if holds or left <= 0 else None
+
+
+def waiting_deadline(
+    attempts: Sequence[Attempt], stored: RecordedStatus, limit: int | None, now: float
+) -> float | None:
+    """When the run's pod must be on a node; `None` without a limit, or once it is. Each attempt waits anew."""
+    current = attempts[-1] if attempts else None
+    if limit is None:
+        return None
+    if current is not None and current.scheduled is not None and not (current.is_over and current in stored.attempts):
+        # If it ended meanwhile, the stored condition is still the one from before its placement.
+        return None
+    placed = stored.conditions.get("PodScheduled")
+    return limit + (placed.since if placed is not None and placed.status == "False" else now)
 
 
 def startup_deadline(attempt: Attempt, lifecycle: Lifecycle) -> float | None:

@@ -21,9 +21,16 @@ def missing_ranks(run: RunFacts, observed: Observed, attempts: Sequence[Attempt]
     return (CreateRanks(current.number),)
 
 
-def unused_ranks(observed: Observed, attempts: Sequence[Attempt]) -> tuple[DeleteRanks, ...]:
-    """RayClusters to delete: those of attempts that are over and whose pod has ended, as their GPUs would be idle."""
-    used = {pod.attempt for pod in observed.pods if not pod.is_terminal}
+def are_placed(run: RunFacts, observed: Observed, number: int) -> bool:
+    """Whether the head and the ranks of an attempt are each on a node: until then, the run's own pod takes no GPU."""
+    uids = {each.uid for each in observed.ranks if each.attempt == number and not each.is_deleting}
+    placed = [pod for pod in observed.rank_pods if pod.job_uid in uids and pod.node and not pod.is_terminal]
+    return run.nodes == 1 or len(placed) >= run.nodes
+
+
+def unused_ranks(observed: Observed, attempts: Sequence[Attempt], awaited: int = 0) -> tuple[DeleteRanks, ...]:
+    """RayClusters to delete: of attempts that are over and whose pod has ended, and not awaited by the next attempt."""
+    used = {pod.attempt for pod in observed.pods if not pod.is_terminal} | {awaited}
     used |= {attempt.number for attempt in attempts if not attempt.is_over}
     return tuple(
         DeleteRanks(each.name, each.uid) for each in observed.ranks if each.attempt not in used and not each.is_deleting

@@ -119,7 +119,11 @@ def test_the_defaults_are_those_of_the_models() -> None:
     for reward in by_model["environment"]["rewards"]:
         del reward["arguments"]
     del by_model["rollout"]["engineArguments"], by_model["rollout"]["sampling"]["logitBias"]
-    del by_model["placement"]["nodeSelector"], by_model["data"]["chat"]["templateArguments"]
+    del (
+        by_model["placement"]["nodeSelector"],
+        by_model["placement"]["pod"],
+        by_model["data"]["chat"]["templateArguments"],
+    )
     del by_model["environment"]["arguments"]
     assert filled == by_model
 

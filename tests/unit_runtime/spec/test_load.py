@@ -462,3 +462,41 @@ def test_a_variable_in_no_known_form_is_refused() -> None:
         "run.yaml:14: spec.data.prompts[0].uri: `${DATA-x}/x` holds a `${` that names no variable\n"
         "  fix: write `${NAME}` or `${NAME:-default}`"
     ]
+
+
+@pytest.mark.parametrize(
+    ("pod", "said"),
+    [
+        ("{hostNetwork: true}", "a run's pod takes no `hostNetwork`"),
+        ("{runtimeClassName: 5}", "pod.runtimeClassName: this is not a text"),
+        ("{volumes: {a: b}}", "pod.volumes: this is not a list of mappings"),
+        ("{volumes: [a]}", "pod.volumes: this is not a list of mappings"),
+        ("{volumes: [{name: a, hostPath: {path: /}}]}", "`hostPath` is not allowed here"),
+        ("{volumes: [{name: a}]}", "a volume has no source"),
+        ("{securityContext: {sysctls: []}}", "`sysctls` is not allowed here"),
+        ("{affinity: {nodeAffinity: {}}}", "`nodeAffinity` is not allowed here"),
+        ("{env: [{name: A, valueFrom: {}}]}", "`valueFrom` is not allowed here"),
+        ("{env: [{name: ORBIT_CACHE, value: x}]}", "`ORBIT_CACHE` is set by Orbit"),
+        ("{env: [{value: x}]}", "no variable can have this name"),
+        ("{labels: {orbitrl.dev/attempt: '1'}}", "`orbitrl.dev/attempt` is set by Orbit"),
+        ("{labels: {kueue.x-k8s.io/queue-name: a}}", "`kueue.x-k8s.io/queue-name` is set by Orbit"),
+        ("{labels: {a: 5}}", "`a` is set by Orbit, or it or its value cannot be"),
+        ("{annotations: {a: [b]}}", "`a` is set by Orbit, or it or its value cannot be"),
+        ("{resources: {limits: {cpu: 4}}}", "`cpu` has a field of its own"),
+        ("{resources: {limits: [a]}}", "this is not a mapping"),
+        ("{resources: {requests: {}}}", "`requests` is not allowed here"),
+        ("{gpuResource: ''}", "the pod gets its GPUs by claims"),
+    ],
+)
+def test_what_a_pod_may_not_have_is_one_clear_error(pod: str, said: str) -> None:
+    (problem,) = problems_of(GOOD, f"placement.pod={pod}")
+    assert said in problem
+
+
+def test_a_pod_may_have_what_clusters_ask_for() -> None:
+    pod = (
+        "{volumes: [{name: a, secret: {secretName: s}}], volumeMounts: [{name: a, mountPath: /a, readOnly: true}], "
+        "resources: {limits: {rdma/ib: 1, hugepages-2Mi: 1Gi}, claims: [{name: gpus}]}, gpuResource: '', "
+        "resourceClaims: [{name: gpus, resourceClaimName: ours}], labels: {kueue.x-k8s.io/priority-class: high}}"
+    )
+    assert parse(GOOD, f"placement.pod={pod}").spec.placement.pod["gpuResource"] == ""
