@@ -31,7 +31,7 @@ from orbit_runtime.model_info.layouts import read_linears
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.model_info.weights import EXPERT, SHARED_INPUTS, Architecture, KVCacheSize, StoredWeight, Weight
 
-VERSION = 1
+VERSION = 2
 """Changes with what a record holds, so that no older one is used."""
 REFUSED = " cannot be used here: "
 SECONDS = 600.0
