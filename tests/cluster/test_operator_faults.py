@@ -13,6 +13,8 @@ from cluster.bed.control_plane import ControlPlane
 from cluster.by_hand import Object, Server, Team, connect, open_team, set_ready, wait_for
 from cluster.operator_process import Operator, run_operator
 
+from orbit_operator.lease import CLAIM
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
@@ -339,6 +341,23 @@ def test_of_two_operators_one_acts_and_the_other_takes_over(server: Server, tmp_
         finally:
             if first.process.poll() is None:
                 first.kill()
+
+
+def test_of_two_installations_that_watch_one_namespace_one_acts_and_the_other_says_so(
+    server: Server, tmp_path: Path
+) -> None:
+    with open_team(server, "owned") as team, run_operator(team, tmp_path / "first.log"):
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{team.namespace}/leases/{CLAIM}"
+        team.start_run("adder")
+        running_pod(team, "adder")
+        other = {"ORBIT_OPERATOR_LEASE_NAME": "other", "ORBIT_OPERATOR_TTL_SECONDS": "0"}
+        with run_operator(team, tmp_path / "second.log", **other) as second:
+            wait_for(lambda: f"owns the runs of namespace {team.namespace}" in second.text, "the second says so")
+            team.exits = {1: 0}
+            team.wait_phase("adder", "Succeeded")
+            assert (server.get(path) or {})["spec"]["holderIdentity"] == f"{team.namespace}/orbit-operator"
+            assert second.process.poll() is None
+            assert team.status("adder"), "the second would have deleted it"
 
 
 def test_a_signal_ends_the_operator_soon_and_gives_the_lease_back(server: Server, tmp_path: Path) -> None:

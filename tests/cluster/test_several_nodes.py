@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,21 @@ def clusters(server: Server, team: Team) -> list[dict[str, Any]]:
     return [each for each in found if "deletionTimestamp" not in each["metadata"]]
 
 
+def make_ranks(server: Server, team: Team, name: str, *, few: bool = False) -> dict[str, Any]:
+    """KubeRay's part: the pods of a RayCluster, of its own templates; `few`: all but the last. Returns the cluster."""
+    named = wait_for(lambda: [each for each in clusters(server, team) if each["metadata"]["name"] == name], name, 120)
+    made, there = named[0], {pod["metadata"]["name"] for pod in team.pods()}
+    (group,) = made["spec"]["workerGroupSpecs"]
+    owner = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "name": name, "uid": made["metadata"]["uid"]}
+    templates = [made["spec"]["headGroupSpec"]["template"], *[group["template"]] * group["replicas"]]
+    for index, template in enumerate(templates[:-1] if few else templates):
+        head = {**template["metadata"], "name": f"{name}-{index}", "ownerReferences": [owner]}
+        if head["name"] not in there:
+            body = {"apiVersion": "v1", "kind": "Pod", "metadata": head, "spec": template["spec"]}
+            server.create(team.path("pods"), body)
+    return made
+
+
 def test_without_kuberay_the_run_waits_and_says_for_what_and_with_it_goes_on(
     server: Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -61,20 +77,24 @@ def test_without_kuberay_the_run_waits_and_says_for_what_and_with_it_goes_on(
         assert "install KubeRay" in said["message"]
         assert team.jobs() == []
         request.getfixturevalue("kuberay_crd")
+        make_ranks(server, team, "ranks-waits-a1", few=True)
+        wait_for(lambda: team.status("waits").get("reason") == "RanksPending", "its ranks have a RayCluster")
+        time.sleep(3)
+        assert team.jobs() == [], "no GPU is taken before the last rank has its node"
+        make_ranks(server, team, "ranks-waits-a1")
         team.wait_phase("waits", "Starting", "Running", seconds=120)
-        wait_for(lambda: clusters(server, team), "its ranks have a RayCluster")
 
 
 @pytest.mark.usefixtures("kuberay_crd")
 def test_each_attempt_has_a_ray_cluster_and_a_finished_one_none(server: Server, tmp_path: Path) -> None:
     with open_team(server, "nodes") as team, run_operator(team, tmp_path / "operator.log"):
         team.start_run("large", placement=PLACEMENT)
+        first = make_ranks(server, team, "ranks-large-a1")
         team.wait_phase("large", "Starting", "Running")
-        (first,) = wait_for(lambda: clusters(server, team), "a RayCluster")
         assert first["metadata"]["name"] == "ranks-large-a1"
         (group,) = first["spec"]["workerGroupSpecs"]
         assert group["replicas"] == 2
-        (pod,) = team.pods()
+        (pod,) = [each for each in team.pods() if "orbitrl.dev/attempt" in each["metadata"]["labels"]]
         (run,) = pod["spec"]["containers"]
         assert {"name": "RAY_ADDRESS", "value": "ranks-large-a1-head-svc:6379"} in run["env"]
         policy = server.get(f"/apis/networking.k8s.io/v1/namespaces/{team.namespace}/networkpolicies/large")
@@ -82,10 +102,7 @@ def test_each_attempt_has_a_ray_cluster_and_a_finished_one_none(server: Server, 
         assert any("podSelector" in str(each) for each in policy["spec"]["ingress"])
 
         team.exits = {1: 81}  # Its ranks were lost.
-        (second,) = wait_for(
-            lambda: [each for each in clusters(server, team) if each["metadata"]["name"] == "ranks-large-a2"],
-            "the next attempt's RayCluster", 120,
-        )  # fmt: skip
+        second = make_ranks(server, team, "ranks-large-a2")
         assert [each["metadata"]["name"] for each in clusters(server, team)] == ["ranks-large-a2"]
         team.exits = {1: 81, 2: 0}
         team.wait_phase("large", "Succeeded")

@@ -1,0 +1,248 @@
+"""Clusters that cannot run here, played by a real API server with what makes each of them different.
+
+Each test says what it stands for, and what of it is played.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster.bed.control_plane import ControlPlane
+from cluster.bed.programs import find_program
+from cluster.by_hand import ROOT, Object, Server, Team, connect, open_team, wait_for
+from cluster.operator_process import run_operator
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+ADMISSION = "/apis/admissionregistration.k8s.io/v1"
+PLURALS = {
+    "ServiceAccount": ("/api/v1", "serviceaccounts"),
+    "Service": ("/api/v1", "services"),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
+    "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
+    "Role": ("/apis/rbac.authorization.k8s.io/v1", "roles"),
+    "RoleBinding": ("/apis/rbac.authorization.k8s.io/v1", "rolebindings"),
+    "Deployment": ("/apis/apps/v1", "deployments"),
+}
+ARGO_EXCLUDES = {
+    "Endpoints", "EndpointSlice", "Lease", "SelfSubjectReview", "TokenReview", "LocalSubjectAccessReview",
+    "SelfSubjectAccessReview", "SelfSubjectRulesReview", "SubjectAccessReview", "CertificateSigningRequest",
+    "CertificateRequest", "CiliumIdentity", "CiliumEndpoint", "CiliumEndpointSlice", "PolicyReport",
+    "ClusterPolicyReport", "EphemeralReport", "ClusterEphemeralReport", "AdmissionReport", "ClusterAdmissionReport",
+    "BackgroundScanReport", "ClusterBackgroundScanReport", "UpdateRequest",
+}  # fmt: skip
+"""Kinds that Argo CD 3 leaves out by default (`resource.exclusions`); before, Lease was left out without asking."""
+ARGO_ORDER = ("NetworkPolicy", "PodDisruptionBudget", "ServiceAccount", "Role", "RoleBinding", "Service", "Deployment")
+"""Order in which Argo CD applies kinds within one wave."""
+
+
+@pytest.fixture
+def server(control_plane: ControlPlane) -> Server:
+    return connect(control_plane.kubeconfig)
+
+
+def render(namespace: str, *values: str) -> list[Object]:
+    """The chart without its tests, as `helm template` prints it; the CRD and what is cluster-wide is there already."""
+    settings = ("crds.install=false", "rbac.nodes=false", "rbac.aggregate=false", "tests.enabled=false", *values)
+    command = [find_program("helm4"), "template", "orbit", str(ROOT / "charts/orbit"), "--namespace", namespace,
+               "--kube-version", "1.34.1", "--set", ",".join(settings)]  # fmt: skip
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [each for each in yaml.safe_load_all(text) if each is not None]
+
+
+def apply(server: Server, team: Team, made: Object) -> None:
+    prefix, plural = PLURALS[made["kind"]]
+    server.apply(f"{prefix}/namespaces/{team.namespace}/{plural}/{made['metadata']['name']}", made)
+
+
+@contextmanager
+def policy(server: Server, name: str, spec: Object, binding: Object) -> Iterator[None]:
+    """A ValidatingAdmissionPolicy with its binding, until the end."""
+    places = [f"{ADMISSION}/{plural}/{name}" for plural in
+              ("validatingadmissionpolicies", "validatingadmissionpolicybindings")]  # fmt: skip
+    head = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": name}}
+    server.apply(places[0], {**head, "kind": "ValidatingAdmissionPolicy", "spec": spec})
+    server.apply(
+        places[1], {**head, "kind": "ValidatingAdmissionPolicyBinding", "spec": {"policyName": name, **binding}}
+    )
+    try:
+        yield
+    finally:
+        for place in reversed(places):
+            server.delete(place)
+
+
+def in_namespace(namespace: str) -> Object:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+
+
+def test_argo_cd_leaves_out_the_lease_and_the_operator_makes_it_with_the_charts_own_rights(
+    server: Server, tmp_path: Path
+) -> None:
+    """Stands for an installation by Argo CD: its default exclusions and its order are data here, nothing of it runs."""
+    with open_team(server, "argo") as team:
+        made = [each for each in render(team.namespace) if each["kind"] not in ARGO_EXCLUDES]
+        assert {each["kind"] for each in made} == set(ARGO_ORDER), "each kind has its place in the order"
+        for each in sorted(made, key=lambda each: ARGO_ORDER.index(each["kind"])):
+            apply(server, team, each)
+        (deployment,) = [each for each in made if each["kind"] == "Deployment"]
+        account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        settings = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+        token = server.create(team.path("serviceaccounts", account, "token"), {"spec": {"expirationSeconds": 3600}})
+        config = yaml.safe_load(Path(server.kubeconfig).read_text(encoding="utf-8"))
+        config["users"][0]["user"] = {"token": token["status"]["token"]}
+        (file := tmp_path / "kubeconfig").write_text(yaml.safe_dump(config), encoding="utf-8")
+        settings |= {f"ORBIT_OPERATOR_{port}_PORT": "0" for port in ("METRICS", "HEALTH")}
+        with run_operator(team, tmp_path / "operator.log", **settings, KUBECONFIG=str(file)) as operator:
+            team.start_run("adder")
+            try:
+                team.wait_phase("adder", "Starting", "Running")
+            except AssertionError as error:
+                raise AssertionError(f"{error}; {operator.text[-3000:]}") from None
+        leases = server.items(f"/apis/coordination.k8s.io/v1/namespaces/{team.namespace}/leases")
+        assert {each["metadata"]["name"] for each in leases} == {"orbit-operator", "orbit-runs"}
+
+
+UIDS = (1000700000, 1000710000)
+SCC: Object = {
+    "failurePolicy": "Fail",
+    "matchConstraints": {
+        "resourceRules": [{"apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "operations": ["CREATE"]}]
+    },
+    "variables": [
+        {"name": "pod", "expression": "has(object.spec.securityContext) ? object.spec.securityContext : {}"},
+    ],
+    "validations": [
+        {
+            "expression": " && ".join(
+                f"(!has({field}) || ({field} >= {UIDS[0]} && {field} < {UIDS[1]}))"
+                for field in ("variables.pod.runAsUser", "variables.pod.fsGroup")
+            ),
+            "message": f"unable to validate against any security context constraint: must be in the ranges: {UIDS}",
+        }
+    ],
+}
+"""`restricted-v2` of OpenShift, as far as users and groups go: they are the namespace's, or are left out."""
+
+
+def test_on_openshift_a_run_takes_the_namespaces_user_and_a_fixed_one_is_refused_in_the_clusters_words(
+    server: Server, tmp_path: Path
+) -> None:
+    """Stands for OpenShift's SCC restricted-v2: a policy refuses what it refuses; what it fills in is not played."""
+    with (
+        open_team(server, "openshift") as team,
+        policy(server, team.namespace, SCC,
+               {"validationActions": ["Deny"], "matchResources": in_namespace(team.namespace)}),
+    ):  # fmt: skip
+        with run_operator(team, tmp_path / "fixed.log"):
+            team.start_run("fixed")
+            said = wait_for(
+                lambda: (found := team.status("fixed")).get("reason") == "PodRefused" and found,
+                "the pod is refused",
+                60,
+            )
+            assert (said["whoActs"], "security context constraint" in said["message"]) == ("Cluster", True)
+        with run_operator(team, tmp_path / "left.log", ORBIT_OPERATOR_RUN_AS_USER="-1"):
+            team.start_run("left")
+            team.start_run("named", placement={"pod": {"securityContext": {"runAsUser": UIDS[0] + 1}}})
+            for name in ("left", "named"):
+                team.wait_phase(name, "Starting", "Running")
+            users = {
+                pod["metadata"]["labels"]["orbitrl.dev/run-name"]: pod["spec"]["securityContext"].get("runAsUser")
+                for pod in team.pods()
+            }
+            assert (users["left"], users["named"]) == (None, UIDS[0] + 1)
+
+
+def test_on_gke_the_operator_needs_no_quota_for_a_critical_priority_class(server: Server) -> None:
+    """Stands for GKE, which takes pods of `system-cluster-critical` only where a quota of that scope has room: here the
+    quota has none, as in a namespace without one there."""
+    with open_team(server, "gke") as team:
+        scope = {"operator": "In", "scopeName": "PriorityClass", "values": ["system-cluster-critical"]}
+        quota = team.path("resourcequotas", "critical")
+        spec = {"hard": {"pods": "0"}, "scopeSelector": {"matchExpressions": [scope]}}
+        server.apply(
+            quota, {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "critical"}, "spec": spec}
+        )
+        wait_for(lambda: (server.get(quota) or {}).get("status", {}).get("hard"), "the quota counts")
+        find = {"labelSelector": "app.kubernetes.io/component=operator"}
+        for values in (("priorityClassName=system-cluster-critical", "fullnameOverride=critical"), ()):
+            for each in render(team.namespace, *values):
+                if each["kind"] in ("ServiceAccount", "Deployment"):
+                    apply(server, team, each)
+        (pod,) = wait_for(lambda: server.items(team.path("pods"), **find), "the default's pod is made")
+        assert not pod["spec"].get("priorityClassName")
+        wait_for(
+            lambda: any("exceeded quota" in each["message"] for each in server.items(team.path("events"))),
+            "the other's is not",
+        )
+
+
+def test_dns_behind_the_service_is_reached_where_the_network_looks_there(server: Server, tmp_path: Path) -> None:
+    """Stands for OpenShift with OVN-Kubernetes, which holds a packet against policies after the Service has replaced
+    its port: CoreDNS listens on 5353. The network is played: the policies are read as it reads them."""
+    with open_team(server, "dns") as team:
+        ports = [{"name": name, "protocol": protocol, "port": 53, "targetPort": 5353}
+                 for name, protocol in (("dns", "UDP"), ("dns-tcp", "TCP"))]  # fmt: skip
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "dns-default"}, "spec": {"ports": ports}}
+        server.create(team.path("services"), service)
+        made = server.get(team.path("services", "dns-default")) or {}
+        behind = {(each["protocol"], each["targetPort"]) for each in made["spec"]["ports"]}
+        for name, settings, is_reached in (("both", {}, True), ("plain", {"ORBIT_OPERATOR_DNS_PORTS": "53"}, False)):
+            with run_operator(team, tmp_path / f"{name}.log", **settings):
+                team.start_run(name)
+                team.wait_phase(name, "Starting", "Running")
+            path = f"/apis/networking.k8s.io/v1/namespaces/{team.namespace}/networkpolicies/{name}"
+            found = server.get(path) or {}
+            anywhere = [rule for rule in found["spec"]["egress"] if "to" not in rule]
+            allowed = {(port["protocol"], port["port"]) for rule in anywhere for port in rule["ports"]}
+            assert (behind <= allowed) is is_reached
+
+
+FENCES = (
+    ("fences.maxGPUs=8", {"gpus": 8, "nodes": 2, "modelCache": {"claimName": "a"}}, "at most 8 GPUs"),
+    (
+        "fences.maxGPUs=8",
+        {"pod": {"resources": {"limits": {"nvidia.com/mig-1g.5gb": 9}}}},
+        "the installation's to name",
+    ),
+    ("fences.images={images.example.com/}", {"image": "elsewhere/orbit:1"}, "images that begin with"),
+    ("fences.secrets={store}", {"envFromSecrets": ["store", "other"]}, "allowed Secrets"),
+    ("fences.secrets={store}", {"pod": {"imagePullSecrets": [{"name": "other"}]}}, "allowed Secrets"),
+    (
+        "fences.secrets={store}",
+        {"pod": {"volumes": [{"name": "a", "secret": {"secretName": "other"}}]}},
+        "allowed Secrets",
+    ),
+    ("fences.forbidEgress=true", {"egress": [{"cidr": "0.0.0.0/0"}]}, "spec.placement.egress"),
+)
+
+
+@pytest.mark.parametrize(("value", "placement", "said"), FENCES, ids=lambda value: str(value)[:40])
+def test_a_fence_refuses_what_a_tenant_may_not_ask_for_and_lets_all_else_through(
+    server: Server, value: str, placement: dict[str, Any], said: str
+) -> None:
+    with open_team(server, "fenced") as team:
+        objects = {each["kind"]: each["spec"] for each in render(team.namespace, value)}
+        binding = objects["ValidatingAdmissionPolicyBinding"]
+        binding.pop("policyName")
+        with policy(server, team.namespace, objects["ValidatingAdmissionPolicy"], binding):
+
+            def refused() -> str:
+                try:
+                    team.start_run("over", placement={"gpus": 0, **placement})
+                except AssertionError as error:
+                    return str(error)
+                server.delete(team.path("orbitruns", "over"))
+                return ""
+
+            assert said in wait_for(refused, "the fence stands"), "a new policy counts after a moment"
+            team.start_run("within", placement={"gpus": 8, "image": "images.example.com/orbit:1",
+                                                "envFromSecrets": ["store"]})  # fmt: skip
