@@ -45,7 +45,9 @@ def find_end(run: RunFacts, observed: Observed, now: float, base: State) -> Stat
         (attempt for attempt in base.attempts if attempt.verdict and attempt.verdict.result == "Succeeded"), None
     )
     if done is not None:
-        return replace(base, phase="Succeeded", reason="Succeeded", message="the run is complete", outcome=True)
+        why = done.verdict and done.verdict.message
+        message = f"the run is complete: {why}" if why else "the run is complete"
+        return replace(base, phase="Succeeded", reason="Succeeded", message=message, outcome=True)
     # Another version of the operator may read a manifest differently: that never ends a running pod.
     if all(attempt.is_over for attempt in base.attempts):
         if run.invalid:

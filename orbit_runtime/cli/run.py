@@ -92,7 +92,7 @@ def run_with(manifest: OrbitRun, train: Callable[[Progress], RunResult], *, as_j
 def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a report that a script asks for first."""
     names = (
-        "steps", "headline", "reward_first", "reward_last", "publishes", "publishes_proven", "policy_version",
+        "reason", "steps", "headline", "reward_first", "reward_last", "publishes", "publishes_proven", "policy_version",
         "adapter_digest", "resumed",
     )  # fmt: skip
     return {name: report.get(name) for name in names}
@@ -103,7 +103,7 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
     state = {
         "stopped": "stopped on request; the same command continues",
         "exhausted": "done: the prompts are used up",
-        "converged": "done early: the held-out loss no longer improved",
+        "converged": f"done early: {report.get('reason')}",
     }
     took = f"{report.get('steps')} steps in {report.get('seconds', 0):.1f} s"
     version, best = report.get("policy_version"), report.get("best")

@@ -1,7 +1,7 @@
 """Evaluations within a run: the same held-out prompts before, during and after training.
 
-Belongs here: when an evaluation is due, asking while training episodes run, what is kept of it. Does not belong here:
-playing and scoring (`evaluation`), models outside a run (`evaluate`).
+Belongs here: when an evaluation is due, asking while training episodes run, what is kept of it, and whether it ends the
+run. Does not belong here: playing and scoring (`evaluation`), models outside a run (`evaluate`).
 
 `evaluation/step-000010/` is the folder (`evaluation.journal`) of one policy's evaluation. Its `summary.json`, written
 last, makes it complete. The samples then leave memory, which might not hold all evaluations of a run.
@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,9 +35,10 @@ from orbit_runtime.evaluation.tasks import (
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.keep import keep_rows, step_name
 from orbit_runtime.loop.multiplexer import RequestMultiplexer
-from orbit_runtime.loop.parts import HeldOut, Parts
+from orbit_runtime.loop.parts import HeldOut, Parts, RunParts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
+from orbit_runtime.observability.run_folder import find_stop, read_evaluations
 from orbit_runtime.planner.support.sampling import check_engine
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.spec import OrbitRun
@@ -153,6 +154,24 @@ def measure(parts: Parts, state: RunState, collector: Collector, stop: StopFlag,
         found = _ask(parts, state, collector, stop, held_out)
         parts.show.note(_sentence(found), **{"evaluated_step": state.step})
     _tell(parts, state, found)
+
+
+def ending(parts: RunParts, state: RunState) -> str | None:
+    """`converged: ` and why, if `training.stopWhen` ends the run after the newest step; None if it goes on.
+
+    A resumed run is asked before its first step, so that one that has ended trains no further.
+    """
+    asked, validation = parts.spec.training.stop_when, parts.spec.data.validation
+    is_sft = parts.spec.algorithm.type == "SFT"
+    every = (validation.every_steps if is_sft and validation else parts.spec.evaluation.every_steps) or 1
+    if asked is None or (state.row is not None and state.step % every):
+        return None
+    evaluations = {} if is_sft else read_evaluations(parts.store)
+    losses = asdict(state.validated) if is_sft else {}
+    why = find_stop(asked.model_dump(by_alias=True, exclude_none=True), every, evaluations, losses, state.step)
+    if why:
+        parts.show.note(f"ended early: {why}")
+    return why and f"converged: {why}"
 
 
 def _folder(step: int) -> str:

@@ -88,8 +88,7 @@ class RunResult:
     """How a run ended."""
 
     ended: str
-    """`done`, `exhausted` (no prompts left), `converged` (SFT that no longer improves) or
-    `stopped` (on request, resumable)."""
+    """`done`, `exhausted` (no prompts left), `converged` (`training.stopWhen`) or `stopped` (on request, resumable)."""
     uri: str
     report: Mapping[str, Any]
     """The content of `report.json`."""
@@ -153,7 +152,7 @@ def run(
                 # A manifest that never ran must leave nothing behind that looks like a run.
                 execution.withdraw(ended)
             raise
-    return RunResult(ended, store.uri, report)
+    return RunResult(ended.partition(": ")[0], store.uri, report)
 
 
 def _run(
@@ -223,6 +222,8 @@ def _run(
     ended = run_sft(parts, state, stop) if isinstance(parts, SftParts) else run_steps(parts, state, stop)
     show.status.update(phase="Stopped" if ended == "stopped" else "Done", exit_code=75 if ended == "stopped" else 0)
     report = _finish(store, ended)
+    if ended.startswith("converged"):
+        show.status.update(message=report["reason"])
     show.progress.finish(report)
     return ended, report
 
@@ -296,7 +297,7 @@ def _build_show(
     progress = progress or build_progress(spec.name, log_format=spec.spec.observability.log_format)
     show = RunDisplay(progress, status, metrics, keeps_rollouts=spec.spec.rollout.max_staleness > 0)
     show.start_times = StartTimes(execution.record_start)
-    closing.callback(lambda: add_last_words({**status.snapshot(), "message": None, "reason": None}))
+    closing.callback(lambda: add_last_words({**status.snapshot(), "reason": None}))
     port = spec.spec.observability.metrics_port
     if port >= 0:
         from orbit_runtime.observability.live import LivePage

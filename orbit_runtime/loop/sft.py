@@ -32,6 +32,7 @@ from orbit_runtime.loop.build import (
 )
 from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.keep import keep_failure, keep_rows
+from orbit_runtime.loop.measure import ending
 from orbit_runtime.loop.metrics_row import with_checkpoint
 from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.publish import (
@@ -160,7 +161,7 @@ def _told(encoded: Sequence[EncodedDemonstration]) -> str:
 
 
 def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
-    """Runs steps until the last one; returns why it ended: `done`, `exhausted`, `converged` or `stopped`.
+    """Runs steps until the last one; returns why it ended: `done`, `exhausted`, `stopped`, or `converged: ` and why.
 
     With held-out demonstrations, an adapter is written whenever it is the best so far, so the newest is the one to use.
     Without, an adapter is written with every checkpoint.
@@ -177,8 +178,8 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
                 parts.show.note(f"{stop.reason} after step {state.step}")
                 ended = "stopped"
                 break
-            if _has_converged(parts, state):
-                ended = "converged"
+            if early := ending(parts, state):
+                ended = early
                 break
             prompts_P = parts.prompts.take(training.prompts_per_step)
             if not prompts_P:
@@ -200,11 +201,6 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
             parts.show.step(row, state)
     finally:
         rows.flush()
-    if ended == "converged":
-        parts.show.note(
-            f"ended early: the last {state.validated.since} measurements did not improve on "
-            f"{state.validated.best:.4f} nats per token after step {state.validated.best_step}"
-        )
     if state.step > first:
         _keep_newest(parts, state)
     _settle(parts, state)
@@ -226,11 +222,6 @@ def validation_loss(parts: SftParts) -> float:
     samples_D = build_demonstration_samples(parts.held_out)
     tokens = sum(sum(each.loss_mask_T) for each in parts.held_out)
     return -math.fsum(math.fsum(column) for column in parts.trainer.column("policy", samples_D)) / tokens
-
-
-def _has_converged(parts: SftParts, state: RunState) -> bool:
-    patience = parts.validation.patience
-    return patience is not None and state.validated.since >= patience
 
 
 def _keep(parts: SftParts, state: RunState) -> float:

@@ -20,17 +20,14 @@ class ValidationHistory:
     """Loss before training."""
     best: float = math.inf
     best_step: int = 0
-    since: int = 0
-    """Measurements since the best one."""
 
     def take(self, step: int, loss: float) -> bool:
         """Records a loss; returns whether it is the best so far."""
         self.first = loss if self.first is None else self.first
-        if loss < self.best:
-            self.best, self.best_step, self.since = loss, step, 0
-            return True
-        self.since += 1
-        return False
+        is_best = loss < self.best
+        if is_best:
+            self.best, self.best_step = loss, step
+        return is_best
 
 
 @dataclass
@@ -99,4 +96,5 @@ class RunState:
         self.resumed = int(facts["resumed"]) + 1
         self.parity_limit = float(facts["parity_limit"])
         self.warnings = list(facts["warnings"])
-        self.validated = ValidationHistory(**facts.get("validated", {}))
+        told = facts.get("validated", {})
+        self.validated = ValidationHistory(**{name: told[name] for name in ("first", "best", "best_step") if told})

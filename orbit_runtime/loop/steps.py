@@ -25,7 +25,7 @@ from orbit_runtime.loop.collect import (
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.display import show_timeouts
 from orbit_runtime.loop.keep import keep_failure, keep_rows, keep_step
-from orbit_runtime.loop.measure import measure
+from orbit_runtime.loop.measure import ending, measure
 from orbit_runtime.loop.metrics_row import check_parity, prompt_numbers, step_row, with_checkpoint
 from orbit_runtime.loop.parity import check_again, check_first_wake, engine_asleep, step_limits
 from orbit_runtime.loop.parts import Parts
@@ -35,7 +35,7 @@ from orbit_runtime.workers.child.signals import StopFlag
 
 
 def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
-    """Runs steps until the last one; returns why it ended: `done`, `exhausted` or `stopped`.
+    """Runs steps until the last one; returns why it ended: `done`, `exhausted`, `stopped`, or `converged: ` and why.
 
     A step is finished or dropped, never kept by half: on a stop request the newest finished step is made durable.
     """
@@ -75,6 +75,8 @@ def _run(
             if stop:
                 raise StoppedOnRequest(f"{stop.reason} after step {state.step}")
             measure(parts, state, collector, stop)
+            if early := ending(parts, state):
+                return _end(parts, state, stop, collector, early)
             started = time.monotonic()
             _begin_steps(parts, state, collector, cursors)
             if step not in cursors:

@@ -57,7 +57,7 @@ def build_body(status: Mapping[str, Any], *, exit_code: int, uri: str) -> dict[s
     step, total, message = status.get("step"), status.get("total"), status.get("message")
     text = f"Orbit run {run}: {event.lower()} after step {step} of {total}"
     return {
-        "text": f"{text}: {message}" if message and event != "Done" else text,
+        "text": f"{text}: {message}" if message else text,
         "event": event,
         "run": run,
         "namespace": status.get("namespace"),

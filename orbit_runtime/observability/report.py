@@ -288,8 +288,9 @@ def _judge_ended(ended: str, folder: RunFolder) -> tuple[str, str | None, int | 
         return "done", None, errors.EXIT_DONE
     if ended == "exhausted":
         return "done", "the prompts are used up (data.epochs)", errors.EXIT_DONE
-    if ended == "converged":
-        return "done", "the held-out loss no longer improved (data.validation.patience)", errors.EXIT_DONE
+    if ended.startswith("converged"):
+        # Earlier versions did not write why.
+        return "done", ended.partition(": ")[2] or "the held-out loss no longer improved", errors.EXIT_DONE
     if ended == "stopped":
         return "stopped", "on request; start it again to continue", errors.EXIT_STOPPED
     kind = getattr(errors, ended, None)

@@ -100,7 +100,7 @@ def read_run_folder(source: FolderSource, rows: tuple[MetricsRow, ...] | None = 
     executions = sorted(source.list("executions"))
     heartbeats = [key for key in executions if key.endswith(".heartbeat.json")]
     failures = sorted(key for key in source.list("failures") if key.endswith(".json"))
-    evaluations = _read_evaluations(source)
+    evaluations = read_evaluations(source)
     checkpoints, faults = _read_manifests(source, "checkpoints"), list[str]()
     if rows is None:
         # Read after the checkpoint, which lists rows that were written before it.
@@ -121,7 +121,7 @@ def read_run_folder(source: FolderSource, rows: tuple[MetricsRow, ...] | None = 
         failures=tuple(failure for key in failures if (failure := _read_json(source, key)) is not None),
         evaluations=tuple(evaluations.values()),
         rollouts=rollout_files(source),
-        answers=tuple(File(_number(folder), f"{folder}/samples.jsonl.zst") for folder in evaluations),
+        answers=tuple(File(step, f"evaluation/step-{step:06d}/samples.jsonl.zst") for step in evaluations),
         row_faults=tuple(faults),
         best=next(iter(find_best(source)), None),
     )
@@ -136,20 +136,49 @@ def find_best(source: FolderSource, until: int | None = None) -> list[BestVersio
     Args: until: the last step that counts.
     """
     adapters = {_number(key): key for key in source.list("adapters") if key.endswith("/manifest.json")}
-    kept = [step for step in adapters if until is None or step <= until]
-    found = {_number(folder): each for folder, each in _read_evaluations(source, kept).items()}
+    found = read_evaluations(source, [step for step in adapters if until is None or step <= until])
     if not found:
         return []
     checkpoint = ((_read_json(source, "run.json") or {}).get("resolved") or {}).get("spec", {}).get("checkpoint", {})
-    settings = [*found.values()][-1].get("settings") or {}
-    name = (asked := checkpoint.get("keepBest") or {}).get("evaluation") or next(iter(settings), "")
-    best = []
-    for step, each in found.items():
-        value = _evaluated(each, name, asked.get("metric", "Mean"))
-        facts = (_read_json(source, adapters[step]) or {}).get("facts", {})
-        is_its_own = each.get("adapter_digest") == facts.get("digest")
-        if value is not None and is_its_own and (each.get("settings") or {}).get(name) == settings.get(name):
-            best.append(BestVersion(step, name, value))
+    digests = {step: ((_read_json(source, adapters[step]) or {}).get("facts") or {}).get("digest") for step in found}
+    ranked = _rank_evaluations(found, checkpoint.get("keepBest") or {})
+    return [each for each in ranked if found[each.step].get("adapter_digest") == digests[each.step]]
+
+
+def find_stop(asked: Json, every: int, evaluations: Mapping[int, Json], losses: Json, step: int) -> str | None:
+    """Why `training.stopWhen` ends a run after a step; None if it does not.
+
+    Args:
+        asked: `training.stopWhen`.
+        every: steps between evaluations.
+        evaluations: those of the run, by step.
+        losses: `ValidationHistory` of a run that learns from demonstrations; empty for others.
+    """
+    if losses:
+        best = BestVersion(losses["best_step"], "the held-out loss", -losses["best"])
+    else:
+        ranked = _rank_evaluations({at: each for at, each in evaluations.items() if at <= step}, asked)
+        best = ranked[0] if ranked else BestVersion(step, "", -math.inf)
+    shown, since = f"{abs(best.value) if losses else best.value:.4g}", step - step % every - best.step
+    if (enough := asked.get("atLeast")) is not None and best.value >= enough:
+        return f"{best.evaluation} was {shown} at step {best.step} (training.stopWhen.atLeast: {enough:g})"
+    if math.isfinite(best.value) and since >= asked.get("withoutGainSteps", math.inf):
+        moved = "fallen below" if losses else "risen above"
+        return f"{best.evaluation} has not {moved} {shown} of step {best.step} for {since} steps (training.stopWhen)"
+    return None
+
+
+def _rank_evaluations(found: Mapping[int, Json], asked: Json) -> list[BestVersion]:
+    """What evaluations found, the best first and of equal ones the earlier; only of those that asked what the newest
+    did. Args: found: by step, in order. asked: `evaluation` and `metric`."""
+    settings: Json = ([*found.values()][-1].get("settings") or {}) if found else {}
+    name = asked.get("evaluation") or next(iter(settings), "")
+    best = [
+        BestVersion(step, name, value)
+        for step, each in found.items()
+        if (each.get("settings") or {}).get(name) == settings.get(name)
+        and (value := _evaluated(each, name, asked.get("metric", "Mean"))) is not None
+    ]
     return sorted(best, key=lambda each: (-each.value, each.step))
 
 
@@ -268,12 +297,12 @@ def _read_manifests(source: FolderSource, folder: str) -> tuple[Json, ...]:
     return tuple(manifests)
 
 
-def _read_evaluations(source: FolderSource, steps: Collection[int] | None = None) -> dict[str, Json]:
-    """Files by folder, ordered by step. Args: steps: those to read; all if None."""
+def read_evaluations(source: FolderSource, steps: Collection[int] | None = None) -> dict[int, Json]:
+    """Summaries by step, in order. Args: steps: those to read; all if None."""
     keys = [key for key in source.list("evaluation") if key.endswith("/summary.json")]
     keys = [key for key in keys if steps is None or _number(key) in steps]
-    found = {key.removesuffix("/summary.json"): _read_json(source, key) for key in sorted(keys, key=_number)}
-    return {name: each for name, each in found.items() if each is not None and isinstance(each.get("scores"), list)}
+    found = {_number(key): _read_json(source, key) for key in sorted(keys, key=_number)}
+    return {step: each for step, each in found.items() if each is not None and isinstance(each.get("scores"), list)}
 
 
 def _number(key: str) -> int:

@@ -28,6 +28,9 @@ LAYOUT: Any = Field(json_schema_extra={"orbitSet": "layout"})
 """Changes where and how it is computed, not what: may change on resume."""
 DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display"})
 """Changes how long the run is, and what it keeps and shows: may change on resume."""
+LATER_DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display", "orbitLater": True})
+"""Unknown to earlier versions, whose runs behaved like its default. All of `evaluation` is in this set: nothing in it
+changes what is trained, what stands in its `environments` included."""
 
 SHOWN: Any = Field(json_schema_extra={"orbitShown": True})
 """Not needed by every kind of run, but written into a new manifest."""

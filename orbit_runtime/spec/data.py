@@ -74,7 +74,8 @@ class Validation(Block):
     every_steps: Annotated[int, LATER_IDENTITY, Field(ge=1, le=1_000_000)] = 50
     """Interval of measurements, in steps; they are also measured before the first step and after the last."""
     patience: Annotated[int | None, LATER_IDENTITY, Field(ge=1, le=1_000_000)] = None
-    """The run ends after this many measurements in a row that did not improve on the best; if unset, it does not."""
+    """The earlier form of `training.stopWhen.withoutGainSteps`, in measurements instead of steps; beside `stopWhen` it
+    has no effect. The next version no longer reads it."""
 
 
 class Difficulty(Block):

@@ -186,6 +186,9 @@ def _inline(schema: Any, definitions: Schema) -> Any:
         if key == "properties"
         else value
         if key in ("default", "examples", "enum", "required")
+        # A docstring's line breaks are the source's, and `kubectl explain` would show them.
+        else " ".join(value.split())
+        if key == "description"
         else _inline(value, definitions)
         for key, value in schema.items()
     }

@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 from orbit_runtime.spec.block import Block, FieldSet, inner_blocks
 from orbit_runtime.spec.fields import field_sets, later_defaults
 from orbit_runtime.spec.rollout import Rollout
-from orbit_runtime.spec.run import ComputePrecision, OrbitRun
+from orbit_runtime.spec.run import ComputePrecision, OrbitRun, RunSpec
+from orbit_runtime.spec.training import StopWhen
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 AUTO_BUILTIN_PRECISION: Literal["INT4"] = "INT4"
@@ -109,7 +110,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         decided,
         **{name: _with_absolute(getattr(decided.spec, name), base) for name in _READ_FROM_PATHS},
         rollout=rollout,
-        training=_changed(training, trainer=trainer, attention=attention),
+        training=_changed(training, trainer=trainer, attention=attention, stop_when=_decide_stop(spec)),
         placement=_changed(spec.placement, base_copies=_decide_copies(rollout, spec.placement.base_copies)),
     )
     compute = _decide_compute(spec.model.compute_precision, machine)
@@ -259,6 +260,14 @@ def _decide_copies(rollout: Rollout, asked: str) -> str:
     if rollout.engine == "Auto":
         return asked
     return "Two" if rollout.engine == "SGLang" else "Shared"
+
+
+def _decide_stop(spec: RunSpec) -> StopWhen | None:
+    """`data.validation.patience` is the same in measurements."""
+    validation = spec.data.validation
+    if spec.training.stop_when or not validation or not validation.patience:
+        return spec.training.stop_when
+    return StopWhen(without_gain_steps=validation.patience * validation.every_steps)
 
 
 def _decide_trainer(asked: str, machine: MachineFacts, nodes: int) -> str:

@@ -18,6 +18,7 @@ from orbit_runtime.spec.algorithm import Algorithm, max_rounds
 from orbit_runtime.spec.block import (
     DISPLAY,
     IDENTITY,
+    LATER_DISPLAY,
     LAYOUT,
     SHOWN,
     VARIABLE_PATTERN,
@@ -161,10 +162,6 @@ SERVER_SET = frozenset({
 })  # fmt: skip
 """Metadata of an object in a cluster that does not concern the run."""
 _ONE_NODE = "write nodes: 1; several are for ranks of a trainer, and a first one for the engine"
-LATER_DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display", "orbitLater": True})
-"""Unknown to earlier versions, whose runs behaved like its default. All of `evaluation` is in this set: nothing in it
-changes what is trained, what stands in its `environments` included."""
-
 
 ComputePrecision = Literal["Auto", "BF16", "FP32"]
 
@@ -408,6 +405,27 @@ class RunSpec(Block):
             " || self.evaluation.environments.exists(o, o.name == self.checkpoint.keepBest.evaluation)",
             "there is no evaluation `{self.checkpoint.keep_best.evaluation}` in `spec.evaluation.environments`",
             "name one of those, or leave it out for the first",
+        ),
+        Rule(
+            "training.stopWhen",
+            "!has(self.training.stopWhen) || (self.algorithm.type == 'SFT' ? has(self.data.validation)"
+            " : has(self.evaluation.everySteps))",
+            "nothing is measured by which the run could end",
+            "set `spec.evaluation.everySteps`, or with `algorithm.type: SFT` `spec.data.validation`",
+        ),
+        Rule(
+            "training.stopWhen.evaluation",
+            "!has(self.training.stopWhen) || !has(self.training.stopWhen.evaluation)"
+            " || (self.algorithm.type == 'SFT' ? self.training.stopWhen.evaluation == 'held-out'"
+            " : self.evaluation.environments.exists(o, o.name == self.training.stopWhen.evaluation))",
+            "there is no evaluation `{self.training.stop_when.evaluation}`",
+            "name one of `spec.evaluation.environments`, with `algorithm.type: SFT` `held-out`, or leave it out",
+        ),
+        Rule(
+            "training.stopWhen.metric",
+            "self.algorithm.type != 'SFT' || !has(self.training.stopWhen) || self.training.stopWhen.metric != 'PassAt'",
+            "demonstrations have a loss, and no samples that could pass",
+            "remove `metric`",
         ),
         Rule(
             "placement.layout",

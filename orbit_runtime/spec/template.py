@@ -86,7 +86,7 @@ def _items(schema: Schema, depth: int, *, live: bool) -> Iterator[str]:
 
 
 def _comment(schema: Schema, indent: str) -> Iterator[str]:
-    words = one_line(schema["description"]).split()
+    words = schema["description"].split()
     if "enum" in schema and len(schema["enum"]) > 1:
         words += ["[" + ", ".join(map(str, schema["enum"])) + "]"]
     line = f"{indent}#"
@@ -113,7 +113,3 @@ def format_value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import DISPLAY, IDENTITY, LAYOUT, Block
+from orbit_runtime.spec.block import DISPLAY, IDENTITY, LATER_DISPLAY, LAYOUT, Block
 from orbit_runtime.spec.rule import Rule
 
 LONG_SEQUENCE = 8192
@@ -65,6 +65,31 @@ def _near_divisor(number: int, wanted: int) -> int:
     return min(divisors, key=lambda each: (abs(each - wanted), each))
 
 
+class StopWhen(Block):
+    """The run ends before its last step, as done, once an evaluation has shown enough, or shows no more gain. A score
+    that is no number is neither."""
+
+    evaluation: Annotated[str | None, LATER_DISPLAY, Field(min_length=1, max_length=63, examples=["held-out"])] = None
+    """Name of the one of `evaluation.environments` that decides; if unset, the first. With `algorithm.type: SFT` it is
+    `held-out`, the demonstrations that `data.validation` holds out."""
+    metric: Annotated[Literal["Mean", "PassAt"], LATER_DISPLAY] = "Mean"
+    """`Mean` is the mean reward of a prompt's samples, `PassAt` the share of prompts of which a sample passes. With
+    `algorithm.type: SFT` the mean is the log-prob of a token, which is minus the held-out loss."""
+    at_least: Annotated[float | None, LATER_DISPLAY, Field(ge=-1_000_000, le=1_000_000, examples=[0.9])] = None
+    """End as soon as an evaluation has found this value or a higher one."""
+    without_gain_steps: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=100_000_000, examples=[50])] = None
+    """End at an evaluation that comes this many steps, or more, after the best one."""
+
+    rules = (
+        Rule(
+            "",
+            "has(self.atLeast) != has(self.withoutGainSteps)",
+            "needs either `atLeast` or `withoutGainSteps`",
+            "write one of them: a value that is enough, or a number of steps without a better one",
+        ),
+    )
+
+
 class Training(Block):
     """Batches and the optimiser (AdamW)."""
 
@@ -74,6 +99,8 @@ class Training(Block):
     if one GPU is enough, and on the CPU."""
     steps: Annotated[int, DISPLAY, Field(ge=1, le=100_000_000, examples=[100])]
     """Number of steps of the whole run, each of collect, train, publish and checkpoint. May grow on resume."""
+    stop_when: StopWhen | None = None
+    """What ends the run earlier; if unset, nothing does."""
     prompts_per_step: Annotated[int, IDENTITY, Field(ge=1, le=1_000_000)] = 32
     """Prompts per step; each is sampled `algorithm.groupSize` times."""
     mini_batch_prompts: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None

@@ -117,7 +117,7 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
         "{steps: 1e2, promptsPerStep: 16.0}", "{steps: 5, learningRate: 1}", "{steps: 5, learningRate: 1e-3}",
         "{steps: 5, schedule: }", "{steps: 5, schedule: {type: Cosine, warmupSteps: 3, decaySteps: 4}}",
         "{steps: 5, schedule: {warmupSteps: 50}}", "{steps: 5, promptsPerStep: 12, miniBatchPrompts: 4}",
-        "{steps: 5} # five", '{"steps": 5}',
+        "{steps: 5} # five", '{"steps": 5}', "{steps: 5, stopWhen: }",
     ),
     "observability": (
         "{trackers: [{type: TensorBoard}, {type: WandB, project: a b}, {type: MLflow, uri: 'http://mlflow:5000'}]}",
@@ -370,6 +370,38 @@ OTHERS = (
             checkpoint="{keepBest: {evaluation: held-out, metric: PassAt, count: 2}}",
             evaluation="{everySteps: 2, environments: [{name: held-out, prompts: [{uri: held-out.jsonl}]}]}",
         ),
+    ),
+    *(
+        Case(
+            f"an end by {words}",
+            manifest(
+                training=f"{{steps: 9, stopWhen: {stop}}}",
+                **{"evaluation": "{everySteps: 2, environments: [{name: held-out, prompts: [{uri: a}]}]}", **blocks},
+            ),
+            fields,
+        )
+        for words, stop, blocks, fields in (
+            ("an evaluation", "{evaluation: held-out, metric: PassAt, atLeast: 0.9}", {}, ()),
+            ("the first evaluation", "{withoutGainSteps: 4}", {}, ()),
+            ("one that is not there", "{evaluation: a, atLeast: 1}", {}, ("spec.training.stopWhen.evaluation",)),
+            ("nothing", "{evaluation: held-out}", {}, ("spec.training.stopWhen",)),
+            ("both", "{atLeast: 1, withoutGainSteps: 4}", {}, ("spec.training.stopWhen",)),
+            ("what is not measured", "{atLeast: 1}", {"evaluation": ""}, ("spec.training.stopWhen",)),
+            ("no number", "{atLeast: .nan}", {}, ("spec.training.stopWhen.atLeast",)),
+            *(
+                (f"a loss, {each}", stop, {"algorithm": "{type: SFT}", "environment": "", "data": data}, fields)
+                for each, stop, data, fields in (
+                    ("held out", "{evaluation: held-out, atLeast: -0.4}", "{prompts: [{uri: a}], validation: {}}", ()),
+                    ("not held out", "{atLeast: -0.4}", "{prompts: [{uri: a}]}", ("spec.training.stopWhen",)),
+                    (
+                        "of others",
+                        "{evaluation: a, metric: PassAt, atLeast: 1}",
+                        "{prompts: [{uri: a}], validation: {}}",
+                        ("spec.training.stopWhen.evaluation", "spec.training.stopWhen.metric"),
+                    ),
+                )
+            ),
+        )
     ),
     Case("two adapters", manifest(adapter="{initFrom: a}", checkpoint="{resumeFrom: b}"), ("spec.adapter.initFrom",)),
     Case("a page to begin from", manifest(checkpoint="{resumeFrom: 'http://a/b'}"), ("spec.checkpoint.resumeFrom",)),

@@ -79,6 +79,15 @@ AROUND: dict[str, dict[str, Any]] = {
     "spec.rollout.adapterFolder": {"rollout": {"engine": "OpenAI", "endpoints": [{"url": "http://engine:30000"}]}},
     "spec.training.schedule.warmupSteps": {"training": {"steps": 5}},
     "spec.training.schedule": {"training": {"steps": 100_000_000, "schedule": {"type": "Cosine", "decaySteps": 10**8}}},
+    **{
+        f"spec.training.stopWhen.{field}": {
+            "training": {"steps": 5, "stopWhen": around},
+            "evaluation": {"everySteps": 2, "environments": [{"name": "a", "prompts": [{"uri": "a"}]}]},
+        }
+        for field, around in (
+            ("evaluation", {"atLeast": 1}), ("metric", {"atLeast": 1}), ("atLeast", {}), ("withoutGainSteps", {})
+        )
+    },
     "spec.environment.code": {"environment": {"code": {}, "rewards": [{"name": "a", "type": "Math"}]}},
     "spec.environment.entrypoint": {"environment": {"type": "MultiTurn", "rewards": []}},
     "spec.environment.name": {"environment": {"type": "Gymnasium", "rewards": []}},

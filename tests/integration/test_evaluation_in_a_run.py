@@ -16,13 +16,14 @@ import pytest
 
 from orbit_runtime.checkpoints.adapter_folder import adapter_address
 from orbit_runtime.cli.main import run_command
-from orbit_runtime.cli.run import format_result
+from orbit_runtime.cli.run import format_result, summary_of
 from orbit_runtime.evaluation.journal import read_samples
 from orbit_runtime.loop import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.run_folder import find_best
+from orbit_runtime.observability.termination_message import FILE_VARIABLE
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Store, open_store
 from tests.integration.killing import adapter_digests, small_manifest, timeless_rows
@@ -226,6 +227,39 @@ def peaking(made: dict[str, Any], out: Path) -> tuple[Store, list[str]]:
         return VALUES[(len(asked) - 1) // PROMPTS]
 
     return train(made, out, {"correct": correct}), asked
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps", "why"),
+    [
+        ({"withoutGainSteps": 3}, 4, "held-out has not risen above 0.9 of step 1 for 3 steps (training.stopWhen)"),
+        ({"evaluation": "held-out", "atLeast": 0.9}, 1, "held-out was 0.9 at step 1 (training.stopWhen.atLeast: 0.9)"),
+    ],
+)
+def test_a_run_ends_when_its_evaluations_say_so_and_every_door_says_why(
+    stop: dict[str, Any], steps: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    only = [{"name": "held-out", "prompts": [{"uri": "builtin://two-digit-multiplication"}]}]
+    made = manifest(everySteps=1, samples=1, environments=only)
+    made["spec"]["training"] |= {"steps": 5, "stopWhen": stop}
+    monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "words"))
+    store, asked = peaking(made, tmp_path / "run")
+    report = build_report(store)
+    assert (report.status, report.reason, report.to_json()["steps"]) == ("done", why, steps)
+    assert f"done early: {why}, {steps} steps in" in format_result("converged", store.uri, report.to_json())
+    assert why in (tmp_path / "run/report.html").read_text()
+    assert json.loads((tmp_path / "words").read_text())["message"] == why
+    capsys.readouterr()
+    assert run_command(["report", store.uri]) == 0
+    assert f"done: {why}" in capsys.readouterr().out
+
+    assert len(asked) == PROMPTS * (steps + 1)
+    for more in ({}, {"steps": 9}):
+        made["spec"]["training"] |= more
+        again, asked = peaking(made, tmp_path / "run")
+        assert (asked, summary_of(build_report(again).to_json())["reason"]) == ([], why)
+        assert build_report(again).to_json()["steps"] == steps
 
 
 def kept_versions(store: Store) -> set[str]:

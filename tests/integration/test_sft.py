@@ -120,18 +120,41 @@ def test_what_was_held_out_gets_cheaper_and_the_newest_adapter_is_the_best(learn
     assert chart.title in render_html(found)
 
 
-def test_it_ends_early_where_it_gets_no_better_and_stays_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_patience", [True, False])
+def test_it_ends_early_where_it_gets_no_better_and_stays_ended(as_patience: bool, tmp_path: Path) -> None:
     # It ends at a step that has a checkpoint already.
-    manifest = sft_manifest(steps=200, every_steps=1, validation={"share": 0.01, "everySteps": 2, "patience": 2})
+    manifest = sft_manifest(steps=200, every_steps=1, validation={"share": 0.01, "everySteps": 2})
+    if as_patience:
+        manifest["spec"]["data"]["validation"]["patience"] = 2
+    else:
+        manifest["spec"]["training"]["stopWhen"] = {"evaluation": "held-out", "withoutGainSteps": 3}
     # So large that it unlearns.
     manifest["spec"]["training"]["learningRate"] = 0.5
     manifest["spec"]["data"]["limit"] = 400
     result = run(OrbitRun.model_validate(manifest), out=str(tmp_path / "run"), progress=SilentProgress())
     assert result.ended == "converged"
-    assert result.report["steps"] < 200
-    assert result.report["base_digest_after"] == result.report["base_digest_before"]
+    report = result.report
+    assert report["steps"] < 200
+    assert report["base_digest_after"] == report["base_digest_before"]
+    summary = json.loads((tmp_path / f"run/checkpoints/step-{report['steps']:06d}/manifest.json").read_text())
+    best = summary["facts"]["summary"]["validated"]
+    assert report["steps"] == best["best_step"] + 4
+    assert report["reason"] == (
+        f"the held-out loss has not fallen below {best['best']:.4g} of step {best['best_step']} for 4 steps "
+        "(training.stopWhen)"
+    )
     again = run(OrbitRun.model_validate(manifest), out=str(tmp_path / "run"), progress=SilentProgress())
-    assert (again.ended, again.report["steps"]) == ("converged", result.report["steps"])
+    assert (again.ended, again.report["steps"], again.report["reason"]) == (
+        "converged", report["steps"], report["reason"]
+    )  # fmt: skip
+
+
+def test_it_ends_as_soon_as_the_loss_is_low_enough(tmp_path: Path) -> None:
+    manifest = sft_manifest(steps=40, validation={"share": 0.02, "everySteps": 5})
+    manifest["spec"]["training"]["stopWhen"] = {"atLeast": -100}
+    report = trained(manifest, tmp_path)
+    assert (report["steps"], report["status"]) == (0, "done")
+    assert "at step 0 (training.stopWhen.atLeast: -100)" in report["reason"]
 
 
 @pytest.mark.long

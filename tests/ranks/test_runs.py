@@ -146,7 +146,8 @@ def test_sigterm_in_every_stage_ends_with_75_and_the_same_command_goes_on(alone:
 
 
 def test_a_run_of_ranks_ends_early_where_it_gets_no_better_and_stays_ended(tmp_path: Path) -> None:
-    asked = manifest(steps=60, validation={"share": 0.01, "everySteps": 2, "patience": 2}, limit=400)
+    asked = manifest(steps=60, validation={"share": 0.01, "everySteps": 2}, limit=400)
+    asked["spec"]["training"]["stopWhen"] = {"withoutGainSteps": 4}
     # So large that it unlearns.
     asked["spec"]["training"]["learningRate"] = 0.5
     out = tmp_path / "run"

@@ -210,12 +210,12 @@ class Cluster:
             if pod.phase == "Running":
                 self.steps[uid] = self.steps.get(uid, 0) + steps
 
-    def exit(self, code: int, reason: str = "") -> None:
+    def exit(self, code: int, reason: str = "", message: str = "") -> None:
         """A container that runs ends; what an unreachable kubelet knows, nobody learns."""
         for uid, pod in self.pods.items():
             if pod.phase == "Running" and self.nodes[pod.node].is_ready:
                 phase = "Succeeded" if code == 0 else "Failed"
-                self.pods[uid] = replace(pod, phase=phase, end=ContainerEnd(code, reason, finished=self.now))
+                self.pods[uid] = replace(pod, phase=phase, end=ContainerEnd(code, reason, message, self.now))
                 return
 
     def end_deleted(self, code: int) -> None:

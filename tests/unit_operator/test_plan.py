@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,15 @@ def test_a_success_is_final_whatever_happens_to_its_jobs() -> None:
     again = work(cluster)
     assert (again.actions, again.events) == ((), ())
     assert (cluster.status["phase"], condition(cluster, "Complete")) == ("Succeeded", ("True", "Succeeded"))
+
+
+def test_a_success_says_why_it_came_before_the_last_step() -> None:
+    cluster = running()
+    cluster.exit(0, message=json.dumps({"run": "adder", "step": 20, "message": "held-out was 0.9 at step 20"}))
+    cluster.conclude_jobs()
+    (event,) = work(cluster).events
+    assert event.message == "the run is complete: held-out was 0.9 at step 20"
+    assert {each["message"] for each in cluster.status["conditions"] if each["type"] == "Complete"} == {event.message}
 
 
 def test_a_run_whose_pod_has_ended_does_not_wait_for_a_pod() -> None:

@@ -16,7 +16,7 @@ from orbit_runtime.spec.fields import (
     schema_tree,
     status_tree,
 )
-from orbit_runtime.spec.template import format_value, one_line
+from orbit_runtime.spec.template import format_value
 
 PREFACE = """\
 # The manifest
@@ -67,7 +67,7 @@ def render_reference() -> str:
             for name, child in schema["properties"].items()
         ]
         head = "| field | type | default | allowed | set | meaning |\n|---|---|---|---|---|---|"
-        parts.append("\n".join([f"## {title}\n", f"{one_line(schema['description'])}\n", head, *rows, ""]))
+        parts.append("\n".join([f"## {title}\n", f"{schema['description']}\n", head, *rows, ""]))
     return "\n".join(parts)
 
 
@@ -76,11 +76,11 @@ def render_status() -> str:
     parts = [STATUS_PREFACE]
     for path, schema in _blocks(status_tree(), "status"):
         rows = [
-            f"| `{name}` | {format_kind(child)} | {format_allowed(child) or '-'} | {one_line(child['description'])} |"
+            f"| `{name}` | {format_kind(child)} | {format_allowed(child) or '-'} | {child['description']} |"
             for name, child in schema["properties"].items()
         ]
         head = "| field | type | allowed | meaning |\n|---|---|---|---|"
-        parts.append("\n".join([f"## `{path}`\n", f"{one_line(schema['description'])}\n", head, *rows, ""]))
+        parts.append("\n".join([f"## `{path}`\n", f"{schema['description']}\n", head, *rows, ""]))
     return "\n".join(parts)
 
 
@@ -108,6 +108,6 @@ def _row(name: str, schema: Schema, *, required: bool) -> str:
         default,
         format_allowed(schema) or "-",
         schema.get("orbitSet", "-"),
-        one_line(schema["description"]),
+        schema["description"],
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -15,7 +15,7 @@ from orbit_runtime.cli.output import outcomes
 from orbit_runtime.errors import UsageError
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
-from orbit_runtime.observability.run_folder import BestVersion, find_best
+from orbit_runtime.observability.run_folder import BestVersion, find_best, find_stop, read_evaluations
 from orbit_runtime.storage import open_store
 from tests.fakes.run_folder import SyntheticRun, write_run_folder
 
@@ -70,6 +70,34 @@ def test_the_best_has_the_highest_mean_and_of_equal_ones_the_earlier(tmp_path: P
 def test_another_evaluation_or_metric_may_decide(keep_best: dict[str, str], step: int, tmp_path: Path) -> None:
     store = open_store(str(write(tmp_path, MEANS, kept=[0, 12, 18, 24], **keep_best)))
     assert find_best(store)[0].step == step
+
+
+@pytest.mark.parametrize(
+    ("asked", "step", "why"),
+    [
+        ({"atLeast": 0.8}, 12, "a was 0.8 at step 12 (training.stopWhen.atLeast: 0.8)"),
+        ({"atLeast": 0.8}, 11, None),
+        ({"atLeast": 0.81}, 24, None),
+        ({"withoutGainSteps": 12}, 24, "a has not risen above 0.8 of step 12 for 12 steps (training.stopWhen)"),
+        ({"withoutGainSteps": 7}, 23, None),
+        ({"withoutGainSteps": 13}, 24, None),
+        ({"withoutGainSteps": 6, "evaluation": "b"}, 24, None),
+        ({"withoutGainSteps": 24, "metric": "PassAt"}, 24,
+         "a has not risen above 0.5 of step 0 for 24 steps (training.stopWhen)"),
+    ],
+)  # fmt: skip
+def test_a_run_ends_once_it_is_good_enough_or_gets_no_better(
+    asked: dict[str, Any], step: int, why: str | None, tmp_path: Path
+) -> None:
+    store = open_store(str(write(tmp_path, MEANS, kept=[24])))
+    assert find_stop(asked, 6, read_evaluations(store), {}, step) == why
+
+
+@pytest.mark.parametrize("asked", [{"atLeast": -1000}, {"withoutGainSteps": 1}])
+def test_an_evaluation_without_a_score_ends_no_run(asked: dict[str, Any], tmp_path: Path) -> None:
+    store = open_store(str(write(tmp_path, {0: None, 6: math.nan}, kept=[])))
+    assert find_stop(asked, 6, read_evaluations(store), {}, 6) is None
+    assert find_stop(asked, 6, {}, {"first": math.nan, "best": math.inf, "best_step": 0}, 6) is None
 
 
 def test_an_evaluation_counts_for_the_adapter_that_it_asked_and_with_the_settings_of_the_newest(tmp_path: Path) -> None:

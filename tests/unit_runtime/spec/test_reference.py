@@ -81,13 +81,14 @@ def test_the_template_names_every_field_with_its_default() -> None:
                            text.splitlines())  # fmt: skip
     with pytest.raises(ManifestError) as caught:
         parse_manifest(everything, name="run.yaml", environ={})
-    # Both adapters at once, and a critic beside GRPO, is all that is wrong with it.
+    # Both adapters at once, a critic beside GRPO, and an early end by nothing, is all that is wrong with it.
     wrong = [(problem.where or "").split(": ")[1] for problem in caught.value.problems]
-    assert wrong == ["spec.adapter.oft", "spec.algorithm.critic"]
+    assert wrong == ["spec.adapter.oft", "spec.algorithm.critic", *["spec.training.stopWhen"] * 2]
     for first, following in (
         ("    oft:", "    targets:"),
         ("    critic:", "  data:"),
         ("    validation:", "    limit:"),
+        ("    stopWhen:", "    promptsPerStep:"),
     ):
         everything = everything[: everything.index(first)] + everything[everything.index(following) :]
     assert parse_manifest(everything, name="x", environ={}) == parse_manifest(text, name="x", environ={})
@@ -107,3 +108,9 @@ def test_a_place_that_does_not_exist_has_no_schema() -> None:
     assert find_schema(("spec", "nope")) is None
     assert find_schema(("spec", "training", "steps", "x")) is None
     assert find_schema(("spec", "environment", "rewards", 3, "arguments", "a", "b")) is not None
+
+
+def test_a_description_is_sentences_without_the_line_breaks_of_the_source() -> None:
+    texts = [field.schema["description"] for field in all_fields()]
+    assert [text for text in texts if "\n" in text or "  " in text] == []
+    assert "\\n" not in (ROOT / "crds/orbitruns.orbitrl.dev.yaml").read_text(encoding="utf-8")

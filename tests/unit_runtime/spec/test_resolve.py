@@ -197,6 +197,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "metadata.labels",
         "metadata.annotations",
         "training.steps",
+        *(path for path in of("display") if path.startswith("training.stopWhen.")),
         *(path for path in of("display") if path.startswith("evaluation.")),
         "checkpoint.everySteps",
         "checkpoint.keep",
