@@ -179,7 +179,13 @@ class Claims:
         """Takes the namespace if nobody owns it; whether it is ours now."""
         async with self._turn:
             lease = self._leases.setdefault(namespace, self._open(namespace=namespace))
-            is_ours = lease.is_held or await lease.try_once()
+            try:
+                is_ours = lease.is_held or await lease.try_once()
+            except ApiError as error:
+                if "being terminated" not in error.message:
+                    raise
+                # A namespace that is being deleted takes no Lease, and its runs must still be let go.
+                is_ours = True
         if is_ours:
             self._others.discard(namespace)
         elif namespace not in self._others:

@@ -192,7 +192,7 @@ POD_FIELDS: Mapping[str, tuple[type, tuple[str, ...]]] = {
     "gpuResource": (str, ()),
 }
 """Field of `placement.pod` → its kind, and the fields that it or each of its items may have, if not any."""
-_KINDS = {dict: "a mapping", list: "a list of mappings", str: "a text"}
+_KINDS: Mapping[type, str] = {dict: "a mapping", list: "a list of mappings", str: "a text"}
 
 
 def check_pod(placement: Any) -> Iterator[Contradiction]:

@@ -118,6 +118,7 @@ def test_the_security_guide_lists_the_same_rights() -> None:
     ]
     names = {
         "its own Lease": ["leases"],
+        "the Lease `orbit-runs` of a watched namespace": ["leases"],
         "nodes": ["nodes"],
         "`workloads` (Kueue)": ["workloads"],
         "`rayclusters` (KubeRay)": ["rayclusters"],

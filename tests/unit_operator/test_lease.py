@@ -81,6 +81,23 @@ def test_of_two_installations_one_owns_a_namespace_and_the_other_takes_it_once_i
     asyncio.run(work())
 
 
+@pytest.mark.parametrize(
+    ("why", "acts"), [("because it is being terminated", True), ("leases is forbidden: no right", False)]
+)
+def test_a_namespace_that_is_being_deleted_takes_no_lease_and_its_runs_are_let_go(why: str, acts: bool) -> None:
+    class Ending(LeaseApi):
+        async def create(self, *_: Any) -> dict[str, Any]:
+            raise ApiError(403, "Forbidden", why)
+
+    api: Any = Ending([100.0], {})
+    claims = Claims(api, "a/orbit", set())
+    if acts:
+        assert asyncio.run(claims.hold("team"))
+    else:
+        with pytest.raises(ApiError, match="no right"):
+            asyncio.run(claims.hold("team"))
+
+
 def test_after_one_renewal_without_an_answer_the_next_one_comes_in_time() -> None:
     assert keep({2: 0.3}, looks=3) == 0.0
 

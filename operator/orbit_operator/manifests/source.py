@@ -38,7 +38,8 @@ class RunSource:
     @property
     def pod(self) -> Mapping[str, Any]:
         """What is added to this run's pods; the manifest takes precedence."""
-        return merge(dict(self.installed), self.manifest.spec.placement.pod)
+        merged: Mapping[str, Any] = merge(dict(self.installed), self.manifest.spec.placement.pod)
+        return merged
 
     @property
     def metrics_port(self) -> int | None:
