@@ -118,11 +118,15 @@ class Team:
         prefix = {"orbitruns": RUNS, "jobs": "/apis/batch/v1"}.get(kind, "/api/v1")
         return "/".join(filter(None, [prefix, "namespaces", self.namespace, kind, name, sub]))
 
-    def start_run(self, name: str, **spec: Any) -> None:
+    def build_run(self, name: str, **spec: Any) -> Object:
+        """The quickstart's manifest with these blocks."""
         manifest = load_manifest(ROOT / "examples" / "quickstart.yaml").to_manifest()
         manifest["metadata"] = {"name": name, "namespace": self.namespace}
         manifest["spec"] |= {"storage": {"uri": "s3://runs"}, **spec}
-        self.server.create(self.path("orbitruns"), manifest)
+        return manifest
+
+    def start_run(self, name: str, **spec: Any) -> None:
+        self.server.create(self.path("orbitruns"), self.build_run(name, **spec))
 
     def edit_run(self, name: str, **spec: Any) -> None:
         self.server.merge(self.path("orbitruns", name), {"spec": spec})

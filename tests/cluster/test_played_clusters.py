@@ -78,6 +78,19 @@ def policy(server: Server, name: str, spec: Object, binding: Object) -> Iterator
             server.delete(place)
 
 
+def wait_refused(server: Server, path: str, body: Object) -> str:
+    """What the API server says once it refuses the object: a new policy counts after a moment."""
+
+    def refused() -> str:
+        try:
+            server.create(f"{path}?dryRun=All", body)
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    return wait_for(refused, "the policy stands")
+
+
 def in_namespace(namespace: str) -> Object:
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
 
@@ -141,6 +154,9 @@ def test_on_openshift_a_run_takes_the_namespaces_user_and_a_fixed_one_is_refused
         policy(server, team.namespace, SCC,
                {"validationActions": ["Deny"], "matchResources": in_namespace(team.namespace)}),
     ):  # fmt: skip
+        probe = {"securityContext": {"runAsUser": 65532}, "containers": [{"name": "c", "image": "x"}]}
+        body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "probe"}, "spec": probe}
+        assert "security context constraint" in wait_refused(server, team.path("pods"), body)
         with run_operator(team, tmp_path / "fixed.log"):
             team.start_run("fixed")
             said = wait_for(
@@ -230,19 +246,11 @@ def test_a_fence_refuses_what_a_tenant_may_not_ask_for_and_lets_all_else_through
     server: Server, value: str, placement: dict[str, Any], said: str
 ) -> None:
     with open_team(server, "fenced") as team:
-        objects = {each["kind"]: each["spec"] for each in render(team.namespace, value)}
+        objects = {each["kind"]: each.get("spec") or {} for each in render(team.namespace, value)}
         binding = objects["ValidatingAdmissionPolicyBinding"]
         binding.pop("policyName")
         with policy(server, team.namespace, objects["ValidatingAdmissionPolicy"], binding):
-
-            def refused() -> str:
-                try:
-                    team.start_run("over", placement={"gpus": 0, **placement})
-                except AssertionError as error:
-                    return str(error)
-                server.delete(team.path("orbitruns", "over"))
-                return ""
-
-            assert said in wait_for(refused, "the fence stands"), "a new policy counts after a moment"
+            over = team.build_run("over", placement={"gpus": 0, **placement})
+            assert said in wait_refused(server, team.path("orbitruns"), over)
             team.start_run("within", placement={"gpus": 8, "image": "images.example.com/orbit:1",
                                                 "envFromSecrets": ["store"]})  # fmt: skip
