@@ -45,9 +45,9 @@ def ask(method, path, body=None):
         return error.code, json.loads(error.read() or b"{}")
 
 
-def may(verb, group, resource, namespace):
+def may(verb, group, resource, namespace, name=""):
     resource, _, subresource = resource.partition("/")
-    attributes = {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
+    attributes = {"verb": verb, "group": group, "resource": resource, "subresource": subresource, "name": name}
     if namespace:
         attributes["namespace"] = namespace
     review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
@@ -70,9 +70,11 @@ def check_rights():
     missing = []
     for namespace in os.environ["NAMESPACES"].split(","):
         for rule in json.loads(os.environ.get("RULES", "[]")):
+            # A rule for named objects is asked about by the first name.
+            name = rule.get("resourceNames", [""])[0]
             for resource in rule["resources"]:
                 for verb in rule["verbs"]:
-                    if not may(verb, rule["apiGroups"][0], resource, namespace):
+                    if not may(verb, rule["apiGroups"][0], resource, namespace, name):
                         missing.append(f"the operator may not {verb} {resource} in {namespace or 'all namespaces'}")
         for verb in SECRET_VERBS:
             if may(verb, "", "secrets", namespace):
