@@ -103,8 +103,12 @@ def read_job(body: Object) -> JobFacts:
 
 def read_ranks(body: Object) -> RanksFacts:
     metadata, status = body["metadata"], body.get("status") or {}
-    failures = [each for each in status.get("conditions") or () if each.get("type") == "ReplicaFailure"]
-    refused = str(status.get("reason") or next((each.get("message") for each in failures), "") or "")[:_TEXT]
+    failures = (each for each in status.get("conditions") or () if each.get("type") == "ReplicaFailure")
+    refused = str(
+        status.get("reason")
+        or next((each.get("message") for each in failures if each.get("status") != "False"), "")
+        or ""
+    )[:_TEXT]
     return RanksFacts(metadata["name"], metadata["uid"], _attempt(body), "deletionTimestamp" in metadata, refused)
 
 

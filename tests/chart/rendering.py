@@ -36,7 +36,7 @@ COMBINATIONS: dict[str, Object] = {
         "runs": {
             "image": {"repository": "images.example.com/orbit-runtime", "tag": "1.2.3"},
             "engineImage": "images.example.com/orbit-engine:1.2.3",
-            "imagePullSecrets": ["pull"],
+            "imagePullSecrets": ["pull", {"name": "other"}],
             "cpu": 16,
             "cpuRequestPerGPU": 2.5,
             "memory": "1Ti",

@@ -47,7 +47,7 @@ def test_values_reach_the_operator(helm: str) -> None:
         identity="orbit-operator-0",
         runtime_image="images.example.com/orbit-runtime:1.2.3",
         engine_image="images.example.com/orbit-engine:1.2.3",
-        image_pull_secrets=("pull",),
+        image_pull_secrets=("pull", "other"),
         run_cpu=16,
         run_cpu_per_gpu=2.5,
         run_memory="1Ti",

@@ -73,7 +73,7 @@ BOUNDS: dict[str, Schema] = {
     "runs.image.repository": {"minLength": 1},
     "runs.image.digest": _DIGEST,
     "runs.imagePullPolicy": _PULL_POLICY,
-    "runs.imagePullSecrets": _TEXTS,
+    "runs.imagePullSecrets": {"items": {"anyOf": [_TEXTS["items"], _NAME]}},
     "runs.cpu": {"minimum": 0, "maximum": 1024},
     "runs.cpuRequestPerGPU": {"type": "number", "minimum": 0, "maximum": 128},
     "runs.memory": {"type": "string", "pattern": f"^$|{QUANTITY['pattern']}"},

@@ -5,7 +5,7 @@
   "RUNTIME_IMAGE" (include "orbit.image" (dict "root" $ "image" .Values.runs.image))
   "ENGINE_IMAGE" .Values.runs.engineImage
   "IMAGE_PULL_POLICY" .Values.runs.imagePullPolicy
-  "IMAGE_PULL_SECRETS" (join "," .Values.runs.imagePullSecrets)
+  "IMAGE_PULL_SECRETS" (include "orbit.pullSecrets" .Values.runs.imagePullSecrets)
   "RUN_CPU" (int64 .Values.runs.cpu)
   "RUN_CPU_PER_GPU" .Values.runs.cpuRequestPerGPU
   "RUN_MEMORY" .Values.runs.memory

@@ -55,6 +55,19 @@ app.kubernetes.io/managed-by: orbit-operator
 {{- end }}
 {{- end }}
 
+{{- /* Names of pull secrets, separated by commas; each is written as a name or as {name: …}. */}}
+{{- define "orbit.pullSecrets" -}}
+{{- $names := list }}
+{{- range . }}
+{{- if kindIs "string" . }}
+{{- $names = append $names . }}
+{{- else }}
+{{- $names = append $names .name }}
+{{- end }}
+{{- end }}
+{{- join "," $names }}
+{{- end }}
+
 {{- /* Watched namespaces as JSON: {"names": […]}; an empty list is every namespace. */}}
 {{- define "orbit.namespaces" -}}
 {{- if .Values.clusterScope }}
