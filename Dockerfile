@@ -50,7 +50,7 @@ RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile --no-
 FROM operator-base AS operator
 COPY --from=operator-environment /opt/orbit /opt/orbit
 COPY images/smoke.sh /opt/orbit/smoke.sh
-ENV PATH=/opt/orbit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp
+ENV PATH=/opt/orbit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp LOGNAME=orbit
 USER 65532:65532
 WORKDIR /
 ARG VERSION=0.0.0
@@ -100,7 +100,7 @@ RUN mkdir -p /opt/heavy
 COPY images/smoke.sh /opt/orbit/smoke.sh
 COPY examples /opt/orbit/examples
 ARG CUBINS
-ENV PATH=/opt/orbit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp \
+ENV PATH=/opt/orbit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp LOGNAME=orbit \
     FLASHINFER_CUBIN_DIR=${CUBINS:+/opt/orbit/share/cubins}
 USER 65532:65532
 WORKDIR /

@@ -15,8 +15,8 @@ def build_namespace(name: str) -> Object:
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
 
 
-def build_job(namespace: str, name: str, container: Object) -> Object:
-    """The pod's user, read-only root and folders are those of a run's pod."""
+def build_job(namespace: str, name: str, container: Object, *, user: int = 65532, group: int = 65532) -> Object:
+    """The pod's read-only root and folders are those of a run's pod, and so is its user unless another is named."""
     mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}]
     security = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     container = {
@@ -26,7 +26,7 @@ def build_job(namespace: str, name: str, container: Object) -> Object:
     }  # fmt: skip
     pod = {
         "restartPolicy": "Never", "automountServiceAccountToken": False, "enableServiceLinks": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": group, "fsGroup": user,
                             "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],

@@ -47,7 +47,9 @@ def _target(tar: tarfile.TarFile, name: str) -> str:
 @pytest.mark.parametrize("target", TARGETS)
 def test_each_image_says_what_it_is(target: str) -> None:
     _, archive = build_product_image(target)
-    labels = read_config(archive)["config"]["Labels"]
+    config = read_config(archive)["config"]
+    labels = config["Labels"]
+    assert config["User"] == "65532:65532"
     told = {name.removeprefix("org.opencontainers.image."): value for name, value in labels.items()}
     assert (told["title"], told["version"], told["licenses"]) == (f"orbit-{target}", __version__, "Apache-2.0")
     assert re.fullmatch("[0-9a-f]{40}", told["revision"])
@@ -58,14 +60,18 @@ def test_the_operators_image_is_small() -> None:
     assert added_bytes(archive) <= LARGEST_OPERATOR
 
 
+@pytest.mark.parametrize(("user", "group"), [(65532, 65532), (1002700000, 0)])
 @pytest.mark.parametrize("target", TARGETS)
-def test_each_image_passes_its_smoke_test_in_a_restricted_pod(cluster: Cluster, target: str) -> None:
+def test_each_image_passes_its_smoke_test_in_a_restricted_pod(
+    cluster: Cluster, target: str, user: int, group: int
+) -> None:
+    """As its own user, and as one that a platform such as OpenShift chooses."""
     name, archive = build_product_image(target)
     cluster.import_image(archive)
-    namespace = f"smoke-{target}"
+    namespace = f"smoke-{target}-{user}"
     cluster.apply(build_namespace(namespace))
     container = {"image": name, "command": ["/opt/orbit/smoke.sh", target]}
-    cluster.apply(build_job(namespace, "smoke", container))
+    cluster.apply(build_job(namespace, "smoke", container, user=user, group=group))
     ended = wait_for_end(cluster, namespace, "smoke")
     assert ended["exitCode"] == 0, read_logs(cluster, namespace, "smoke")
     assert "is well" in read_logs(cluster, namespace, "smoke")

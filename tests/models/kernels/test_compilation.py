@@ -80,3 +80,23 @@ def test_every_tile_compiles_fits_and_adds_by_its_kernels_one_instruction(capabi
         assert len({tuple(each["mma"]) for each in tiles}) == 1, key
         assert tiles[0]["fits"], key
         assert capability not in (90, 100, 103) or all(each["fits"] for each in tiles), key
+
+
+def test_what_triton_compiles_before_its_first_launch_needs_gcc_and_no_device(tmp_path: Path) -> None:
+    """Its calls of the driver, against a library that has the driver's name and nothing in it."""
+    stub = ["gcc", "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(stub, check=True)
+    folders = {"TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
+    program = (
+        "import os, sys; sys.setdlopenflags(os.RTLD_LAZY); from triton.backends.nvidia.driver import CudaUtils; "
+        "print(CudaUtils().load_binary)"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **folders, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        check=False,
+    )
+    assert "built-in function load_binary" in finished.stdout, finished.stderr[-3000:]
+    assert list(tmp_path.glob("cache/*/*.so"))
