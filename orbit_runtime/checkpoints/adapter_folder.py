@@ -10,7 +10,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Buffer, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import isqrt
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,6 +31,9 @@ PREFIX = "base_model.model."
 COPY = "copy both files again, from the same LoRA or OFT adapter of PEFT"
 TYPES = {"LORA": "LoRA", "OFT": "OFT"}
 ExpertLayout = Literal["None", "Shared", "SharedOuter", "PerExpert"]
+EVALUATION, INTERVAL = "evaluation", ("mean", "low", "high")
+"""Fact of an adapter that its run evaluated; what each environment has there."""
+MOST_EVALUATIONS = 8
 EXPERT_LAYOUTS: tuple[ExpertLayout, ...] = get_args(ExpertLayout)
 """Ordered by number of parameters, fewest first: each can express those before it."""
 NEUTRAL_FIELDS = frozenset({
@@ -93,6 +98,22 @@ class AdapterFolder:
     def neumann_terms(self) -> int:
         """OFT: number of terms of the series."""
         return int(self.config.get("num_cayley_neumann_terms") or NEUMANN_TERMS)
+
+    @property
+    def run(self) -> str | None:
+        """Name of the run that published it; None if not recorded."""
+        return str(self.facts["run"])[:64] if self.facts.get("run") else None
+
+    @property
+    def evaluation(self) -> dict[str, dict[str, float | None]]:
+        """Environment → mean reward with its interval, as its run evaluated it; empty if it did not."""
+        with suppress(AttributeError, KeyError, OverflowError, TypeError, ValueError):
+            scores = islice(self.facts.get(EVALUATION, {}).items(), MOST_EVALUATIONS)
+            return {
+                name[:64]: {each: None if score[each] is None else float(score[each]) for each in INTERVAL}
+                for name, score in scores
+            }
+        return {}
 
     def check_base(self, weights: str, *, who: str, ours: str, where: str, fix: str) -> None:
         """Checks the base. An adapter that does not record its base passes.

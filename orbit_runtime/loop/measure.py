@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, EVALUATION, INTERVAL
 from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.errors import StoppedOnRequest
 from orbit_runtime.evaluation.evaluate import ask_one
@@ -43,7 +44,7 @@ from orbit_runtime.planner.support.sampling import check_engine
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.storage import NotFound, Store
+from orbit_runtime.storage import NotFound, Store, read_manifest, restate_bundle
 from orbit_runtime.types import Completion, Sampling, Tokenizer
 from orbit_runtime.workers.child.signals import StopFlag
 
@@ -154,6 +155,22 @@ def measure(parts: Parts, state: RunState, collector: Collector, stop: StopFlag,
         found = _ask(parts, state, collector, stop, held_out)
         parts.show.note(_sentence(found), **{"evaluated_step": state.step})
     _tell(parts, state, found)
+    state.evaluated = found
+
+
+def add_to_adapter(parts: Parts, state: RunState) -> None:
+    """Writes the newest scores into the manifest of their adapter, which carries them wherever it is copied. The
+    adapter must be durable."""
+    found, state.evaluated = state.evaluated, None
+    if found is None:
+        return
+    assert state.publication is not None
+    prefix = f"{ADAPTERS}{state.publication.name}/"
+    facts = read_manifest(parts.store, prefix).facts
+    averages = {score["environment"]: score["average"] for score in found["scores"]}
+    scores = {name: {each: average[each] for each in INTERVAL} for name, average in averages.items()}
+    if facts.get(EVALUATION) != scores:
+        restate_bundle(parts.store, parts.execution, prefix, {**facts, EVALUATION: scores})
 
 
 def ending(parts: RunParts, state: RunState) -> str | None:

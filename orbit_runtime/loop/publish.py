@@ -176,7 +176,8 @@ def write_adapter_bundle(store: Store, execution: Execution, adapter: AdapterFil
         parts = {name: standing_content(part) for name, part in adapter.files.parts.items()}
     else:
         parts = {name: _content(data, adapter.pieces[name]) for name, data in adapter.files.items()}
-    write_bundle(store, execution, f"{ADAPTERS}{adapter_name(adapter.version)}", parts, facts, plain_names=True)
+    told = {**facts, "run": execution.record.run}
+    write_bundle(store, execution, f"{ADAPTERS}{adapter_name(adapter.version)}", parts, told, plain_names=True)
 
 
 def write_model_bundle(

@@ -51,6 +51,8 @@ class RunState:
     """Newest step whose checkpoint is written or being written."""
     kept: tuple[EpisodeSnapshot, ...] = ()
     """Rollouts of later steps, from the checkpoint that this execution began with."""
+    evaluated: Mapping[str, Any] | None = None
+    """Evaluation of the active policy that its adapter's manifest does not hold yet."""
     row: MetricsRow | None = None
     """The newest step's row, including the cost of keeping it; stored with the next step, or at the end."""
     rows: dict[int, str] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from orbit_runtime.loop.collect import (
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.display import show_timeouts
 from orbit_runtime.loop.keep import keep_failure, keep_rows, keep_step
-from orbit_runtime.loop.measure import ending, measure
+from orbit_runtime.loop.measure import add_to_adapter, ending, measure
 from orbit_runtime.loop.metrics_row import check_parity, prompt_numbers, step_row, with_checkpoint
 from orbit_runtime.loop.parity import check_again, check_first_wake, engine_asleep, step_limits
 from orbit_runtime.loop.parts import Parts
@@ -220,6 +220,7 @@ def _settle(parts: Parts, state: RunState) -> None:
     started = time.monotonic()
     parts.show.stage("checkpoint", state.step)
     parts.checkpoints.settle(state)
+    add_to_adapter(parts, state)
     parts.show.checkpoint(state)
     if state.row is not None:
         state.row = with_checkpoint(state.row, time.monotonic() - started)

@@ -106,6 +106,8 @@ class ResponseForm:
     """Alternatives of each token."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    provenance: bytes = b""
+    """`ServedModel.provenance`."""
 
     @property
     def held_back(self) -> tuple[str, ...]:

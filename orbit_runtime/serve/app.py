@@ -45,6 +45,7 @@ DEFAULT_TOKENS = 16
 MODEL_PREFIX = "/v1/models/"
 UPDATE_PATHS = ("/update_weights", "/reload_weights")
 JSON = (b"content-type", b"application/json")
+PROVENANCE_HEADER = b"orbit-policy"
 
 Route = Callable[[bytes, Receive, Send], Awaitable[None]]
 
@@ -217,6 +218,7 @@ class Routes:
             tools,
             asked.stops,
             asked.alternatives,
+            provenance=served.provenance,
         )
 
     def _find(self, name: str) -> ServedModel:
@@ -253,7 +255,8 @@ class Routes:
             done = await job.results()
             if any(part.finish_reason == "abort" for part in done):
                 raise APIError(503, "the server is stopping", code="stopping")
-            await _answer(send, form.whole(done, prompt_tokens))
+            headers = [JSON, (PROVENANCE_HEADER, form.provenance)]
+            await _send(send, 200, orjson.dumps(form.whole(done, prompt_tokens)), headers)
         finally:
             watcher.cancel()
             job.abort()
@@ -295,7 +298,8 @@ class Routes:
 
 
 async def _stream(send: Send, job: ServedRequest, form: ResponseForm, prompt_tokens: int, *, with_usage: bool) -> None:
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    kind = (b"content-type", b"text/event-stream; charset=utf-8")
+    headers = [kind, (b"cache-control", b"no-cache"), (PROVENANCE_HEADER, form.provenance)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     sent = [SentText(form.held_back) for _ in job.parts]
     starts = [form.start(part.index) for part in job.parts]

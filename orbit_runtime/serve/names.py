@@ -4,8 +4,10 @@ no more of a model, and commands check their arguments before they import torch.
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from orbit_runtime.errors import UsageError
@@ -14,6 +16,7 @@ POLICY = "policy"
 """The model name of an adapter without a name."""
 NEW_NAME = re.compile(r"\w[\w .:@+-]{0,63}(/\w[\w .:@+-]{0,63}){0,3}")
 """Names that a request may add. Example: `team/sums:v2`"""
+PROVENANCE = ("run", "policy_version", "digest", "evaluation")
 PATH_BYTES, PART_BYTES = 4095, 255
 """Most bytes of a path, and of each of its parts."""
 
@@ -55,6 +58,16 @@ class ServedModel:
     digest: str = ""
     chosen: str = ""
     """Why it is this adapter of its run."""
+    run: str | None = None
+    """Name of the run that published it."""
+    evaluation: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    """Environment → mean reward with its interval."""
+
+    @property
+    def provenance(self) -> bytes:
+        """Value of the header of every answer: JSON in ASCII, which a manifest's texts cannot break out of."""
+        told = self.to_json()
+        return json.dumps({name: told[name] for name in PROVENANCE}).encode()
 
     @property
     def fingerprint(self) -> str:
@@ -67,6 +80,8 @@ class ServedModel:
             "created": 0,
             "owned_by": "orbit",
             "root": self.place,
+            "run": self.run,
             "policy_version": self.version,
             "digest": self.digest or None,
+            "evaluation": dict(self.evaluation) or None,
         }

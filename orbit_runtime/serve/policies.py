@@ -134,8 +134,8 @@ class Policies:
             slot = f"{re.sub('[^A-Za-z0-9_.]', '_', name)[:64]}-{self._loads}"
             with self._slot_filled(slot, adapter):
                 proof = self._prove(slot, adapter, folder.facts)
-            version = folder.facts.get("version")
-            served = ServedModel(name, slot, folder.place, version, adapter.digest, folder.chosen)
+            of_run = folder.facts.get("version"), adapter.digest, folder.chosen, folder.run, folder.evaluation
+            served = ServedModel(name, slot, folder.place, *of_run)
             self._switch(served)
         return served, proof
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from orbit_runtime.checkpoints.adapter_folder import adapter_address
+from orbit_runtime.checkpoints.adapter_folder import adapter_address, open_adapter
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.cli.run import format_result, summary_of
 from orbit_runtime.evaluation.journal import read_samples
@@ -88,6 +88,16 @@ def test_it_is_asked_before_during_and_after(evaluated: Store) -> None:
     assert asked[3]["change"]["addition"]["mean"] == pytest.approx(
         sum(last[prompt] - first[prompt] for prompt in first) / PROMPTS
     )
+
+
+def test_each_adapter_carries_its_run_and_its_scores(evaluated: Store) -> None:
+    for step in (0, 1, 2, 3):
+        adapter = open_adapter(f"{evaluated.uri}@step-{step}")
+        averages = (
+            {} if step == 1 else {each["environment"]: each["average"] for each in summary(evaluated, step)["scores"]}
+        )
+        told = {name: {each: score[each] for each in ("mean", "low", "high")} for name, score in averages.items()}
+        assert (adapter.run, adapter.evaluation) == ("small", told)
 
 
 def test_the_report_has_a_curve_of_each_environment(evaluated: Store) -> None:

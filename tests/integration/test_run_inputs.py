@@ -82,6 +82,13 @@ def test_a_run_keeps_to_what_it_read_first(
     assert not [request for request in hub.requests if "tiny-adder" in request.path]
     (moved / "orbit_test_rewards.py").write_text(REWARD + "# another\n")
     assert launcher.run(manifest(moved, steps=3), str(out), environment) == 73
+    accepted = manifest(moved, steps=3)
+    accepted["spec"]["checkpoint"]["acceptCode"] = True
+    assert launcher.run(accepted, str(out), environment) == 0
+    # Once accepted it need not be again, and checkpoints are still those of the same run.
+    assert launcher.run(manifest(moved, steps=4), str(out), environment) == 0
+    assert json.loads((out / "run.json").read_text())["identity"] == told["identity"]
+    assert sorted(each.name for each in (out / "code").iterdir()) == ["000001.json", "000004.json"]
 
 
 def test_sigterm_during_a_download_ends_with_75_and_the_next_start_goes_on(

@@ -193,6 +193,16 @@ def test_several_stops_choices_and_the_usage_of_a_stream(client: openai.OpenAI) 
     assert chunks[-1].usage == whole.usage
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_every_answer_carries_the_run_version_and_digest_of_its_policy(raw: httpx.Client, streams: bool) -> None:
+    for model, run in (("policy", "small"), ("tiny-adder", None)):
+        listed = raw.get(f"/v1/models/{model}").json()
+        body = {"model": model, "messages": MESSAGES, "max_tokens": 1, "stream": streams}
+        told = json.loads(raw.post("/v1/chat/completions", json=body).headers["orbit-policy"])
+        assert told == {name: listed[name] for name in ("run", "policy_version", "digest", "evaluation")}
+        assert (told["run"], told["policy_version"] is None) == (run, run is None)
+
+
 @pytest.mark.parametrize("key", ["wrong", "a-token-of-test", "ü"])
 def test_a_wrong_token_is_refused(serving: RunningServer, key: str) -> None:
     headers = {b"authorization": b"Bearer " + key.encode()}

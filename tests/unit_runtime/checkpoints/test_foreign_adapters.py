@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from orbit_runtime.checkpoints.adapter_folder import CONFIG_FILE, MODEL_FILE, NEUTRAL_FIELDS, open_adapter
 from orbit_runtime.errors import ModelError
+from orbit_runtime.serve.names import ServedModel
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 ARITHMETIC: dict[str, Any] = {
@@ -46,6 +47,29 @@ def plain(kind: type[LoraConfig] | type[OFTConfig]) -> LoraConfig | OFTConfig:
 def test_the_defaults_of_the_installed_peft_are_plain(tmp_path: Path, kind: type[LoraConfig]) -> None:
     adapter = open_adapter(write(tmp_path, plain(kind)))
     assert (adapter.type, adapter.rank) == ("LoRA" if kind is LoraConfig else "OFT", 4)
+
+
+@pytest.mark.parametrize(
+    ("facts", "run", "evaluation"),
+    [
+        ({}, None, {}),
+        ({"run": "x\r\nset-cookie: y" + "z" * 99, "evaluation": 3}, "x\r\nset-cookie: y" + "z" * 45, {}),
+        ({"evaluation": {"a": {"mean": 10**400, "low": None, "high": None}}}, None, {}),
+        ({"evaluation": {"a": {"mean": 1, "low": None, "high": None, "more": 2}}}, None,
+         {"a": {"mean": 1.0, "low": None, "high": None}}),
+    ],
+)  # fmt: skip
+def test_what_a_manifest_tells_of_a_run_is_read_whatever_it_holds_and_stays_one_header(
+    tmp_path: Path, facts: dict[str, Any], run: str | None, evaluation: dict[str, Any]
+) -> None:
+    place = write(tmp_path, plain(LoraConfig))
+    (tmp_path / "manifest.json").write_text(json.dumps({"facts": facts}))
+    adapter = open_adapter(place)
+    assert (adapter.run, adapter.evaluation) == (run, evaluation)
+    told = ServedModel("policy", None, place, run=adapter.run, evaluation=adapter.evaluation).provenance
+    assert b"\n" not in told
+    assert b"\r" not in told
+    assert json.loads(told)["run"] == run
 
 
 def test_no_field_of_the_installed_peft_is_unknown() -> None:
