@@ -26,7 +26,7 @@ from orbit_runtime.observability.run_folder import find_best
 from orbit_runtime.observability.termination_message import FILE_VARIABLE
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Store, open_store
-from tests.integration.killing import adapter_digests, small_manifest, timeless_rows
+from tests.integration.killing import adapter_digests, check_same_run, kill_until_done, small_manifest, timeless_rows
 from tests.integration.run_launcher import RunLauncher
 
 STEPS, PROMPTS, SAMPLES = 3, 16, 2
@@ -317,3 +317,22 @@ def test_the_best_adapter_is_kept_however_old_and_is_what_the_run_stands_for(
     made["spec"]["checkpoint"]["keepBest"] = {"count": 0}
     made["spec"]["training"]["steps"] = 6
     assert kept_versions(peaking(made, tmp_path / "run")[0]) == {"policy-v4", "policy-v5", "policy-v6"}
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(2, 8), pytest.param(20, 60, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
+def test_random_kills_leave_the_same_best(tmp_path: Path, launcher: RunLauncher, kills: int, steps: int) -> None:
+    only = [{"name": "held-out", "prompts": [{"uri": "builtin://two-digit-addition"}]}]
+    made = manifest(everySteps=1, samples=1, limit=8, environments=only)
+    made["spec"]["training"]["steps"], made["spec"]["checkpoint"]["keep"] = steps, 2
+    started = time.monotonic()
+    assert launcher.run(made, str(tmp_path / "alone")) == 0
+    undisturbed = time.monotonic() - started
+    kill_until_done(launcher, made, str(tmp_path / "killed"), kills=kills, seed=kills, alone=undisturbed)
+    alone, killed = (open_store(str(tmp_path / name)) for name in ("alone", "killed"))
+    check_same_run(killed, alone, kills=kills, steps=steps)
+    assert find_best(killed) == find_best(alone)
+    assert kept_versions(killed) == kept_versions(alone)
+    best, expected = (open_adapter(f"{each.uri}@best") for each in (killed, alone))
+    assert (best.facts["digest"], best.evaluation) == (expected.facts["digest"], expected.evaluation)
