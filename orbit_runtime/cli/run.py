@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
 
 
-ACCEPT = "spec.checkpoint.acceptCode=true"
 AcceptCode = Annotated[
     bool, typer.Option("--accept-code", help="Continue with rewards, environments or objectives that have changed.")
 ]
@@ -40,7 +39,8 @@ def run(
     as_json: AsJson = False,
 ) -> int:
     """Train. Continues by itself if the run folder holds a checkpoint of the same run."""
-    return _run(file, out, [*(overrides or []), *[ACCEPT] * accept_code], dry_run=dry_run, as_json=as_json)
+    accepted = ["spec.checkpoint.acceptCode=true"] * accept_code
+    return _run(file, out, [*(overrides or []), *accepted], dry_run=dry_run, as_json=as_json)
 
 
 def sft(

@@ -167,8 +167,7 @@ def add_to_adapter(parts: Parts, state: RunState) -> None:
     assert state.publication is not None
     prefix = f"{ADAPTERS}{state.publication.name}/"
     facts = read_manifest(parts.store, prefix).facts
-    averages = {score["environment"]: score["average"] for score in found["scores"]}
-    scores = {name: {each: average[each] for each in INTERVAL} for name, average in averages.items()}
+    scores = {score["environment"]: {each: score["average"][each] for each in INTERVAL} for score in found["scores"]}
     if facts.get(EVALUATION) != scores:
         restate_bundle(parts.store, parts.execution, prefix, {**facts, EVALUATION: scores})
 

@@ -16,6 +16,7 @@ import ast
 import hashlib
 import importlib
 import json
+import os
 import re
 import sys
 import warnings
@@ -96,8 +97,7 @@ def code_sources(
     sources = [CodeSource(targets, inputs.search_path())] if targets else []
     for task in held_out:
         environment = task.spec.environment
-        apart = environment.code not in (None, spec.environment.code)
-        prefix = f"evaluation/{task.name}/" if apart else ""
+        prefix = "" if environment.code in (None, spec.environment.code) else f"evaluation/{task.name}/"
         sources.append(CodeSource(environment_entrypoints(environment, given), task.search_path, prefix))
     return sources
 
@@ -108,9 +108,7 @@ def find_code(sources: Sequence[CodeSource], folder_digest: str | None, environ:
     found: dict[str, tuple[str, bytes]] = {}
     others: set[str] = set()
     for source in sources:
-        for target in source.targets:
-            if target == FROM_PYTHON:
-                continue
+        for target in sorted({*source.targets} - {FROM_PYTHON}):
             files, foreign = imported_files(target.partition(":")[0], source.search_path)
             entrypoints[source.prefix + target] = sorted(source.prefix + name for name in files)
             found |= {source.prefix + name: each for name, each in files.items()}
@@ -142,8 +140,8 @@ def imported_files(
     modules that are others'. A module counts as the user's if it is below one of these folders, not in a hidden one.
     """
     importlib.invalidate_caches()
-    roots = [Path(each).absolute() for each in search_path]
-    places = import_path(list(map(str, roots)))
+    roots = [os.path.join(os.path.abspath(each), "") for each in search_path]
+    places = import_path([*map(os.path.abspath, search_path)])
 
     @cache
     def find(name: str) -> ModuleSpec | None:
@@ -157,36 +155,34 @@ def imported_files(
 
     def is_own(spec: ModuleSpec | None) -> bool:
         found = [] if spec is None else [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
-        return any(not is_borrowed(each) and _is_below(Path(each), root) for each in found for root in roots)
+        return any(
+            each.startswith(root) and "/." not in each[len(root) - 1 :] and not is_borrowed(each)
+            for each in found
+            for root in roots
+        )
 
     files: dict[str, tuple[str, bytes]] = {}
     foreign: set[str] = set()
-    seen: set[str] = set()
-    pending = [module]
+    pending, seen = {module}, {""}
     while pending:
         name = pending.pop()
         first, spec = name.partition(".")[0], find(name)
-        if name in seen:
-            continue
-        seen.add(name)
         if not is_own(find(first)):
             foreign.add(first)
         elif spec is not None and is_own(spec):
             parent = name.rpartition(".")[0]
-            pending += [parent] if parent else []
             package = parent if spec.submodule_search_locations is None else name
+            more = {parent}
             with suppress(OSError, AttributeError):
                 # A namespace has no file; one that cannot be read is reported by whoever imports it.
                 data = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]
                 files["/".join([*filter(None, package.split(".")), Path(str(spec.origin)).name])] = (
                     str(spec.origin), data
                 )  # fmt: skip
-                pending += _imports(data, package)
+                more |= {*_imports(data, package)}
+            pending |= more - seen
+            seen |= more
     return files, foreign
-
-
-def _is_below(place: Path, root: Path) -> bool:
-    return place.is_relative_to(root) and not any(part[0] == "." for part in place.relative_to(root).parts)
 
 
 def _imports(source: bytes, package: str) -> Iterator[str]:
@@ -227,16 +223,10 @@ def _versions(modules: set[str]) -> dict[str, str | None]:
 
 def _withheld(data: bytes, secrets: Mapping[str, bytes], room: int) -> str:
     """Why only the digest of a file is kept; empty if its text is."""
-    for name, value in secrets.items():
-        if value in data:
-            return f"it holds the value of {name}"
-    if len(data) > room:
-        return f"all files together are more than {LARGEST >> 20} MiB"
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return "it is not UTF-8 text"
-    return ""
+    reasons = [f"it holds the value of {name}" for name, value in secrets.items() if value in data]
+    reasons += [f"all files together are more than {LARGEST >> 20} MiB"] * (len(data) > room)
+    reasons += ["it is not UTF-8 text"] * (data.decode(errors="replace").encode() != data)
+    return next(iter(reasons), "")
 
 
 def _digest(data: bytes) -> str:
@@ -291,8 +281,7 @@ def check_code(uri: str, then: Record | None, now: Record, *, accept: bool) -> l
 
 def _changed_files(then: Record, now: Record, targets: Sequence[str] | None = None) -> list[str]:
     """Names of the files that differ, of entry points that both have. Args: targets: only of these."""
-    both = then["entrypoints"].keys() & now["entrypoints"].keys()
-    chosen = both if targets is None else both & {*targets}
+    chosen = then["entrypoints"].keys() & now["entrypoints"].keys() & {*(targets or then["entrypoints"])}
     names = {name for each in (then, now) for target in chosen for name in each["entrypoints"][target]}
     old, new = ({name: file["digest"] for name, file in each["files"].items()} for each in (then, now))
     return sorted(name for name in names if old.get(name) != new.get(name))
@@ -351,7 +340,9 @@ def recorded_path(
                 fix=f"replay the steps before, with --steps {steps.index(step)}",
             )
     folder = closing.enter_context(TemporaryDirectory(prefix="orbit-code-"))
-    here = {} if all("text" in record["files"][name] for name in names) else _present(targets, search_path())
+    path = () if all("text" in record["files"][name] for name in names) else search_path()
+    modules = [target.partition(":")[0] for target in targets]
+    here = {name: data for each in modules for name, (_, data) in imported_files(each, path)[0].items()}
     for name in sorted(names):
         kept = record["files"][name]
         data = kept["text"].encode() if "text" in kept else here.get(name, b"")
@@ -361,12 +352,6 @@ def recorded_path(
                 where=FOLDER,
                 fix="restore the file",
             )
-        path = Path(folder, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+        Path(folder, name).write_bytes(data)
     return [folder]
-
-
-def _present(targets: Sequence[str], search_path: Sequence[str]) -> dict[str, bytes]:
-    found = [imported_files(target.partition(":")[0], search_path)[0] for target in targets]
-    return {name: data for files in found for name, (_, data) in files.items()}

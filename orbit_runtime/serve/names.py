@@ -66,8 +66,7 @@ class ServedModel:
     @property
     def provenance(self) -> bytes:
         """Value of the header of every answer: JSON in ASCII, which a manifest's texts cannot break out of."""
-        told = self.to_json()
-        return json.dumps({name: told[name] for name in PROVENANCE}).encode()
+        return json.dumps({name: value for name, value in self.to_json().items() if name in PROVENANCE}).encode()
 
     @property
     def fingerprint(self) -> str:
