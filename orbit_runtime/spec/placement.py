@@ -299,6 +299,7 @@ class Placement(Block):
             "a run's pod takes no `{key}`",
             f"allowed: {', '.join(POD_FIELDS)}",
             each_key=True,
+            server=False,
         ),
         check_pod,
         Rule(

@@ -286,7 +286,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
             )
         ),
         ("{nodeSelector: {a b: c}}", "nodeSelector"), ("{nodeSelector: {a: b c}}", "nodeSelector.a"),
-        ("{nodeSelector: [a]}", "nodeSelector"), ("{pod: {hostNetwork: true}}", "pod"),
+        ("{nodeSelector: [a]}", "nodeSelector"),
         ("{tolerations: [{key: a, operator: Exists, value: b}]}", "tolerations[0].value"),
         ("{tolerations: [{value: b}]}", "tolerations[0].key"), ("{tolerations: [{key: a b}]}", "tolerations[0].key"),
         ("{tolerations: [{key: a, tolerationSeconds: 5}]}", "tolerations[0].tolerationSeconds"),
