@@ -28,7 +28,7 @@ TORCH := loop rollout sides training
 RARELY_RUN := benchmarks tools tests/engines tests/gpu tests/megatron tests/ranks
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-long test-models real-model test-real test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-long test-models real-model test-real test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs fuzz test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -85,6 +85,9 @@ test-bisect: dev ## every fault of every layer, planted in running SGLang server
 
 test-proofs: dev ## twelve faults of publishing and 500 healthy publishes against SGLang servers as noisy as a GPU (half an hour; the same environment)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m tests.engines.proof_matrix $(SERVERS)
+
+fuzz: dev ## ten minutes of hostile manifests, rows, checkpoints, requests, rewards and run folders: nothing may crash, hang or pass in silence (ARGUMENTS="--seconds 60 --kinds rows")
+	$(BIN)/python -m tests.fuzz $(ARGUMENTS)
 
 test-cluster: ## the chart, and the operator on a real Kubernetes cluster of three nodes (needs root, Go and Debian; starts and removes it)
 	tools/cluster_packages.sh

@@ -6,6 +6,7 @@ Does not belong here: fixtures of one package (they live in that package's folde
 from __future__ import annotations
 
 import os
+import time
 
 # Before any import of torch or transformers, which read them once.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -22,6 +23,21 @@ import pytest
 # The same examples in every run; `--hypothesis-profile=default` searches anew.
 hypothesis.settings.register_profile("orbit", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("orbit")
+
+
+def machine_factor() -> float:
+    """How many times longer than alone a process takes here now, measured: 1 on a machine without other work."""
+    began, computed = time.monotonic(), time.process_time()
+    while time.process_time() < computed + 0.05:
+        pass
+    return max(1.0, (time.monotonic() - began) / 0.05)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A test's time is that of an idle machine; beside other work it gets so much more."""
+    if config.getoption("timeout", None) is None and (seconds := config.getini("timeout")):
+        config.option.timeout = float(seconds) * machine_factor()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -281,7 +281,10 @@ class ChatTokenizer:
         """Turns whatever the tokenizer raises into a ModelError."""
         try:
             yield
-        except Exception as error:  # a tokenizer's patterns are by the model's author, and may not come to an end
+        except BaseException as error:  # a tokenizer's patterns are by the model's author, and may not come to an end
+            # What the library gives up with after too many tries is a panic of Rust's, which is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             fix = "use the tokenizer that the model was trained with"
             raise ModelError(f"the tokenizer fails: {_summary(error)}", where=str(self._folder), fix=fix) from error
 
@@ -677,7 +680,7 @@ def _check_settings(folder: Path) -> None:
         ) from error
 
 
-def _summary(error: Exception) -> str:
+def _summary(error: BaseException) -> str:
     """The first two lines: the library names a field in the first, and what is wrong with it in the second."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__

@@ -10,11 +10,12 @@ import mmap
 import tempfile
 import uuid
 from collections.abc import Buffer, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import OrbitError, StorageError
-from orbit_runtime.storage import Content, Part, Store, StoredFiles, open_store, part_key, write_parts
+from orbit_runtime.storage import Content, NotFound, Part, Store, StoredFiles, open_store, part_key, write_parts
 
 PASSING = "handover"
 """Folder for data that nothing uses after the orchestrator that wrote it."""
@@ -62,6 +63,10 @@ class SharedStore:
             store = open_store(uri)
             if store.get(key).decode(errors="replace") != word:
                 return False
+            # As the orchestrator, this side makes no folder anew that was taken away.
+            record = f"executions/{key.split('/')[1].removeprefix('e')}.json"
+            with suppress(NotFound):
+                store.owner = (record, store.get(record))
             store.put(_answer(key), word[::-1].encode())
         except OrbitError:
             return False

@@ -2,21 +2,23 @@
 
 Run as a program. Each line on stdin is a JSON object `{"manifest": {...}, "out": "...", "environment": {...}}`; the
 answer is the child's pid, and when it ended, its exit code. With `{"command": [...]}` a child carries out that command
-of `orbit`; its end is asked for by `{"ended": pid}`. The parent never computes, so the children fork from a
-process without threads.
+of `orbit`; its end is asked for by `{"ended": pid}`. Questions are numbered, and so are their answers: one that comes
+when nobody waits for it any more, because its test ran out of time, is no answer to the next. The parent never
+computes, so the children fork from a process without threads.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.workers.child.process import STACK_SECONDS, STACK_SIGNAL, dump_stacks_on_signal
+from orbit_runtime.workers.child.process import STACK_SECONDS, STACK_SIGNAL, descendants, dump_stacks_on_signal
 
 
 class RunLauncher:
@@ -31,7 +33,8 @@ class RunLauncher:
             cwd=Path(__file__).resolve().parents[2],
             env={**os.environ, **(environment or {})},
         )
-        assert self._read() == {"ready": True}
+        self._asked = 0
+        assert self._read() == {"ready": True, "number": 0}
 
     def start(self, manifest: dict[str, Any], out: str, environment: dict[str, str] | None = None) -> int:
         """Pid of a run that has just started, with these variables on top of the launcher's."""
@@ -65,18 +68,27 @@ class RunLauncher:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=30)
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            # It waits for a run whose test has failed.
+            for pid in (*descendants(self._process.pid), self._process.pid):
+                os.kill(pid, signal.SIGKILL)
+            self._process.wait()
 
     def _write(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
+        self._asked += 1
+        self._process.stdin.write(json.dumps({**message, "number": self._asked}) + "\n")
         self._process.stdin.flush()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the launcher died"
-        return dict(json.loads(line))
+        while line := self._process.stdout.readline():
+            answer = dict(json.loads(line))
+            if answer["number"] == self._asked:
+                return answer
+        raise AssertionError("the launcher died")
 
 
 def _life(manifest: dict[str, Any], out: str) -> int:
@@ -110,13 +122,14 @@ def main() -> None:
     dump_stacks_on_signal(2)
     answer = os.dup(1)
     os.dup2(2, 1)
-    os.write(answer, b'{"ready": true}\n')
+    os.write(answer, b'{"ready": true, "number": 0}\n')
     for line in sys.stdin:
         message = json.loads(line)
+        number = message["number"]
         if "ended" in message:
             pid, status = os.waitpid(message["ended"], os.WNOHANG)
             code = os.waitstatus_to_exitcode(status) if pid else None
-            os.write(answer, json.dumps({"code": code}).encode() + b"\n")
+            os.write(answer, json.dumps({"code": code, "number": number}).encode() + b"\n")
             continue
         pid = os.fork()
         if pid == 0:
@@ -130,11 +143,12 @@ def main() -> None:
             finally:
                 sys.stderr.flush()
                 os._exit(code)
-        os.write(answer, json.dumps({"pid": pid}).encode() + b"\n")
+        os.write(answer, json.dumps({"pid": pid, "number": number}).encode() + b"\n")
         if "command" in message:
             continue
         _, status = os.waitpid(pid, 0)
-        os.write(answer, json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
+        code = os.waitstatus_to_exitcode(status)
+        os.write(answer, json.dumps({"code": code, "number": number}).encode() + b"\n")
 
 
 if __name__ == "__main__":

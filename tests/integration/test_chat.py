@@ -275,6 +275,18 @@ def with_token(templated: Callable[..., ChatTokenizer], text: str, **more: Any) 
     return folder
 
 
+@pytest.mark.parametrize("texts", [["x" * 60 + "+"], ["hi", "x" * 60 + "+"]], ids=["one", "several"])
+def test_a_pattern_of_the_tokenizer_that_runs_away_is_an_error_of_the_model(
+    templated: Callable[..., ChatTokenizer], texts: list[str]
+) -> None:
+    folder = templated(TAKES_PARTS)._folder
+    pattern = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    change(folder, pre_tokenizer=pattern)
+    with pytest.raises(ModelError, match=r"the tokenizer fails: .*retry-limit-in-match over") as caught:
+        ChatTokenizer(folder).encode_texts(texts)
+    assert caught.value.exit_code == 66
+
+
 def test_a_token_without_a_row_in_the_embedding_is_named(templated: Callable[..., ChatTokenizer]) -> None:
     folder = with_token(templated, "<img>")
     tokenizer = ChatTokenizer(folder)
