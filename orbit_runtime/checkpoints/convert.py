@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.checkpoints.destination import Destination, file_digest, opened
-from orbit_runtime.checkpoints.rewrite import Rewrite, RewriteItem, split_shards
+from orbit_runtime.checkpoints.rewrite import Rewrite, RewriteItem, normal_rms, split_shards
 from orbit_runtime.checkpoints.stacks import Stack, find_stacks
 from orbit_runtime.checkpoints.target import (
     Target,
@@ -73,6 +73,8 @@ class ConversionResult:
     """Number of shards that an earlier start had written."""
     note: str = ""
     """What the format does not suit, and what was done about it."""
+    normal_rms: float | None = None
+    """See the function of this name; None where nothing is rounded."""
 
     def summaries(self) -> list[ModuleSummary]:
         return summarise(self.modules)
@@ -117,7 +119,7 @@ def convert(
         elif partial_of:
             note = f"{what}, such as {partial_of[0]}: other programs may refuse them; `--layout FP8` suits all"
     result = write(rewrite, config, folder, {"kind": "convert"}, show=show, shard_bytes=shard_bytes)
-    return replace(result, note=note)
+    return replace(result, note=note, normal_rms=None if target.layout == "BF16" else normal_rms(target))
 
 
 def prepare(source: Path, target: Target) -> tuple[Rewrite, Mapping[str, Any]]:

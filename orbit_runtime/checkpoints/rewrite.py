@@ -69,6 +69,15 @@ class Deviation:
         return {"relative_rms": rms, "max_error": self.largest, "max_weight": self.largest_weight}
 
 
+def normal_rms(target: Target) -> float:
+    """Relative RMS error of normally distributed weights: what a module of any model loses to the format alone."""
+    codec, deviation = FORMATS[target.layout], Deviation()
+    assert codec.quantize is not None
+    wanted = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    deviation.add(codec.dequantize(codec.quantize(wanted, *target.arguments), torch.float32), wanted)
+    return deviation.to_json()["relative_rms"]
+
+
 @dataclass(frozen=True)
 class RewriteItem:
     """One tensor or module of the source: what happens to it, and its form in the file."""

@@ -92,6 +92,10 @@ def format_result(result: ConversionResult) -> str:
     share = result.bytes_after / result.bytes_before
     form = result.precision if result.layout == result.precision else f"{result.precision} ({result.layout})"
     lines = [format_table(header, rows), ""]
+    if result.normal_rms is not None:
+        lines.append(
+            f"normally distributed weights have {result.normal_rms:.1%}: a module near that is as good as can be"
+        )
     if result.note:
         lines.append(result.note)
     if result.left_alone:

@@ -36,6 +36,7 @@ from orbit_runtime.cli.report import report
 from orbit_runtime.cli.run import run, sft
 from orbit_runtime.cli.serve import serve
 from orbit_runtime.cli.sides import inference, orchestrator, rl, trainer
+from orbit_runtime.cli.trial import try_run
 from orbit_runtime.cli.validate import validate
 from orbit_runtime.errors import (
     EXIT_STOPPED,
@@ -97,6 +98,7 @@ COMMANDS: Mapping[str, Callable[..., int | None]] = {
     "sft": sft,
     "validate": validate,
     "plan": plan,
+    "try": try_run,
     "init": init,
     "inspect": inspect,
     "convert": convert,

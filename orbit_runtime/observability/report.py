@@ -27,6 +27,8 @@ from orbit_runtime.observability.run_folder import FolderSource, RunFolder, read
 from orbit_runtime.observability.windows import Gain, build_gain
 from orbit_runtime.storage.execution import STALE_SECONDS
 
+LOW_RATE = 2e-4
+"""Learning rates of adapters that may well be ten times as high."""
 _NOT_IDENTITY = ("checkpoint.", "observability.", "storage.", "training.steps", "rollout.maxRunningRequests")
 """Fields without effect on the numbers, for folders whose `run.json` does not list its identity fields."""
 
@@ -315,6 +317,14 @@ def _warnings(folder: RunFolder) -> tuple[str, ...]:
         found.append(f"in {solved} of {len(rows)} steps all rewards were 1: nothing was left to learn")
     if len(flat) > solved:
         found.append(f"{len(flat) - solved} of {len(rows)} steps had the same reward for every sample: no gradient")
+    spec, gain = manifest_of(folder.run).get("spec") or {}, build_gain(rows)
+    is_flat = gain is not None and gain.margin is not None and abs(gain.difference) <= gain.margin and not solved
+    rate = spec.get("training", {}).get("learningRate") or 1.0
+    if is_flat and rate <= LOW_RATE and spec.get("adapter", {}).get("type") != "Full":
+        found.append(
+            f"the reward did not rise beyond its noise at a learning rate of {rate:g}; adapters usually take more, up "
+            f"to 2e-3: try training.learningRate {10 * rate:g}"
+        )
     for outcome, words in (("timeout", "ran out of time"), ("crash", "crashed")):
         count = int(_total(row.number(f"reward_{outcome}") for row in rows))
         if count:

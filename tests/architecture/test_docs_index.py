@@ -34,3 +34,14 @@ def test_decisions_and_the_change_log_can_be_read_to_the_end() -> None:
     assert {name: count for name, count in words.items() if count > 400} == {}
     assert sum(words.values()) <= 9000
     assert (DOCS.parent / "CHANGELOG.md").stat().st_size <= 8192
+
+
+def test_what_a_contributor_touches_is_there() -> None:
+    """Rows of CONTRIBUTING's table: a path begins in the repository's root, or below `orbit_runtime`."""
+    root = DOCS.parent
+    rows = re.findall(r"^\| an? [^|]*\| (.*) \|$", (root / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = {each for row in rows for each in re.findall(r"`([\w.]+/[^`]*)`", row)}
+    assert len(rows) > 15 and {"spec/objectives.py", "storage/faults.py"} <= named  # noqa: PT018
+    found = [[each for base in (root, root / "orbit_runtime") for each in base.glob(re.sub("<[^>]*>", "*", name))]
+             for name in sorted(named)]  # fmt: skip
+    assert [name for name, paths in zip(sorted(named), found, strict=True) if not paths] == []

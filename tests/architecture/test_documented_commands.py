@@ -38,6 +38,7 @@ WHERE: Mapping[str, Mapping[str, str]] = {
         "make quickstart": f"{NETWORK}; what it runs is run by tests/integration/test_quickstart.py",
         "make test": "these tests",
         "orbit validate run.yaml": FIRST_PAGE,
+        "orbit try run.yaml": FIRST_PAGE,
         "orbit run run.yaml": FIRST_PAGE,
         "orbit run run.yaml --out s3://": "needs a bucket; tests/store/test_s3_inputs.py runs from one, and into one",
         "orbit report runs/a runs/b": "tests/unit_runtime/observability/test_report.py::test_the_guides_commands_run",

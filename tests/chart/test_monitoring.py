@@ -13,6 +13,8 @@ from chart.programs import find_program, run_well
 from chart.rendering import ALL_MONITORING, Object, of_kind, pick, render
 from ruamel.yaml import YAML
 
+from tools.chart.grafana import all_panels
+
 TESTS = Path(__file__).parent / "alerts"
 VALUES: Object = {"monitoring": {**ALL_MONITORING, "rules": {"enabled": True}}}
 
@@ -33,7 +35,7 @@ def panels(objects: list[Object]) -> Iterator[tuple[str, str]]:
     """Title and query of every panel, with a value for each of Grafana's variables."""
     for each in of_kind(objects, "ConfigMap"):
         for text in each["data"].values():
-            for panel in json.loads(text)["panels"]:
+            for panel in all_panels(json.loads(text)):
                 for target in panel.get("targets", ()):
                     query = target["expr"].replace("$__rate_interval", "5m")
                     yield panel["title"], re.sub(r"\$(namespace|run)\b", "x", query)
@@ -90,9 +92,9 @@ def test_dashboards_are_complete_objects(helm: str) -> None:
         (text,) = each["data"].values()
         dashboard = json.loads(text)
         assert dashboard["uid"] in ("orbit-fleet", "orbit-run")
-        identities = [panel["id"] for panel in dashboard["panels"]]
+        identities = [panel["id"] for panel in all_panels(dashboard)]
         assert len(identities) == len(set(identities))
-        for panel in dashboard["panels"]:
+        for panel in all_panels(dashboard):
             place = panel["gridPos"]
             assert place["x"] + place["w"] <= 24
             assert panel["title"]

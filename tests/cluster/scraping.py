@@ -25,6 +25,8 @@ from cluster.bed.network import bridge_address
 from cluster.bed.programs import find_program
 from cluster.discovery import keep_discovering, sanitise
 
+from tools.chart.grafana import all_panels
+
 Object = dict[str, Any]
 PORT = 9090
 SOURCE = "example/prometheus-operator-crd/monitoring.coreos.com_{plural}.yaml"
@@ -175,7 +177,7 @@ def read_panels(cluster: Cluster, variables: Mapping[str, str]) -> list[tuple[st
     for config in cluster.get("configmaps", "--all-namespaces", "-l", "grafana_dashboard=1")["items"]:
         for text in config["data"].values():
             dashboard = json.loads(text)
-            for panel in dashboard["panels"]:
+            for panel in all_panels(dashboard):
                 for target in panel.get("targets", ()):
                     found.append((f"{dashboard['title']}: {panel['title']}", _fill(target["expr"], variables)))
     return found

@@ -11,6 +11,7 @@ import pytest
 
 from orbit_operator.metrics import RUN_SERIES, Metrics, build_text
 from orbit_runtime.observability.metrics import EVALUATION, METRICS, REWARD_PART, SOURCE, RunMetrics, build_row
+from tools.chart.grafana import all_panels
 
 CHART = Path(__file__).parents[2] / "charts/orbit/files"
 FILES = [CHART / "alerts.yaml", *sorted((CHART / "dashboards").glob("*.json"))]
@@ -57,7 +58,7 @@ def queries(file: Path) -> str:
     if file.suffix == ".yaml":
         return "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith("description"))
     dashboard = json.loads(file.read_text())
-    made = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    made = [target["expr"] for panel in all_panels(dashboard) for target in panel.get("targets", ())]
     return "\n".join(
         made + [each["query"]["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
     )
@@ -71,6 +72,17 @@ def test_every_series_that_is_asked_for_is_exported(file: Path) -> None:
     for name, labels in found:
         assert name in known, name
         assert labels <= known[name] | TARGET_LABELS, (name, labels)
+
+
+def test_every_panel_says_what_it_shows_and_rows_for_some_runs_are_closed() -> None:
+    fleet, run = (json.loads((CHART / f"dashboards/{name}.json").read_text()) for name in ("fleet", "run"))
+    for panel in (*all_panels(fleet), *all_panels(run)):
+        assert panel["type"] == "row" or panel["description"], panel["title"]
+    closed = [panel["title"] for panel in run["panels"] if panel.get("collapsed")]
+    assert closed == ["Trust", "Engine", "Speed", "Some runs only"]
+    assert sum(panel["type"] != "row" for panel in run["panels"]) <= 20
+    (table,) = [panel for panel in fleet["panels"] if panel["type"] == "table"]
+    assert f"/d/{run['uid']}?" in json.dumps(table["fieldConfig"]["overrides"])
 
 
 def test_every_series_of_a_run_that_the_operator_exports_is_shown_or_alerts() -> None:

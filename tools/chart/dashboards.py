@@ -5,8 +5,11 @@ Belongs here: titles, queries, units. Does not belong here: Grafana's JSON (`gra
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from orbit_operator.metrics import RUN_SERIES, Metrics
+from orbit_runtime.observability.metrics import ENGINE_METRICS, RunMetrics
 from tools.chart.grafana import Dashboard, Panel, Variable, render_dashboard
 
 FLEET = Dashboard(
@@ -14,6 +17,7 @@ FLEET = Dashboard(
     uid="orbit-fleet",
     title="Orbit: fleet",
     variables=(Variable("namespace", "label_values(orbit_run_info, namespace)", is_multi=True),),
+    num_open=3,
     rows={
         "Now": (
             Panel("Runs that train", "stat", {"": 'count(orbit_run_phase{@, phase="Running"} == 1) or vector(0)'}),
@@ -39,6 +43,8 @@ FLEET = Dashboard(
                     "": "max by (namespace, run, phase, reason, owner) (orbit_run_phase{@} == 1)",
                 },
                 width=24,
+                text="Every run's phase, and who must act. The name of a run leads to its own dashboard.",
+                run_link="/d/orbit-run?var-namespace=${__data.fields.namespace}&var-run=${__data.fields.run}",
             ),
         ),
         "Over time": (
@@ -110,9 +116,9 @@ RUN = Dashboard(
         Variable("namespace", "label_values(orbit_run_info, namespace)"),
         Variable("run", 'label_values(orbit_run_info{namespace="$namespace"}, run)'),
     ),
+    num_open=2,
     rows={
         "State": (
-            Panel("Phase", "state", {"{{phase}}, {{reason}}": "orbit_run_phase{@} == 1"}),
             Panel("Step", "stat", {"step": "max(orbit_run_step{@})", "of": "max(orbit_run_step_target{@})"}),
             Panel(
                 "Since the last step",
@@ -132,6 +138,7 @@ RUN = Dashboard(
                 {"": "time() - max(orbit_run_last_checkpoint_timestamp_seconds{@})"},
                 unit="s",
             ),
+            Panel("Phase", "state", {"{{phase}}, {{reason}}": "orbit_run_phase{@} == 1"}),
             Panel("Attempt", "line", {"attempt": "max(orbit_run_attempt{@})"}),
             Panel("Ends of attempts", "line", {"{{class}}": "orbit_run_attempts_total{@}"}),
             Panel("GPU time", "line", {"{{kind}}": "orbit_run_gpu_seconds_total{@}"}, unit="s"),
@@ -153,27 +160,13 @@ RUN = Dashboard(
                 "line",
                 {"{{environment}}, {{statistic}}": 'orbit_run_evaluation{@, statistic=~"mean|low|high|pass"}'},
             ),
-            Panel(
-                "Sources of prompts",
-                "line",
-                {"{{source}}, {{statistic}}": 'orbit_run_source{@, statistic=~"reward|epochs"}'},
-                text="With weights in data.prompts.",
-            ),
-            Panel(
-                "Difficulty of prompts",
-                "line",
-                {"{{prompts}}": "orbit_run_pass_rates{@}"},
-                text="With data.difficulty: prompts whose pass rate is known, and those that are passed over.",
-            ),
-            Panel("KL from the base", "line", {"kl": "orbit_run_kl{@}"}, text="nats"),
+            Panel("KL from the base", "line", {"kl": "orbit_run_kl{@}"}),
             Panel("Loss", "line", {"loss": "orbit_run_loss{@}"}),
             Panel("Entropy", "line", {"entropy": "orbit_run_entropy{@}"}),
             Panel("Gradient norm", "line", {"before clipping": "orbit_run_grad_norm{@}"}),
             Panel("Clipped tokens", "line", {"share": "orbit_run_clip_fraction{@}"}, unit="percentunit"),
-            Panel("Dropped tokens", "line", {"share": "orbit_run_dropped_fraction{@}"}, unit="percentunit"),
             Panel("Groups", "line", {"{{kind}}": "orbit_run_groups{@}"}),
             Panel("Learning rate", "line", {"rate": "orbit_run_learning_rate{@}"}, unit="sci"),
-            Panel("Bound of OFT's series", "line", {"distance": "orbit_run_oft_series_error{@}"}, unit="sci"),
             Panel(
                 "How rewards end",
                 "stack",
@@ -191,31 +184,6 @@ RUN = Dashboard(
             Panel("Top-1 agreement", "line", {"share": "orbit_run_top1_agreement{@}"}, unit="percentunit"),
             Panel("Policy version", "line", {"version": "orbit_run_policy_version{@}"}),
             Panel("Staleness", "line", {"most": "orbit_run_staleness_max{@}", "mean": "orbit_run_staleness_mean{@}"}),
-            Panel(
-                "Samples of later steps",
-                "line",
-                {"waiting": "orbit_run_rollouts_waiting{@}", "unfinished": "orbit_run_rollouts_unfinished{@}"},
-                text="With rollout.maxStaleness above 0, when a step was taken to be trained.",
-            ),
-            Panel(
-                "Critic",
-                "line",
-                {"value loss": "orbit_run_value_loss{@}", "explained": "orbit_run_explained_variance{@}"},
-                text="With algorithm.type PPO: 1 is a critic that predicted every return, 0 one that knows their mean.",
-            ),
-            Panel(
-                "Held-out demonstrations",
-                "line",
-                {"loss": "orbit_run_validation_loss{@}"},
-                text="With algorithm.type SFT and data.validation: nats per token of held-out answers.",
-            ),
-            Panel(
-                "Teacher",
-                "line",
-                {"divergence": "orbit_run_teacher_divergence{@}"},
-                text="With algorithm.teacher: what the policy's tokens are from the teacher's, in nats.",
-            ),
-            Panel("Routers that agree", "line", {"share": "orbit_run_router_agreement{@}"}, unit="percentunit"),
         ),
         "Engine": (
             Panel("Servers up", "stat", {"up": "sum(orbit_engine_up{@})", "of": "count(orbit_engine_up{@})"}),
@@ -242,6 +210,7 @@ RUN = Dashboard(
                 "line",
                 {"{{replica}}": "sglang:token_usage{@} or vllm:kv_cache_usage_perc{@}"},
                 unit="percentunit",
+                text="Share of each server's cache that holds tokens; at 1, requests wait.",
             ),
             Panel("Memory of the engine", "line", {"{{replica}}": "orbit_engine_memory_bytes{@}"}, unit="bytes"),
             Panel(
@@ -251,6 +220,7 @@ RUN = Dashboard(
                     "{{replica}}": "sum by (replica) (rate(sglang:generation_tokens_total{@}[$__rate_interval])"
                     " or rate(vllm:generation_tokens_total{@}[$__rate_interval]))"
                 },
+                text="Of an attached server: for all who use it.",
             ),
         ),
         "Speed": (
@@ -259,15 +229,6 @@ RUN = Dashboard(
             Panel("Seconds of a step, whole", "line", {"step": "orbit_run_step_seconds{@}"}, unit="s"),
             Panel("Length of completions", "line", {"tokens": "orbit_run_response_tokens_mean{@}"}),
             Panel("Completions cut off", "line", {"share": "orbit_run_truncated_fraction{@}"}, unit="percentunit"),
-            Panel("Turns per episode", "line", {"mean": "orbit_run_turns_mean{@}"}),
-            Panel(
-                "Tool calls",
-                "line",
-                {
-                    "made": "60 * rate(orbit_run_tool_calls_total{@}[$__rate_interval])",
-                    "failed": "60 * rate(orbit_run_tool_errors_total{@}[$__rate_interval])",
-                },
-            ),
             Panel(
                 "Tokens sampled",
                 "line",
@@ -276,6 +237,56 @@ RUN = Dashboard(
                     "not chosen": "60 * rate(orbit_run_tokens_unchosen_total{@}[$__rate_interval])",
                 },
                 text="Per minute; not chosen: in branches of episodes that none of their rollouts contains.",
+            ),
+        ),
+        "Some runs only": (
+            Panel(
+                "Sources of prompts",
+                "line",
+                {"{{source}}, {{statistic}}": 'orbit_run_source{@, statistic=~"reward|epochs"}'},
+                text="With weights in data.prompts.",
+            ),
+            Panel(
+                "Difficulty of prompts",
+                "line",
+                {"{{prompts}}": "orbit_run_pass_rates{@}"},
+                text="With data.difficulty: prompts whose pass rate is known, and those that are passed over.",
+            ),
+            Panel("Dropped tokens", "line", {"share": "orbit_run_dropped_fraction{@}"}, unit="percentunit"),
+            Panel("Bound of OFT's series", "line", {"distance": "orbit_run_oft_series_error{@}"}, unit="sci"),
+            Panel(
+                "Samples of later steps",
+                "line",
+                {"waiting": "orbit_run_rollouts_waiting{@}", "unfinished": "orbit_run_rollouts_unfinished{@}"},
+                text="With rollout.maxStaleness above 0, when a step was taken to be trained.",
+            ),
+            Panel(
+                "Critic",
+                "line",
+                {"value loss": "orbit_run_value_loss{@}", "explained": "orbit_run_explained_variance{@}"},
+                text="With algorithm.type PPO: 1 is a critic that predicted every return, 0 one that knows their mean.",
+            ),
+            Panel(
+                "Held-out demonstrations",
+                "line",
+                {"loss": "orbit_run_validation_loss{@}"},
+                text="With algorithm.type SFT and data.validation: nats per token of held-out answers.",
+            ),
+            Panel(
+                "Teacher",
+                "line",
+                {"divergence": "orbit_run_teacher_divergence{@}"},
+                text="With algorithm.teacher: what the policy's tokens are from the teacher's, in nats.",
+            ),
+            Panel("Routers that agree", "line", {"share": "orbit_run_router_agreement{@}"}, unit="percentunit"),
+            Panel("Turns per episode", "line", {"mean": "orbit_run_turns_mean{@}"}),
+            Panel(
+                "Tool calls",
+                "line",
+                {
+                    "made": "60 * rate(orbit_run_tool_calls_total{@}[$__rate_interval])",
+                    "failed": "60 * rate(orbit_run_tool_errors_total{@}[$__rate_interval])",
+                },
             ),
             Panel(
                 "Thrown away",
@@ -295,4 +306,6 @@ DASHBOARDS = (FLEET, RUN)
 
 def build_dashboard(dashboard: Dashboard) -> dict[str, Any]:
     """Grafana's object."""
-    return render_dashboard(dashboard)
+    told = b"".join((RunMetrics(run="").render(), *Metrics().render())).decode()
+    helps = dict(re.findall(r"^# HELP (\S+) (.*)$", told, re.MULTILINE)) | ENGINE_METRICS
+    return render_dashboard(dashboard, helps | {f"orbit_run_{name}": text for name, (_, text) in RUN_SERIES.items()})

@@ -5,8 +5,10 @@ Belongs here: layout and defaults that all panels share. Does not belong here: a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 Style = Literal["stat", "line", "stack", "table", "state"]
@@ -28,6 +30,9 @@ class Panel:
     unit: str = "none"
     width: int = 6
     text: str = ""
+    """If empty, what the series that it asks for are described by."""
+    run_link: str = ""
+    """Address that the names of a table's runs lead to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +53,33 @@ class Dashboard:
     title: str
     variables: tuple[Variable, ...]
     rows: Mapping[str, tuple[Panel, ...]]
+    num_open: int
+    """Number of rows that are open at first."""
 
 
-def render_dashboard(dashboard: Dashboard) -> dict[str, Any]:
-    """The object that Grafana imports."""
+def render_dashboard(dashboard: Dashboard, helps: Mapping[str, str]) -> dict[str, Any]:
+    """The object that Grafana imports. Args: helps: series → what it is."""
     matchers = ", ".join(
         f'{v.name}=~"${v.name}"' if v.is_multi else f'{v.name}="${v.name}"' for v in dashboard.variables
     )
     panels: list[dict[str, Any]] = []
-    y = 0
-    for title, row in dashboard.rows.items():
-        panels.append({"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "panels": [],
+    y, ids = 0, count(1)
+    for index, (title, row) in enumerate(dashboard.rows.items()):
+        is_open = index < dashboard.num_open
+        # Those of a closed row stand within it, and the next row directly below it.
+        inside: list[dict[str, Any]] = []
+        panels.append({"id": next(ids), "type": "row", "title": title, "collapsed": not is_open,
+                       "panels": [] if is_open else inside,
                        "gridPos": {"h": 1, "w": _WIDTH, "x": 0, "y": y}})  # fmt: skip
-        y += 1
-        x = height = 0
+        below, x, height = y + 1, 0, 0
         for panel in row:
             if x + panel.width > _WIDTH:
-                x, y, height = 0, y + height, 0
-            grid = {"h": _HEIGHTS[panel.style], "w": panel.width, "x": x, "y": y}
-            panels.append({"id": len(panels) + 1, "gridPos": grid, **_panel(panel, matchers)})
+                x, below, height = 0, below + height, 0
+            grid = {"h": _HEIGHTS[panel.style], "w": panel.width, "x": x, "y": below}
+            inside.append({"id": next(ids), "gridPos": grid, **_panel(panel, matchers, helps)})
             x, height = x + panel.width, max(height, grid["h"])
-        y += height
+        panels += inside if is_open else []
+        y = below + height if is_open else y + 1
     return {
         "uid": dashboard.uid,
         "title": dashboard.title,
@@ -83,7 +94,12 @@ def render_dashboard(dashboard: Dashboard) -> dict[str, Any]:
     }
 
 
-def _panel(panel: Panel, matchers: str) -> dict[str, Any]:
+def all_panels(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The panels of Grafana's object, those of closed rows too."""
+    return [each for panel in dashboard["panels"] for each in (panel, *panel.get("panels", ()))]
+
+
+def _panel(panel: Panel, matchers: str, helps: Mapping[str, str]) -> dict[str, Any]:
     instant = panel.style in ("stat", "table")
     targets = [
         {
@@ -108,8 +124,11 @@ def _panel(panel: Panel, matchers: str) -> dict[str, Any]:
         "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom}, "overrides": []},
         "options": {},
     }
-    if panel.text:
-        made["description"] = panel.text
+    named = dict.fromkeys(re.findall(r"orbit_\w+?(?=_bucket|\b)", " ".join(panel.queries.values())))
+    made["description"] = panel.text or " ".join(dict.fromkeys(helps[name] for name in named if name in helps))
+    if panel.run_link:
+        link = {"id": "links", "value": [{"title": "This run", "url": panel.run_link}]}
+        made["fieldConfig"]["overrides"] = [{"matcher": {"id": "byName", "options": "run"}, "properties": [link]}]
     if panel.style == "table":
         hidden = {"Time": True, "Value": True}
         made["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]

@@ -166,6 +166,18 @@ def test_steps_of_a_solved_run_are_not_told_as_a_lack_of_gradient(tmp_path: Path
     assert "1 of 4 steps had the same reward for every sample: no gradient" in warnings
 
 
+@pytest.mark.parametrize(
+    ("gain", "rate", "adapter", "is_said"),
+    [(0.0, 1e-4, "LoRA", True), (0.5, 1e-4, "LoRA", False), (0.0, 1e-3, "LoRA", False), (0.0, 1e-4, "Full", False)],
+)
+def test_a_reward_that_stands_still_at_a_low_rate_is_told_with_a_usual_one(
+    gain: float, rate: float, adapter: str, is_said: bool, tmp_path: Path
+) -> None:
+    spec = {"training": {"steps": 60, "learningRate": rate}, "adapter": {"type": adapter}}
+    told = [each for each in report_of(tmp_path, SyntheticRun(gain=gain, spec=spec)).warnings if "did not rise" in each]
+    assert [each.endswith("try training.learningRate 0.001") for each in told] == [True] * is_said
+
+
 def test_the_page_says_what_ran_and_in_which_folder(tmp_path: Path) -> None:
     report = report_of(tmp_path / "int4", SyntheticRun(steps=3, spec={
         "adapter": {"type": "LoRA", "lora": {"rank": 16}},
