@@ -71,6 +71,7 @@ def compare(
     repetitions: int = 15,
     calls: int = 1,
     target: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Comparison:
     """Times `calls` calls of A, then of B, repeatedly; two warm-up turns are not counted."""
     times_a, times_b = [], []
@@ -78,10 +79,10 @@ def compare(
         # The order alternates, so that neither always runs on the caches that the other left.
         pair = ((times_a, a[1]), (times_b, b[1]))
         for times, function in pair if turn % 2 else reversed(pair):
-            start = time.perf_counter()
+            start = clock()
             for _ in range(calls):
                 function()
-            times.append((time.perf_counter() - start) / calls)
+            times.append((clock() - start) / calls)
     times_a, times_b = times_a[2:], times_b[2:]
     ratio = statistics.median(y / x for x, y in zip(times_a, times_b, strict=True))
     return Comparison(

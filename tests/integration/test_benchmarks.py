@@ -18,6 +18,7 @@ HERE: dict[str, tuple[str, ...]] = {
     "eval_api": (),
     "deduplicate": (),
     "episodes": (),
+    "family_speed": (),
     "frozen_linear": (),
     "generation_vs_transformers": (),
     "loading_memory": (),

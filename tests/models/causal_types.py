@@ -133,9 +133,9 @@ LEFT_OUT: dict[str, str] = {
 """Why, and the types that no checkpoint is made of."""
 
 
-def make_type(folder: Path, name: str) -> Path:
-    """A BF16 checkpoint as transformers saves it, with the tokenizer of the shipped model."""
-    settings, kind = copy.deepcopy(SIZES | TYPES[name]), AutoModelForCausalLM
+def make_type(folder: Path, name: str, **changed: Any) -> Path:
+    """A BF16 checkpoint as transformers saves it, with the tokenizer of the shipped model. `changed`: settings."""
+    settings, kind = copy.deepcopy(SIZES | TYPES.get(name, {}) | changed), AutoModelForCausalLM
     if name in VISION:
         text, vision = copy.deepcopy(VISION[name])
         settings = {"text_config": settings | {"model_type": text}, "vision_config": vision}
