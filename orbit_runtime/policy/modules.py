@@ -64,19 +64,24 @@ def fuse_norms(model: nn.Module) -> int:
     return replaced
 
 
+SCORE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+"""Most bytes of the scores by which keys are chosen, at a time: on a CPU they stay in the cache."""
 INDEXER_ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask"]
 
 
 def skip_indexers(model: nn.Module) -> None:
-    """What chooses the keys that a query sees (DeepSeek-V3.2, GLM-5) computes nothing where it would choose all."""
+    """What chooses the keys that a query sees (DeepSeek-V3.2, GLM-5) computes nothing where it would choose all.
+    Elsewhere it sees few sequences at a time: its scores are as large as those of an attention without a fused kernel.
+    """
     for module in model.modules():
         if list(inspect.signature(module.forward).parameters)[: len(INDEXER_ARGUMENTS)] == INDEXER_ARGUMENTS:
-            module.forward = partial(_choose_keys, module.forward, int(module.index_topk))
+            module.forward = partial(_choose_keys, module.forward, int(module.index_topk), int(module.n_heads))
 
 
 def _choose_keys(
     choose: Callable[..., torch.Tensor],
     count: int,
+    heads: int,
     hidden_states: torch.Tensor,
     q_resid: torch.Tensor,
     position_embeddings: Any,
@@ -89,4 +94,16 @@ def _choose_keys(
     if keys <= count and past_key_values is None:
         return torch.arange(keys, dtype=torch.int32, device=hidden_states.device).expand(*hidden_states.shape[:2], -1)
     given = (hidden_states, q_resid, position_embeddings, attention_mask, *others)
-    return choose(*given, past_key_values=past_key_values)
+    if past_key_values is not None:
+        return choose(*given, past_key_values=past_key_values)
+    rows, queries, _ = hidden_states.shape
+    step = max(1, SCORE_BYTES[hidden_states.device.type] // (4 * heads * queries * keys))
+    parts = (slice(start, start + step) for start in range(0, rows, step))
+    return torch.cat([choose(*(_part_of(each, part) for each in given)) for part in parts])
+
+
+def _part_of(given: Any, rows: slice) -> Any:
+    """These rows of an argument, or of each in a tuple; what has one row is for all."""
+    if isinstance(given, tuple):
+        return tuple(_part_of(each, rows) for each in given)
+    return given[rows] if isinstance(given, torch.Tensor) and len(given) > 1 else given

@@ -369,6 +369,23 @@ def test_what_chooses_keys_computes_nothing_where_it_would_choose_all(
         torch.testing.assert_close(found, reference_logprobs(load_reference(folder), tokens), rtol=0, atol=1e-5)
 
 
+def test_keys_are_chosen_for_few_sequences_at_a_time(tmp_path: Path) -> None:
+    folder = make_type(tmp_path / "model", "glm_moe_dsa")
+    policy = load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=256)
+    chosen: list[int] = []
+    for name, module in policy.model.named_modules():
+        if name.endswith("indexer.wq_b"):
+            module.register_forward_hook(lambda *passed: chosen.append(passed[2].shape[0]))
+    sequences = [tokens_of(181, number) for number in range(6)]
+    branches = [Branch(number, each[:1], each[1:]) for number, each in enumerate(sequences)]
+    with torch.no_grad():
+        found = policy.logprobs(policy.pack(branches))[0]
+    assert chosen == [4, 2, 4, 2]
+    reference = load_reference(folder)
+    expected = torch.cat([reference_logprobs(reference, each) for each in sequences])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_a_prompt_that_answers_share_is_computed_with_them_and_not_once_more() -> None:
     """As a recurrent model does, so that a token's value says which tokens were read before it."""
     passes: list[list[int]] = []
