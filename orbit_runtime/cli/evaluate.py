@@ -127,6 +127,7 @@ def _measure(
     from orbit_runtime.evaluation.evaluate import ask_all
     from orbit_runtime.evaluation.journal import Journal, read_settings, save_settings
     from orbit_runtime.evaluation.tasks import evaluation_settings, naming_fields, open_task, task_specs
+    from orbit_runtime.loop.own_code import newest_path
     from orbit_runtime.spec import MachineFacts, resolve
     from orbit_runtime.storage import claim_execution, open_store
 
@@ -136,6 +137,8 @@ def _measure(
         asked, folders = evaluation_settings(run.spec), [str(folder), str(Path.cwd())]
         tasks = []
         progress.stage("reading prompts, starting rewards")
+        if ran is not None:
+            folders += newest_path(open_store(ran, writable=False), closing)
         for name, spec in task_specs(run.name, run.spec).items():
             with naming_fields(run.spec, name):
                 tasks.append(open_task(name, spec, asked, folders, closing))

@@ -38,6 +38,10 @@ def test_an_edited_reward_is_refused_with_the_difference_and_goes_on_only_if_it_
     record = json.loads((out / "code/000001.json").read_text())
     assert (record["step"], record["files"]["edited_reward.py"]["text"]) == (0, REWARD)
 
+    # Who has the run only evaluates it by the reward that it kept.
+    reward.unlink()
+    assert run_command(["eval", str(out), "--set=spec.evaluation.limit=2", "--no-eval-base"]) == 0
+
     reward.write_text(EDITS_ITSELF)
     code, told = start(2)
     assert code == 73

@@ -226,12 +226,15 @@ def test_a_run_is_evaluated_with_intervals(trained: Path, tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_the_adapter_is_pefts_and_merges(model: Path, trained: Path, tmp_path: Path) -> None:
+    """PEFT's sums rounded to BF16, which moves log-probs by 0.05 on the mean and 0.3 at most."""
     adapter = trained / "adapters" / "policy-v2"
     tokens = list(prompt_of(ChatTokenizer(model), QUESTIONS[0]))
     orbit("merge", adapter, "--base", model, "--out", tmp_path / "merged")
-    theirs = PeftModel.from_pretrained(load_reference(model), str(adapter))
+    theirs = PeftModel.from_pretrained(load_reference(model), str(adapter)).merge_and_unload()
+    for weight in theirs.parameters():
+        weight.data = weight.data.bfloat16().float()
     torch.testing.assert_close(
-        logprobs(tmp_path / "merged", tokens), reference_logprobs(theirs, tokens), rtol=0, atol=0.1
+        logprobs(tmp_path / "merged", tokens), reference_logprobs(theirs, tokens), rtol=0, atol=1e-3
     )
 
 
