@@ -25,6 +25,7 @@ PATTERNS = {
     "uri": PLACES,
     "cidr": st.sampled_from(["10.0.0.0/8", "fd00::/8"]),
     "url": st.sampled_from(["http://engine:30000", "http://127.0.0.1:30000"]),
+    "variables": st.lists(st.sampled_from(["OPENAI_API_KEY", "_k"]), max_size=3),
     "apiKeyEnv": st.sampled_from(["ENGINE_KEY", "_k"]),
     "urlEnv": st.sampled_from(["HOOK", "_h"]),
     "valueEnv": st.sampled_from(["TEAM", "x1"]),
