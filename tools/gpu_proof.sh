@@ -1,7 +1,8 @@
 #!/bin/sh
 # Runs the proof on a CUDA device with a Python that has torch, in an environment of its own beside it. Needs no network.
 # Usage: tools/gpu_proof.sh PYTHON [OPTION...]      PYTHON may be empty: python3; options: python -m tools.gpu_proof --help
-# What that Python lacks comes from wheels/gpu (`make gpu-wheels` gathers it where there is a network); WHEELS names another.
+# What that Python lacks comes from wheels/gpu or, where that is missing, from wheels/gpu.tar.xz (`make gpu-wheels` gathers
+# both where there is a network); WHEELS names another folder.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${1:-python3}
@@ -15,6 +16,8 @@ base=$("$PYTHON" -c 'import sys; print(sys.executable)') ||
     fail "$PYTHON does not start" "give the Python that has torch, as in 'make gpu-proof PYTHON=/path/to/python3'"
 "$base" -c 'import torch' 2>/dev/null || fail "$base has no torch" "give the Python that has it: make gpu-proof PYTHON=..."
 
+[ -d "$WHEELS" ] || [ ! -f "$WHEELS.tar.xz" ] ||
+    "$base" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")' "$WHEELS.tar.xz" "$WHEELS"
 wanted=$({ pwd; "$base" -c 'import sys, torch; print(sys.executable, sys.version, torch.__version__)'; ls "$WHEELS" 2>/dev/null; } | cksum)
 if [ ! -f "$VENV/.made" ] || [ "$(cat "$VENV/.made")" != "$wanted" ]; then
     [ -f "$WHEELS/requirements.txt" ] ||

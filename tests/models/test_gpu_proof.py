@@ -5,13 +5,16 @@ Belongs here: that it runs, resumes and tells. Does not belong here: what the st
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
+import tarfile
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,7 +24,15 @@ from benchmarks.harness import RESULTS, ROOT
 from tools.gpu_proof.proof import run_stages
 from tools.gpu_proof.record import Record
 from tools.gpu_proof.stages import LAYOUTS, STAGES
-from tools.gpu_proof.wheels import FROM_THE_MACHINE, closure, packages, requirements
+from tools.gpu_proof.wheels import (
+    FROM_THE_MACHINE,
+    TRACKED_LIMIT,
+    closure,
+    pack,
+    packages,
+    requirements,
+    tracked_bytes,
+)
 
 FACTS = {"card": "cpu", "commit": "c" * 40, "dirty": False, "tiny": True}
 NEED_TRITON = ("kernel-equality", "kernel-speed-int4", "rotation-speed")
@@ -135,6 +146,29 @@ def test_the_wheels_are_everything_that_is_needed_but_what_the_machine_has() -> 
             if requirement.marker is None:
                 known = found.keys() | torch_brings.keys() | FROM_THE_MACHINE | {"pandas"}
                 assert canonicalize_name(requirement.name) in known, f"{name} needs {requirement.name}"
+
+
+def test_wheels_are_packed_into_one_archive_that_holds_them_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    code = b"".join(hashlib.sha256(bytes([n])).hexdigest().encode() for n in range(200))
+    for name in ("one", "two", "three"):
+        with ZipFile(folder / f"{name}-1-py3-none-any.whl", "w", ZIP_DEFLATED) as wheel:
+            wheel.writestr(f"{name}/alike.py", code)
+    (folder / "requirements.txt").write_text("one\n")
+    archive = pack(folder)
+    assert archive == tmp_path / "gpu.tar.xz"
+    assert archive.stat().st_size < 0.5 * sum(path.stat().st_size for path in folder.iterdir())
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path / "there", filter="data")
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {path.name for path in folder.iterdir()}
+    with ZipFile(tmp_path / "there" / "two-1-py3-none-any.whl") as wheel:
+        assert wheel.read("two/alike.py") == code
+
+
+def test_what_git_tracks_leaves_room_for_the_wheels_on_a_borrowed_machine() -> None:
+    """Which takes 64 MiB: 60 with some room, 38 of it for wheels. `make gpu-wheels` refuses more."""
+    assert tracked_bytes() <= TRACKED_LIMIT
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("gpu/*/*.json")), ids=str)
