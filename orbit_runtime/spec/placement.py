@@ -210,6 +210,7 @@ def check_pod(placement: Any) -> Iterator[Contradiction]:
 
 def _find_mistakes(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Message and fix of each."""
+    kind: Any
     kind, known = POD_FIELDS.get(name, (object, ()))
     items: list[Any] = value if isinstance(value, list) else [value]
     if not isinstance(value, kind) or (kind is list and not all(isinstance(each, dict) for each in items)):
