@@ -53,7 +53,7 @@ def test_the_defaults_of_the_installed_peft_are_plain(tmp_path: Path, kind: type
     ("facts", "run", "evaluation"),
     [
         ({}, None, {}),
-        ({"run": "x\r\nset-cookie: y" + "z" * 99, "evaluation": 3}, "x\r\nset-cookie: y" + "z" * 45, {}),
+        ({"run": "x\r\nset-cookie: y" + "z" * 99, "evaluation": 3}, "x\r\nset-cookie: y" + "z" * 48, {}),
         ({"evaluation": {"a": {"mean": 10**400, "low": None, "high": None}}}, None, {}),
         ({"evaluation": {"a": {"mean": 1, "low": None, "high": None, "more": 2}}}, None,
          {"a": {"mean": 1.0, "low": None, "high": None}}),
