@@ -219,6 +219,15 @@ def attend_rows(
     return torch.matmul(weights.to(v_BKSD.dtype), v_BKSD).view(rows, heads, queries, -1)
 
 
+def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Batched product with an fp32 result."""
+    if a.dtype is torch.float32:
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """fp32 softmax over the last dimension plus one extra score each, whose share is dropped."""
     return torch.softmax(torch.cat((scores, sinks.unsqueeze(-1)), -1), dim=-1, dtype=torch.float32)[..., :-1]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from orbit_runtime.policy.attention import AttentionSettings
+from orbit_runtime.policy.attention import AttentionSettings, fp32_product
 from orbit_runtime.quant.saved_products import computed_once
 
 BLOCK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}
@@ -150,7 +150,7 @@ def _forward(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: VisibleKeys) -> 
             shrink = (top - base).exp_()
             total = total * shrink + weights.sum(-1)
             values = v_TKD[block.keys].transpose(0, 1)
-            acc = acc.mul_(shrink.unsqueeze(-1)).add_(_product(weights.to(values.dtype), values))
+            acc = acc.mul_(shrink.unsqueeze(-1)).add_(fp32_product(weights.to(values.dtype), values))
             top = new_top
         out_THD[queries] = _by_token(acc / total.unsqueeze(-1), *size).to(out_THD.dtype)
         lse_HT[:, queries] = (top + total.log()).view(heads, -1)
@@ -181,11 +181,11 @@ def _backward(
             # Derivative of the cap; 0 for keys that a query does not see.
             slope = 1.0 if seen.look.cap is None else (1 - (scores / seen.look.cap).square()).clamp_(min=0)
             weights = scores.sub_(lse).exp_()
-            dweights = _product(dout, values.transpose(1, 2))
-            dv_KTD[:, block.keys] += _product(weights.to(dout.dtype).transpose(1, 2), dout)
+            dweights = fp32_product(dout, values.transpose(1, 2))
+            dv_KTD[:, block.keys] += fp32_product(weights.to(dout.dtype).transpose(1, 2), dout)
             dscores = dweights.sub_(delta).mul_(weights).mul_(seen.look.scale * slope).to(q.dtype)
-            dq += _product(dscores, keys)
-            dk_KTD[:, block.keys] += _product(dscores.transpose(1, 2), q)
+            dq += fp32_product(dscores, keys)
+            dk_KTD[:, block.keys] += fp32_product(dscores.transpose(1, 2), q)
         dq_THD[queries] = _by_token(dq, queries.stop - queries.start, heads).to(dq_THD.dtype)
     dk_TKD, dv_TKD = dk_KTD.transpose(0, 1).to(k_TKD.dtype), dv_KTD.transpose(0, 1).to(v_TKD.dtype)
     return dq_THD, dk_TKD, dv_TKD
@@ -202,20 +202,11 @@ def _start(look: AttentionSettings, size: tuple[int, int], q: Tensor) -> tuple[T
 
 def _scores(q: Tensor, k_SKD: Tensor, visible_QS: Tensor | None, look: AttentionSettings) -> Tensor:
     """fp32 `[K, G·Q, S]`, -inf if the query does not see the key."""
-    scores = look.capped(_product(q, k_SKD.permute(1, 2, 0)).mul_(look.scale))
+    scores = look.capped(fp32_product(q, k_SKD.permute(1, 2, 0)).mul_(look.scale))
     if visible_QS is None:
         return scores
     blocks = scores.view(scores.shape[0], -1, *visible_QS.shape)
     return blocks.masked_fill_(~visible_QS, -torch.inf).view_as(scores)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product with an fp32 result."""
-    if a.dtype is torch.float32:
-        return torch.bmm(a, b)
-    if a.is_cuda:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a.float(), b.float())
 
 
 def _by_kv_head(x_QHD: Tensor, kv_heads: int) -> Tensor:

@@ -39,7 +39,7 @@ from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
 from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.modules import fuse_norms, skip_indexers
+from orbit_runtime.policy.modules import fuse_norms, keep_stream_fp32, skip_indexers
 from orbit_runtime.policy.probe import cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
@@ -97,8 +97,7 @@ def load_policy(
 
     Raises:
         ModelError: something is missing, broken, or unknown in the folder.
-        ManifestError: `precision` differs from the checkpoint's, nothing in it has the activations' format, or a target
-            matches nothing.
+        ManifestError: `precision` or the format of activations is not the checkpoint's, or a target matches nothing.
         UnsupportedError: the architecture requires something that Orbit does not support (`build_model`).
     """
     device = torch.device(device)
@@ -137,6 +136,7 @@ def load_policy(
         is_part=share.layers is not None,
         announce=announce and (lambda report: announce(replace(report, passes=_passes(raw, mode)))),
     )
+    keep_stream_fp32(model, compute_dtype)
     return Policy(
         model,
         injected,

@@ -1,4 +1,4 @@
-"""Frozen modules that are not linears: the embedding, norms in one kernel, and what chooses keys."""
+"""Modules that are not linears: the embedding, norms in one kernel, what chooses keys, and the dtype between them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from orbit_runtime.policy.attention import decoder_of, layers_of
 
 
 class FrozenEmbedding(nn.Module):
@@ -39,6 +41,38 @@ class FusedRMSNorm(nn.Module):
 def run_in_fp32(router: nn.Module) -> None:
     """Widens a router's first argument to fp32; its parameters are fp32 already, and so are its results."""
     router.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
+
+
+def keep_stream_fp32(model: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Keeps the hidden states that decoder layers add to in fp32. Call it once adapters are injected.
+
+    Norms of layers take fp32 and give `compute_dtype`; attention, feed-forward parts and rotary embeddings take and
+    give `compute_dtype`, and what they give is widened by the addition. Gradients follow: that of the stream is fp32.
+    """
+    if compute_dtype is torch.float32:
+        return
+    decoder, layers = decoder_of(model), layers_of(model)
+    for owner in (decoder, *layers):
+        for child in owner.children():
+            kind = type(child).__name__.lower()
+            if "norm" in kind:
+                child.float().register_forward_pre_hook(_taking(torch.float32), with_kwargs=True)
+                child.register_forward_hook(lambda _, __, result: result.to(compute_dtype))
+            elif "rotary" in kind or (owner is not decoder and any(hasattr(m, "in_features") for m in child.modules())):
+                child.register_forward_pre_hook(_taking(compute_dtype), with_kwargs=True)
+    for layer in layers:
+        layer.register_forward_pre_hook(_taking(torch.float32), with_kwargs=True)
+
+
+def _taking(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """A hook that casts the hidden states with which a module is called."""
+
+    def cast(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not args and "hidden_states" in given:
+            return args, given | {"hidden_states": given["hidden_states"].to(dtype)}
+        return (*(each.to(dtype) for each in args[:1]), *args[1:]), given
+
+    return cast
 
 
 def fuse_norms(model: nn.Module) -> int:

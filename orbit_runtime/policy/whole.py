@@ -34,6 +34,7 @@ from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.families import find_family
 from orbit_runtime.policy.load import build_model, read_config
 from orbit_runtime.policy.model import Policy
+from orbit_runtime.policy.modules import keep_stream_fp32
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.types import AdapterManifest, AdapterSink
 
@@ -162,6 +163,7 @@ def load_whole(
     reader.check_all_used()
     model.eval()
     model.to(device)
+    keep_stream_fp32(model, compute_dtype)
     masters = WholeMasters(applied)
     report = replace(_report(masters), passes=mode.text)
     if announce is not None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from orbit_runtime.policy.attention import AttentionSettings, Kernel, attend_rows, softmax_with_sinks
+from orbit_runtime.policy.attention import AttentionSettings, Kernel, attend_rows, fp32_product, softmax_with_sinks
 from orbit_runtime.policy.packed import PackedBatch, PackedPlan
 from orbit_runtime.policy.whole_rows import OwnRows, WholeRows
 
@@ -177,7 +177,7 @@ class DecodePlan:
             return out.reshape(len(q_BHD), -1)
         # One query per row: two products over rows and heads at once. `G`: query heads per key head.
         keys_NSD, values_NSD = self._flat[layer]
-        scores_NGS = torch.bmm(q_BHD.reshape(len(keys_NSD), -1, q_BHD.shape[-1]), keys_NSD.transpose(1, 2))
+        scores_NGS = fp32_product(q_BHD.reshape(len(keys_NSD), -1, q_BHD.shape[-1]), keys_NSD.transpose(1, 2))
         if look.scale != 1.0:
             scores_NGS.mul_(look.scale)
         scores_NGS = look.capped(scores_NGS)

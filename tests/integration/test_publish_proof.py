@@ -50,9 +50,9 @@ ADAPTERS = {
 class Rig:
     """A publisher over a trainer and an engine that can be told to fail."""
 
-    def __init__(self, folder: Path, adapter: str) -> None:
+    def __init__(self, folder: Path, adapter: str, compute_dtype: str = "float32") -> None:
         model = builtin_folder("tiny-adder", "INT4")
-        policy = load_policy(model, ADAPTERS[adapter])
+        policy = load_policy(model, ADAPTERS[adapter], compute_dtype=getattr(torch, compute_dtype))
         tokenizer = ChatTokenizer(model)
         self.masters_owner = policy.injected.masters
         self.masters = policy.injected.masters.parameters
@@ -68,9 +68,9 @@ class Rig:
             self.engine,
             self.trainer,
             canary,
-            CHANGE_LIMITS["float32"],
+            CHANGE_LIMITS[compute_dtype],
             "tree:0",
-            FaultFinder(self.engine, canary, "float32", explain=self.trainer.explain),
+            FaultFinder(self.engine, canary, compute_dtype, explain=self.trainer.explain),
         )
         self.versions = PolicyVersions(self.engine)
         self.publication: Publication | None = None
@@ -215,6 +215,20 @@ def test_a_planted_fault_stops_the_run_at_the_next_publish(rig: Rig, fault: str,
     assert json.loads(rig.store.get(evidence[0]))["proven"] is False
 
 
+@pytest.mark.parametrize("adapter", sorted(ADAPTERS))
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_a_planted_fault_is_found_in_the_noise_of_bf16(fault: str, adapter: str, tmp_path: Path) -> None:
+    made = Rig(tmp_path / "run", adapter, "bfloat16")
+    made.publish()
+    for seed in (1, 2):
+        made.train(seed, 0.02)
+        assert made.publish().is_proven
+    made.train(3, 3e-4)
+    FAULTS[fault](made.engine)
+    with pytest.raises(GateError):
+        made.publish()
+
+
 def test_what_the_trainer_itself_applied_otherwise_is_named(rig: Rig) -> None:
     layer = "model.layers.1.mlp.down_proj"
     built = rig.trainer._policy.injected.selection.applied_masters
@@ -290,12 +304,13 @@ def test_masters_that_change_behind_the_publish_are_noticed(rig: Rig) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("compute_dtype", CHANGE_LIMITS)
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS))
-def test_no_false_alarm_in_250_healthy_publishes(tmp_path: Path, adapter: str) -> None:
+def test_no_false_alarm_in_250_healthy_publishes(tmp_path: Path, adapter: str, compute_dtype: str) -> None:
     """500 with both adapters: small and large updates in turn, as an optimizer makes them early and late."""
-    made = Rig(tmp_path / "run", adapter)
+    made = Rig(tmp_path / "run", adapter, compute_dtype)
     worst = 0.0
     for version in range(250):
         made.train(version, 10 ** -(2 + version % 4))
         worst = max(worst, made.publish().proof.change_error)
-    assert worst < CHANGE_LIMITS["float32"] / 2, "the limit keeps its distance from healthy publishes"
+    assert worst < CHANGE_LIMITS[compute_dtype] / 2, "the limit keeps its distance from healthy publishes"

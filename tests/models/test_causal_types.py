@@ -3,6 +3,7 @@ while it samples, or the type is refused before anything trains."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import sys
@@ -30,6 +31,7 @@ from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.verdict import judge
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.load import is_router
+from orbit_runtime.policy.modules import keep_stream_fp32
 from orbit_runtime.policy.packed import Branch, build_packed
 from orbit_runtime.policy.whole_rows import OwnRows
 from orbit_runtime.rollout import TorchEngine
@@ -41,7 +43,7 @@ from orbit_runtime.types import Request, Sampling
 from tests.architecture.test_light_start import light
 from tests.integration.engine_inputs import random_adapter
 from tests.integration.killing import small_manifest
-from tests.integration.tiny_models import load_reference, reference_logprobs
+from tests.integration.tiny_models import SIZES, load_reference, reference_logprobs
 from tests.models.causal_types import LEFT_OUT, TYPES, VISION, make_type
 from tests.models.family_matrix import tokens_of
 from tools.make_type_records import make_type_record
@@ -123,6 +125,22 @@ def check_cache(folder: Path, policy: Policy) -> None:
     assert state == kv.state_bytes
     running.close()
     engine.close()
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_layers_add_in_fp32_where_they_multiply_in_bf16(name: str) -> None:
+    name = VISION[name][0] if name in VISION else name
+    config = AutoConfig.for_model(name, **copy.deepcopy(SIZES | TYPES[name]))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokens = torch.tensor([tokens_of(12, 1)])
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits.log_softmax(-1)
+    keep_stream_fp32(model.to(torch.bfloat16), torch.bfloat16)
+    found = model(tokens, use_cache=False).logits.float().log_softmax(-1)
+    found.sum().backward()
+    assert float((found - expected).abs().mean()) < 0.02
 
 
 def check_plan(folder: Path, policy: Policy) -> None:

@@ -155,12 +155,14 @@ def test_a_converted_model_has_the_log_probs_of_its_unpacked_weights(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("compute", ["FP32", "BF16"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("precision", ["BF16", *PRECISIONS])
 def test_every_format_trains_with_both_adapters(
-    precision: str, adapter: str, converted: dict[str, Path], tmp_path: Path
+    precision: str, adapter: str, compute: str, converted: dict[str, Path], tmp_path: Path
 ) -> None:
-    rows = train(converted[precision], tmp_path / "run", f"model.precision={precision}", *ADAPTERS[adapter])
+    asked = f"model.precision={precision}", f"model.computePrecision={compute}", *ADAPTERS[adapter]
+    rows = train(converted[precision], tmp_path / "run", *asked, steps=3)
     assert all(row["parity_mean"] <= row["parity_limit"] for row in rows)
 
 

@@ -43,7 +43,7 @@ def load_rank_policy(folder: Path, adapter: AdapterConfig, groups: Groups, **set
     pipeline = None
     if groups.pipeline.size() > 1:
         hidden_size = int(policy.model.config.hidden_size)  # type: ignore[union-attr,arg-type]
-        pipeline = Pipeline(groups, hidden_size, policy.compute_dtype, policy.device)
+        pipeline = Pipeline(groups, hidden_size, policy.device)
     regions = Regions(groups, pipeline)
     regions.install(policy.model)
     if policy.routing is not None:

@@ -37,10 +37,10 @@ class ForwardHalf:
 class Pipeline:
     """This rank's stage and its neighbours. All stages get the same passes in the same order."""
 
-    def __init__(self, groups: Groups, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, groups: Groups, hidden_size: int, device: torch.device) -> None:
         self._forward, self._backward = groups.pipeline, groups.backward
         self.stage, self.stages = groups.pipeline.rank(), groups.pipeline.size()
-        self._like = torch.empty(0, hidden_size, dtype=dtype, device=device)
+        self._like = torch.empty(0, hidden_size, dtype=torch.float32, device=device)
         self._sent: deque[tuple[distributed.Work, Tensor]] = deque()
         self._entered: Tensor | None = None
 
