@@ -115,7 +115,7 @@ def build_parts(
         change_limit(side.facts),
         weights,
         FaultFinder(engine, sequences[0], resolved.compute_dtype, side.snapshot, side.explain, side.facts.group_size),
-        base_limit=base_limit(side.facts.precision, spec.parity.mean_limit)
+        base_limit=base_limit(side.facts.precision, spec.parity.mean_limit, resolved.compute_dtype)
         if spec.parity.preflight == "Enforce"
         else math.inf,
         max_unproven=spec.parity.max_unproven,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.parity.preflight import Preflight, build_sequences, check_preflight, measure_preflight
-from orbit_runtime.parity.statistics import ParityLimits, build_limits, resolve_limit
+from orbit_runtime.parity.statistics import ParityLimits, base_limit, build_limits, resolve_limit
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
@@ -36,7 +36,7 @@ from orbit_runtime.sides.content import resolve_names
 from orbit_runtime.sides.inputs import Inputs, build_patience
 from orbit_runtime.spec import MachineFacts, OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
-from orbit_runtime.types import Request
+from orbit_runtime.types import Request, Sampling
 from orbit_runtime.workers.child.signals import stop_on_signals
 
 if TYPE_CHECKING:
@@ -70,26 +70,35 @@ class ParityComparison:
 
 def measure_parity(parts: Parts, publication: Publication, when: str = "preflight") -> list[Preflight]:
     """Measures every copy with the adapter that its slot holds now."""
-    absolute = absolute_limits(parts)
+    sequences, sampled = _sequences(parts, publication.name)
     return measure_preflight(
         parts.engine,
         parts.trainer,
-        _sequences(parts, publication.name),
+        sequences,
         adapter=publication.name,
         probing=parts.side.probing,
-        limit=partial(
-            resolve_limit,
-            factor=parts.spec.parity.floor_factor,
-            absolute=absolute.mean,
-            compute_dtype=parts.side.facts.compute_dtype,
-        ),
-        absolute=absolute,
+        limits=partial(_floor_limits, parts),
+        sampled=sampled,
         when=when,
     )
 
 
-def _sequences(parts: Parts, adapter: str) -> tuple[tuple[int, ...], ...]:
-    """Sequences to measure: prompts as training sees them, completions, and one of the maximum length."""
+def _floor_limits(parts: Parts, floor: float) -> ParityLimits:
+    """The limits that follow from a floor."""
+    absolute, asked, dtype = absolute_limits(parts), parts.spec.parity, parts.side.facts.compute_dtype
+    mean = resolve_limit(
+        floor,
+        factor=asked.floor_factor,
+        absolute=absolute.mean,
+        widest=asked.mean_limit or base_limit(parts.facts.precision, None, dtype),
+        compute_dtype=dtype,
+    )
+    return replace(absolute, mean=mean)
+
+
+def _sequences(parts: Parts, adapter: str) -> tuple[tuple[tuple[int, ...], ...], Mapping[int, Sequence[float]]]:
+    """Sequences to measure: prompts as training sees them, completions, and one of the maximum length. And by sequence,
+    the log-probs of its completion as it was sampled, if nothing shapes the distribution."""
     asked = parts.spec.rollout.sampling
     tokens = min(asked.max_new_tokens, COMPLETION_TOKENS)
     sampling = replace(sampling_of(parts.spec.rollout), max_new_tokens=tokens)
@@ -97,10 +106,19 @@ def _sequences(parts: Parts, adapter: str) -> tuple[tuple[int, ...], ...]:
         Request(index, stream_key(parts.spec.data.seed, "parity", index), prompt, sampling, adapter)
         for index, prompt in enumerate(parts.sequences[:COMPLETIONS])
     ]
-    completions = {each.request_id: each.token_ids_T for each in sample(parts.engine, requests)}
+    answers = list(sample(parts.engine, requests))
+    completions = {each.request_id: each.token_ids_T for each in answers}
+    unshaped = Sampling(
+        max_new_tokens=tokens,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )
+    sampled = {each.request_id: each.logprobs_T for each in answers if sampling == unshaped}
     # A server accepts one token less than its context, to leave room for one to sample.
     longest = max(map(len, parts.sequences)) + asked.max_new_tokens
-    return build_sequences(parts.sequences, completions, min(longest, parts.spec.model.max_sequence_length - 1))
+    longest = min(longest, parts.spec.model.max_sequence_length - 1)
+    return build_sequences(parts.sequences, completions, longest), sampled
 
 
 def absolute_limits(parts: Parts) -> ParityLimits:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain, cycle, islice
+from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.adapters.buffer import publishable
@@ -38,7 +40,8 @@ class Preflight:
     """The measurements, and the limit of `parity_mean` that follows from them."""
 
     engine_floor: Difference
-    """The engine against itself: alone, in a batch with two copies, and after a cached prefix if it has one."""
+    """The engine against itself: alone and in a batch with two copies, and after a cached prefix if it has one; or what
+    it sampled against the same tokens scored, where that differs more."""
     trainer_floor: Difference
     """The trainer against itself: the whole sequence in one piece, and split into a shared prompt and a completion."""
     base: Difference
@@ -102,8 +105,8 @@ def measure_preflight(
     *,
     adapter: str,
     probing: Callable[[Probe], AbstractContextManager[None]],
-    limit: Callable[[float], float],
-    absolute: ParityLimits,
+    limits: Callable[[float], ParityLimits],
+    sampled: Mapping[int, Sequence[float]] = MappingProxyType({}),
     when: str = "preflight",
 ) -> list[Preflight]:
     """Scores whole sequences on both sides, adapter off and on. Engine and trainer are left as they were found.
@@ -114,11 +117,11 @@ def measure_preflight(
         sequences: token ids, at least two each; real prompts with their chat template.
         adapter: the engine's slot that holds the trainer's current values.
         probing: a context within which the trainer holds another adapter.
-        limit: the mean's limit for a floor, as `resolve_limit` with the rest of its arguments.
-        absolute: limits of everything but the mean.
+        limits: the limits for a floor, on which that of the mean depends.
+        sampled: by the index of a sequence, log-probs with which the engine sampled the last tokens of it.
         when: prefix for the names of the untrained adapters; an engine accepts each name once.
     """
-    readings = [_read_copy(copy, sequences, adapter) for copy in engine.copies()]
+    readings = [_read_copy(copy, sequences, adapter, sampled) for copy in engine.copies()]
     trainer_on, trainer_off = _trainer_readings(trainer, sequences)
     trainer_floor = build_difference(*_trainer_halves(trainer, sequences, trainer_off))
     probed = sequences[:PROBED_SEQUENCES]
@@ -133,7 +136,7 @@ def measure_preflight(
             random=random[index],
             policy=build_difference(_joined(trainer_on), reading.on, (_top(trainer_on), reading.on_top)),
             random_effect=random_effect,
-            limits=replace(absolute, mean=limit(max(trainer_floor.mean, reading.floor.mean))),
+            limits=limits(max(trainer_floor.mean, reading.floor.mean)),
         )
         for index, reading in enumerate(readings)
     ]
@@ -175,14 +178,19 @@ class CopyReading:
     off_top: list[int] | None
 
 
-def _read_copy(copy: Copy, sequences: Sequence[Ids], adapter: str) -> CopyReading:
+def _read_copy(
+    copy: Copy, sequences: Sequence[Ids], adapter: str, sampled: Mapping[int, Sequence[float]]
+) -> CopyReading:
     by_itself = [copy.score(tokens, [None])[0] for tokens in sequences]
     alone = _joined(by_itself)
     crowded = [copy.score(tokens, [adapter, None], prefix_length=len(tokens) // 2) for tokens in sequences]
     off = [without for _, without in crowded]
     anew, cached = _cached_readings(off)
-    floor = build_difference([*alone, *anew], [*_joined(off), *cached])
     adapted = [on for on, _ in crowded]
+    floor = build_difference([*alone, *anew], [*_joined(off), *cached])
+    scored = [adapted[index].logprobs_T[len(sequences[index]) - len(each) :] for index, each in sampled.items()]
+    stepped = build_difference([*chain(*scored)], [*chain(*sampled.values())])
+    floor = max(floor, stepped, key=attrgetter("mean"))
     return CopyReading(_joined(adapted), alone, floor, _top(adapted), _top(by_itself))
 
 

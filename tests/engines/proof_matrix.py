@@ -48,7 +48,7 @@ MEANS = (0.01, 0.03)
 SCALES = (0.02, 0.05, 0.15)
 """Standard deviation of the adapters' masters: an effect below the noise, one about as large, and one far above it."""
 HEALTHY = 500
-LIMITS = Limits(CHANGE_LIMITS["bfloat16"], base_limit("INT4", None))
+LIMITS = Limits(CHANGE_LIMITS["bfloat16"], base_limit("INT4", None, "bfloat16"))
 CANARY_TOKENS = 512
 CONTEXT = 1024
 

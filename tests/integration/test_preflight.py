@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from fakes.faulty_engine import zero_one
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.preflight import GATED, Preflight, build_sequences, check_preflight, measure_preflight
-from orbit_runtime.parity.statistics import TAIL_TOKENS, build_limits, resolve_limit
+from orbit_runtime.parity.statistics import TAIL_TOKENS, ParityLimits, build_limits, resolve_limit
 from orbit_runtime.types import Engine
 from tests.fakes.held_state import hold_state
 from tests.integration.test_publish_proof import Rig
@@ -20,7 +21,13 @@ from tests.integration.test_publish_proof import Rig
 SEQUENCES = [list(range(3, 3 + length)) for length in (9, 14, 6)]
 
 
-def measure(rig: Rig, engine: Engine | None = None) -> Preflight:
+def limits_of(floor: float) -> ParityLimits:
+    absolute = build_limits("INT4")
+    mean = resolve_limit(floor, factor=4.0, absolute=absolute.mean, widest=0.05, compute_dtype="float32")
+    return replace(absolute, mean=mean)
+
+
+def measure(rig: Rig, engine: Engine | None = None, sampled: Mapping[int, Sequence[float]] | None = None) -> Preflight:
     assert rig.publication is not None
     masters = rig.masters_owner
     (result,) = measure_preflight(
@@ -29,8 +36,8 @@ def measure(rig: Rig, engine: Engine | None = None) -> Preflight:
         SEQUENCES,
         adapter=rig.publication.name,
         probing=partial(masters.probing, seed=0),
-        limit=partial(resolve_limit, factor=4.0, absolute=build_limits("INT4").mean, compute_dtype="float32"),
-        absolute=build_limits("INT4"),
+        limits=limits_of,
+        sampled=sampled or {},
     )
     return result
 
@@ -49,6 +56,15 @@ def test_every_state_is_measured_and_nothing_of_it_stays(tmp_path: Path, adapter
     assert (hold_state(rig.trainer), rig.engine.engine.adapters(), rig.store.list()) == before
     assert {name: set(layer.slots) for name, layer in rig.engine.layers.items()} == slots
     assert set(result.to_json()) >= {*GATED, "engine_floor", "trainer_floor", "limit", "passed"}
+
+
+def test_the_floor_holds_the_engine_against_what_it_sampled(tmp_path: Path) -> None:
+    """Decode steps are passes of another shape than those that score."""
+    rig = Rig(tmp_path, "LoRA")
+    publication = rig.publish()
+    (scored,) = rig.engine.engine.score(SEQUENCES[1], [publication.name])
+    result = measure(rig, sampled={1: [each + 1e-4 for each in scored.logprobs_T[-5:]]})
+    assert (result.engine_floor.tokens, result.limit) == (5, pytest.approx(4e-4, rel=0.01))
 
 
 def test_masters_come_back_after_an_error_as_well(tmp_path: Path) -> None:

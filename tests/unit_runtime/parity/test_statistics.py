@@ -14,8 +14,10 @@ from orbit_runtime.parity.statistics import (
     TAIL_TOKENS,
     Difference,
     ParityLimits,
+    base_limit,
     build_difference,
     build_limits,
+    resolve_limit,
 )
 from orbit_runtime.types import UpdateResult
 
@@ -75,6 +77,24 @@ def test_what_is_asked_for_replaces_what_follows() -> None:
     assert build_limits("FP8", mean=0.5) == ParityLimits(0.5, 4.0, 4.0, math.exp(-0.2), 0.0)
     asked = build_limits("FP8", mean=1.0, p99=0.2, k3=0.3, outside=0.4)
     assert asked == ParityLimits(1.0, 0.2, 0.3, 0.4, 1 - DISAGREEMENT * math.sqrt(0.3))
+
+
+LIMITS = [
+    # Too few tokens to show one; a quiet model; a pretrained one of 135 M; a faulty engine; what a manifest asks for.
+    ("bfloat16", 0.0, None, 0.03), ("bfloat16", 0.0025, None, 0.03), ("bfloat16", 0.015, None, 0.045),
+    ("bfloat16", 1.0, None, 0.05), ("bfloat16", 0.015, 0.01, 0.01),
+    ("float32", 0.0, None, 1e-4), ("float32", 1.0, None, 0.03),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "floor", "asked", "limit"), LIMITS)
+def test_a_limit_follows_the_floor_and_the_compute_dtype(
+    dtype: str, floor: float, asked: float | None, limit: float
+) -> None:
+    widest = asked or base_limit("BF16", None, dtype)
+    absolute = build_limits("BF16", mean=asked).mean
+    found = resolve_limit(floor, factor=10.0, absolute=absolute, widest=widest, compute_dtype=dtype)
+    assert found == pytest.approx(limit)
 
 
 @pytest.mark.parametrize("statistic", ["mean", "p99", "k3", "outside"])
