@@ -2,6 +2,8 @@
 
 Belongs here: counting elements. Does not belong here: bytes, layouts (`parts`).
 
+What layers add to is fp32 also where passes compute in BF16, and counts as two elements there.
+
 Without recomputation, a layer of the torch trainer keeps per token: the input of both norms; the input of each adapted
 product; queries, keys, values and the result of attention as its kernel received them; queries and keys before their
 norm; gate, up and the activated gate. Where matrices are divided among ranks, tokens are too, outside of attention and
@@ -30,24 +32,26 @@ GATED = ("gate_proj", "up_proj", "gate_up_proj")
 Recompute = Literal["None", "Selective", "PerLayer"]
 
 
-def saved_elements(model: Architecture, job: Job, recompute: Recompute, tensor: int = 1, token_sets: int = 1) -> float:
+def saved_elements(
+    model: Architecture, job: Job, recompute: Recompute, tensor: int = 1, token_sets: int = 1, *, stream: float = 1.0
+) -> float:
     """Elements kept by all layers and the head between the forward and the backward pass.
 
     Args:
+        stream: elements that one fp32 value counts as.
         tensor: into how many parts matrices are divided: those of one rank are counted.
         token_sets: number of ranks whose tokens meet before a layer's experts.
     """
-    total = (
-        model.hidden_size * (1 + job.spec.rollout.sampling.max_new_tokens / job.spec.model.max_sequence_length) / tensor
-    )
+    answer = job.spec.rollout.sampling.max_new_tokens / job.spec.model.max_sequence_length
+    total = model.hidden_size * (stream + answer) / tensor
     if recompute != "None":
         # Layers that are computed again share the masks of all of them, a byte for each of their elements.
         total += _mask_elements(job) / 2
     for layer in _layers(model):
         if recompute == "None":
-            total += _layer_saved(layer, model, job, tensor, token_sets)
+            total += _layer_saved(layer, model, job, tensor, token_sets, stream)
             continue
-        total += model.hidden_size * model.streams / tensor
+        total += stream * model.hidden_size * model.streams / tensor
         if recompute == "Selective":
             total += _attention_kept(layer, tensor) if job.attention == "Chunked" else 0
             total += sum(
@@ -56,24 +60,28 @@ def saved_elements(model: Architecture, job: Job, recompute: Recompute, tensor: 
     return total
 
 
-def recomputed_elements(model: Architecture, job: Job, recompute: Recompute, tensor: int = 1) -> float:
+def recomputed_elements(
+    model: Architecture, job: Job, recompute: Recompute, tensor: int = 1, *, stream: float = 1.0
+) -> float:
     """Elements that the widest layer holds while it is recomputed: those that it would have kept."""
     if recompute == "None":
         return 0.0
-    return max((_layer_saved(layer, model, job, tensor, None) for layer in _layers(model)), default=0.0)
+    return max((_layer_saved(layer, model, job, tensor, None, stream) for layer in _layers(model)), default=0.0)
 
 
-def _layer_saved(layer: list[Weight], model: Architecture, job: Job, tensor: int, token_sets: int | None) -> float:
+def _layer_saved(
+    layer: list[Weight], model: Architecture, job: Job, tensor: int, token_sets: int | None, stream: float
+) -> float:
     """Elements that one layer keeps without recomputation.
 
     Args:
         token_sets: None: what enters is kept as it was gathered.
     """
     gathered, mask = key_copies(job), _mask_elements(job)
-    total = 2 * model.hidden_size * model.streams / tensor + mask
+    total = 2 * stream * model.hidden_size * model.streams / tensor + mask
     if job.spec.adapter.type == "Full":
         # For both norms: the input, and the normalised value that the weights multiply.
-        total += 4 * model.hidden_size
+        total += 4 * stream * model.hidden_size
     return total + sum(_saved(weights, model, job, gathered, tensor, token_sets) for weights in _by_experts(layer))
 
 

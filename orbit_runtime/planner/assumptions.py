@@ -53,6 +53,8 @@ ADAPTER_VERSIONS = 2
 SERVER_SLOTS = ADAPTER_VERSIONS + 2
 """Adapter slots of an SGLang server, which allocates all of them at its start: two for the versions, one for
 preflight's random adapter, and an empty one for the bare base."""
+STREAM_BYTES = 4
+"""A value of the stream that layers add to: fp32, whatever they multiply in."""
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 """Per adapter parameter: fp32 master, Adam's two moments, fp32 gradient."""
 ROTATION_GRAPH_BYTES = 12

@@ -400,10 +400,10 @@ def _engine_work(setting: Setting) -> Parts:
     # The hidden states, and what each of a token's experts adds to them, are whole on every GPU of a server.
     whole = expert_outputs(model)
     divided = (live_elements(model) - whole) / setting.engine_layout.tensor
+    width = setting.compute_bytes
+    stream = model.hidden_size * model.streams * (known.STREAM_BYTES if in_process else width)
     return {
-        "engine workspace": math.ceil(
-            (divided + whole + model.hidden_size * model.streams) * tokens * setting.compute_bytes
-        ),
+        "engine workspace": math.ceil(tokens * ((divided + whole) * width + stream)),
         "dequantisation": _dequantisation(setting) if in_process else 0,
     }
 
@@ -421,13 +421,13 @@ def _training(setting: Setting) -> Parts:
     # Policy and critic train in turn: the gradients of one are freed before those of the other exist.
     policy = _local_adapter(setting)
     local = max(policy, _of_critic(policy, setting))
-    saved = saved_elements(model, job, setting.recompute, layout.tensor, layout.token_sets)
+    stream = known.STREAM_BYTES / width
+    saved = saved_elements(model, job, setting.recompute, layout.tensor, layout.token_sets, stream=stream)
+    again = recomputed_elements(model, job, setting.recompute, layout.tensor, stream=stream)
     computed = tokens * _row_share(setting)
     parts: Parts = {
         "activations": math.ceil(computed * saved * width / share),
-        "layer recomputed": math.ceil(
-            computed * recomputed_elements(model, job, setting.recompute, layout.tensor) * width / layout.context
-        ),
+        "layer recomputed": math.ceil(computed * again * width / layout.context),
         "gradients": local * known.GRADIENT_BYTES,
         # With `Full`, the rounded weights are the model itself.
         "adapter, rounded": 0 if job.spec.adapter.type == "Full" else local * width,

@@ -132,10 +132,11 @@ def test_an_adapter_of_kimi_has_the_published_number_of_parameters(adapter: str,
 
 
 def test_saved_activations_are_the_published_ones() -> None:
-    # 16K tokens on one GPU: 14.3, 23 and 57 GB, an eighth of it with the sequence divided by eight.
+    # 16K tokens on one GPU: 14.3, 23 and 57 GB, an eighth of it with the sequence divided by eight. They are of inputs of
+    # layers in BF16; ours are fp32.
     for name, size in (("kimi-k2-6", 14.3e9), ("deepseek-v4-flash", 23e9), ("deepseek-v4-pro", 57e9)):
         made = planned(name, "training.recompute=PerLayer")
-        assert made.phases["train"]["activations"] * 8 == pytest.approx(size, rel=0.03)
+        assert made.phases["train"]["activations"] * 8 == pytest.approx(2 * size, rel=0.03)
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
