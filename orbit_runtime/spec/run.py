@@ -243,7 +243,8 @@ class Parity(Block):
     """Interval, in steps, of further measurements, on every server; if unset, only at start, after resume and the first
     wake."""
     floor_factor: Annotated[float, IDENTITY, Field(ge=1, le=1_000_000)] = 10.0
-    """The limit is never below this many times the difference of one side from itself, nor above the absolute limit."""
+    """The limit is never below this many times the difference of one side from itself, nor above the absolute limit,
+    which in BF16 a large such difference raises to 0.05 at most."""
     max_unproven: Annotated[int, LAYOUT, Field(ge=0, le=1_000_000)] = 16
     """Number of publishes in a row that may stay unproven, on servers that cannot read their slots back and are noisier
     than the adapter's effect on the canary; one more stops the run (84). Servers that Orbit starts prove every publish.
