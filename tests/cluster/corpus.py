@@ -387,7 +387,6 @@ OTHERS = (
             ("nothing", "{evaluation: held-out}", {}, ("spec.training.stopWhen",)),
             ("both", "{atLeast: 1, withoutGainSteps: 4}", {}, ("spec.training.stopWhen",)),
             ("what is not measured", "{atLeast: 1}", {"evaluation": ""}, ("spec.training.stopWhen",)),
-            ("no number", "{atLeast: .nan}", {}, ("spec.training.stopWhen.atLeast",)),
             *(
                 (f"a loss, {each}", stop, {"algorithm": "{type: SFT}", "environment": "", "data": data}, fields)
                 for each, stop, data, fields in (

@@ -38,7 +38,8 @@ class Operator:
 
     @property
     def text(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
+        """What it has logged so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
     def kill(self) -> None:
         self.process.kill()

@@ -89,7 +89,8 @@ BOUNDS: dict[str, Schema] = {
     "runs.runAsUser": {"type": ["integer", "null"], "minimum": 1},
     "runs.priorityClassName": {"pattern": _OBJECT_NAME},
     "runs.queueName": {"pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"},
-    "runs.pod": {"propertyNames": {"enum": [*POD_FIELDS]}},
+    # Of a bad `propertyNames` Helm would tell another place.
+    "runs.pod": {"properties": {name: {} for name in POD_FIELDS}, "additionalProperties": False},
     "runs.podLabels": {**_STRINGS, "patternProperties": {rf"{_RESERVED}|^kueue\.x-k8s\.io/": False}},
     "runs.podAnnotations": _POD_KEYS,
     "runs.ttlSecondsAfterFinished": {"minimum": -1},

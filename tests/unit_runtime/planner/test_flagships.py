@@ -132,8 +132,8 @@ def test_an_adapter_of_kimi_has_the_published_number_of_parameters(adapter: str,
 
 
 def test_saved_activations_are_the_published_ones() -> None:
-    # 16K tokens on one GPU: 14.3, 23 and 57 GB, an eighth of it with the sequence divided by eight. They are of inputs of
-    # layers in BF16; ours are fp32.
+    # 16K tokens on one GPU: 14.3, 23 and 57 GB, an eighth of it with the sequence divided by eight. They are of layers'
+    # inputs in BF16; ours are fp32.
     for name, size in (("kimi-k2-6", 14.3e9), ("deepseek-v4-flash", 23e9), ("deepseek-v4-pro", 57e9)):
         made = planned(name, "training.recompute=PerLayer")
         assert made.phases["train"]["activations"] * 8 == pytest.approx(2 * size, rel=0.03)
