@@ -47,11 +47,12 @@ def saved_elements(
     if recompute != "None":
         # Layers that are computed again share the masks of all of them, a byte for each of their elements.
         total += _mask_elements(job) / 2
-    for layer in _layers(model):
+    for number, layer in enumerate(_layers(model)):
         if recompute == "None":
             total += _layer_saved(layer, model, job, tensor, token_sets, stream)
             continue
-        total += stream * model.hidden_size * model.streams / tensor
+        # The first one is kept as the embedding gives it.
+        total += (stream if number else 1.0) * model.hidden_size * model.streams / tensor
         if recompute == "Selective":
             total += _attention_kept(layer, tensor) if job.attention == "Chunked" else 0
             total += sum(
