@@ -67,7 +67,7 @@ def parse_settings(data: bytes, where: str) -> dict[str, Any]:
     """The object in the text of a JSON file.
 
     Raises:
-        ModelError: names the line after `where`, or the field with a number that no model has.
+        ModelError: names the line after `where`, or the field with a value that no model has.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -83,14 +83,16 @@ def parse_settings(data: bytes, where: str) -> dict[str, Any]:
         raise ModelError(f"not JSON that can be read: {what}", where=where, fix=DAMAGED) from None
     if not isinstance(content, dict):
         raise ModelError("not a JSON object", where=where, fix=DAMAGED)
-    _check_numbers(content, where)
+    _check_values(content, where)
     return content
 
 
-def _check_numbers(content: dict[str, Any], where: str) -> None:
+def _check_values(content: dict[str, Any], where: str) -> None:
     waiting: list[tuple[str, Any]] = [*content.items()]
     while waiting:
         path, value = waiting.pop()
+        if path.rpartition(".")[2] == "model_type" and not isinstance(value, str | None):
+            raise ModelError(f"{path} is not a name", where=where, fix=DAMAGED)
         if isinstance(value, dict):
             waiting += ((f"{path}.{name}", each) for name, each in value.items())
         elif isinstance(value, list):

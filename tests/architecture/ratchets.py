@@ -45,7 +45,7 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        47_950,
+        47_952,
         "records of types, and models beside a vision tower; usual targets of unknown types go. Damaged files, rows "
         "and folders are told, one guard and one server for all ports (three servers and two guards go), pods of "
         "clusters with rules of their own, what keeps any pod from starting; the best adapter is kept and named; plans "

@@ -192,6 +192,7 @@ def test_tensors_that_the_family_does_not_know_are_counted_and_named(tmp_path: P
         (lambda f: (f / "config.json").write_text('{"a": ' + "1" * 5000 + "}"), "a number of thousands of digits"),
         (lambda f: (f / "config.json").write_text('{"a": {"rms_norm_eps": NaN}}'), "rms_norm_eps is nan, not a finite"),
         (lambda f: (f / "config.json").write_text('{"a": [1e999]}'), r"a\[0\] is inf"),
+        (lambda f: (f / "config.json").write_text('{"model_type": [[]]}'), "model_type is not a name"),
         (
             lambda f: (f / "config.json").write_text('{"num_hidden_layers": 10000000}'),
             "is 10,000,000; no model has more",
