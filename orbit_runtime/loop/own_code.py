@@ -38,6 +38,7 @@ from orbit_runtime.evaluation.tasks import EvalTask, environment_entrypoints
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
+from orbit_runtime.storage.store import stays_inside
 from orbit_runtime.workers.child.process import import_path
 from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON, is_borrowed
 
@@ -241,8 +242,15 @@ def read_records(store: Store) -> list[Record]:
     """
     keys = sorted(store.list(FOLDER))
     try:
-        return [{name: found[name] for name in RECORDED} for found in (json.loads(store.get(key)) for key in keys)]
-    except (ValueError, TypeError, LookupError):
+        records: list[Record] = [
+            {name: found[name] for name in RECORDED} for found in (json.loads(store.get(key)) for key in keys)
+        ]
+        # The folder may be others', and the files are written out again.
+        files = [each for record in records for each in record["files"].items()]
+        if not all(stays_inside(name) and isinstance(each["digest"], str) for name, each in files):
+            raise ValueError
+        return records
+    except (ValueError, TypeError, LookupError, AttributeError):
         raise OutputError(
             f"a record of the run's code is damaged, one of {', '.join(keys)}",
             where=store.uri,

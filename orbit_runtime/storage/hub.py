@@ -32,7 +32,7 @@ from orbit_runtime.storage.download import (
     RemoteFile,
     RetryPolicy,
 )
-from orbit_runtime.storage.store import NotFound
+from orbit_runtime.storage.store import NotFound, stays_inside
 
 if TYPE_CHECKING:
     import httpx
@@ -349,7 +349,7 @@ def _retry_after(answer: httpx.Response) -> float | None:
 
 def _file(sibling: Mapping[str, Any]) -> RemoteFile:
     name, blob, lfs = str(sibling["rfilename"]), str(sibling.get("blobId") or ""), sibling.get("lfs")
-    if name.startswith("/") or {"", ".", ".."} & set(name.split("/")) or "\\" in name or "\0" in name:
+    if not stays_inside(name):
         raise ValueError(name)
     if lfs:
         sha256 = str(lfs["sha256"])

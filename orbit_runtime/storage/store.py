@@ -447,6 +447,11 @@ def is_key(key: str) -> bool:
     return _KEY.fullmatch(key) is not None and ".." not in key.split("/")
 
 
+def stays_inside(name: str) -> bool:
+    """Whether a file of this name, which others wrote, lies in the folder that it is put in."""
+    return not {"", ".", ".."} & set(name.split("/")) and "\\" not in name and "\0" not in name
+
+
 def check_key(key: str) -> None:
     assert is_key(key), f"not a key: {key!r}"
 

@@ -45,7 +45,7 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        47_952,
+        47_959,
         "records of types, and models beside a vision tower; usual targets of unknown types go. Damaged files, rows "
         "and folders are told, one guard and one server for all ports (three servers and two guards go), pods of "
         "clusters with rules of their own, what keeps any pod from starting; the best adapter is kept and named; plans "
@@ -55,7 +55,7 @@ CEILINGS: dict[str, Ceiling] = {
         "it starts goes); layers add in fp32 where they multiply in BF16",
     ),
     "functions": Ceiling(
-        5761,
+        5762,
         "making and reading a type's record; a check for each kind of damaged input; limits of one connection; finding "
         "and comparing a run's code; why a run ends early; what a pod may be given",
     ),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbit_runtime.spec.crd import build_schema as build_crd_schema
-from orbit_runtime.spec.placement import POD_FIELDS
+from orbit_runtime.spec.placement import OWN_VARIABLE, POD_FIELDS
 from tools.chart.values_file import Value
 
 Schema = dict[str, Any]
@@ -83,7 +83,7 @@ BOUNDS: dict[str, Schema] = {
     "runs.env": {
         **_STRINGS,
         "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
-        "patternProperties": {"^(ORBIT_.*|RAY_ADDRESS|RAY_USAGE_STATS_ENABLED|HOME)$": False},
+        "patternProperties": {f"^({OWN_VARIABLE.pattern})$": False},
     },
     "runs.caConfigMap": {"pattern": _OBJECT_NAME},
     "runs.runAsUser": {"type": ["integer", "null"], "minimum": 1},

@@ -163,9 +163,13 @@ def test_a_record_is_written_when_the_code_is_another_and_told_if_the_run_has_st
     before = store.get("code/000001.json")
     assert keep_code(store, execution, 9, found(folder), record) == []
     assert store.get("code/000001.json") == before
-    store.put("code/000002.json", b"[]")
-    with pytest.raises(OutputError, match="a record of the run's code is damaged"):
-        read_records(store)
+    outside = [
+        json.dumps({**record, "files": {name: record["files"]["r.py"]}}).encode() for name in ("../r.py", "/r.py")
+    ]
+    for damaged in (b"[]", json.dumps({**record, "files": []}).encode(), *outside):
+        store.put("code/000002.json", damaged)
+        with pytest.raises(OutputError, match="a record of the run's code is damaged"):
+            read_records(store)
 
 
 def test_a_file_that_is_edited_while_the_run_goes_on_is_noticed(tmp_path: Path) -> None:
