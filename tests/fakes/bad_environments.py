@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.environments import Step
+from orbit_runtime.workers.child.process import frame
 
 
 class ByText:
@@ -97,8 +100,18 @@ def _do(what: str) -> Any:
         "not json": lambda: Step([{"role": "user", "content": [{"type": "image", "image": object()}]}]),
         "nothing to say": Step,
         "half a character": lambda: "a\ud800b",
+        "rubbish": lambda: _write_answer(b"rubbish"),
+        "an answer": lambda: _write_answer(frame(b'{"messages": [], "reward": 1.0, "done": true}')),
     }
     return actions[what]() if what in actions else None
+
+
+def _write_answer(data: bytes) -> None:
+    """Writes to the socket that the process answers through."""
+    for fd in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, data)
 
 
 def _spin() -> None:

@@ -30,6 +30,8 @@ def by_text(completion: str, prompt: Prompt, fields: Mapping[str, Any], *, scale
         "exit": lambda: exit(4),
         "chat": _chat,
         "rubbish": lambda: _write_results(b"rubbish\n"),
+        "an answer": lambda: _write_results(b'["value", 1.0, "", 0.1]\n'),
+        "taken once more": lambda: _write_results(b'{"taken": true}\n'),
         "more results": lambda: _write_results(b'["value", 1.0, "", 0.1]\n' * 9),
         "a result of none": lambda: _write_results(b'["value", null, "", 0.1]\n'),
         "a result of NaN": lambda: _write_results(b'["value", NaN, "", 0.1]\n'),

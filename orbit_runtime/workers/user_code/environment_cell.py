@@ -3,7 +3,9 @@
 Belongs here: its limits, calling user code, and telling apart every way it can misbehave. Does not belong here: time
 limits, which only another process can enforce (`environment_pool`).
 
-In and out: frames of JSON. `{"tool": name, "arguments": {...}}` is answered by `{"text", "is_error"}`;
+In:  the key that marks what it answers (`Seal`), then frames of JSON. Out: marked frames of JSON.
+
+`{"tool": name, "arguments": {...}}` is answered by `{"text", "is_error"}`;
 `{"reset": {"prompt", "fields", "seed"}}`, `{"step": text}` and `{"finish": true}` by
 `{"messages", "reward", "done", "parts"}` or `{"crash": reason}`; `{"close": true}` by `{}`. After `{"play": {"prompt",
 "fields", "seed"}}` both sides write whenever they have something to say: the environment any number of `{"ask": ...}`
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.workers.child.process import end_with_parent, frame, receive_frame
+from orbit_runtime.workers.child.process import Seal, end_with_parent, frame, receive_frame
 from orbit_runtime.workers.user_code.confine import forbid_processes
 from orbit_runtime.workers.user_code.entrypoints import describe
 from orbit_runtime.workers.user_code.environment_protocol import (
@@ -76,6 +78,11 @@ def limit_memory(allowed: int) -> None:
 
 async def _serve(connection: socket.socket, loaded: LoadedEnvironment) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_READ)
+    seal = Seal((await receive_frame(reader)).decode())
+
+    def write(answer: Mapping[str, Any], who: str) -> None:
+        writer.write(frame(seal.close(_body(answer, who))))
+
     told: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     reading = asyncio.create_task(_read(reader, told))
     episode = None
@@ -93,14 +100,14 @@ async def _serve(connection: socket.socket, loaded: LoadedEnvironment) -> None:
                     assert loaded.environment is not None
                     episode = loaded.environment(**loaded.arguments)
                 if "play" in message:
-                    answer = await _play_branches(episode, message["play"], loaded, told, writer, reading)
+                    answer = await _play_branches(episode, message["play"], loaded, told, write, reading)
                 else:
                     answer = await _play(episode, message)
             except MemoryError:
                 answer = {"crash": "MemoryError: spec.environment.limits.memory was reached"}
             except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are crashes, too
                 answer = {"crash": describe(error)}
-        writer.write(_frame(answer, _asked(message)))
+        write(answer, _asked(message))
         await writer.drain()
 
 
@@ -123,12 +130,12 @@ async def _play_branches(
     given: Mapping[str, Any],
     loaded: LoadedEnvironment,
     told: asyncio.Queue[dict[str, Any] | None],
-    writer: asyncio.StreamWriter,
+    write: Callable[[Mapping[str, Any], str], None],
     reading: asyncio.Task[None],
 ) -> dict[str, Any]:
     """Runs `play` to its end, while answers come in; ends what it leaves running."""
     assert loaded.cohorts is not None
-    policy = Policy(lambda message: writer.write(_frame(message, "play")))
+    policy = Policy(lambda message: write(message, "play"))
     playing = asyncio.create_task(episode.play(policy, given["prompt"], given["fields"], given["seed"]))
     hearing = asyncio.create_task(told.get())
     try:
@@ -149,7 +156,7 @@ async def _play_branches(
         await asyncio.gather(*left, return_exceptions=True)
 
 
-def _frame(answer: Mapping[str, Any], who: str) -> bytes:
+def _body(answer: Mapping[str, Any], who: str) -> bytes:
     try:
         # Half of a surrogate pair, as in a file's name, is no character that a policy could read: it becomes `?`.
         body = json.dumps(answer, allow_nan=False, ensure_ascii=False).encode(errors="replace")
@@ -161,7 +168,7 @@ def _frame(answer: Mapping[str, Any], who: str) -> bytes:
             message += "; without messages of its own, reset answers with the row's prompt: shorten what is too long"
         fail = {"text": f"Error: {message}", "is_error": True} if "text" in answer else {"crash": message}
         body = json.dumps(fail).encode()
-    return frame(body)
+    return body
 
 
 async def _call_tool(

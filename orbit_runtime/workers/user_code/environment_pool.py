@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import socket
 import subprocess
 import threading
@@ -28,6 +29,7 @@ from weakref import WeakKeyDictionary
 from orbit_runtime.errors import ManifestError, OrbitError, RewardsFailingError
 from orbit_runtime.workers.child.process import (
     OutputRelay,
+    Seal,
     Stacks,
     describe_exit,
     end_guarded,
@@ -148,6 +150,9 @@ class Cell:
         self.served = 0
         self._reader = reader
         self._writer = writer
+        key = secrets.token_hex(16)
+        self._seal = Seal(key)
+        writer.write(frame(key.encode()))
 
     async def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Raises TimeoutError, or ConnectionError if the process ended."""
@@ -160,10 +165,10 @@ class Cell:
         await self._writer.drain()
 
     async def receive(self) -> dict[str, Any]:
-        """Raises ConnectionError if the process ended."""
+        """Raises ConnectionError if the process ended, ValueError for what an environment wrote in its place."""
         try:
-            return dict(json.loads(await receive_frame(self._reader)))
-        except (asyncio.IncompleteReadError, ValueError) as error:
+            return dict(json.loads(self._seal.open(await receive_frame(self._reader, 2 * MAX_MESSAGE))))
+        except asyncio.IncompleteReadError as error:
             raise ConnectionError("it ended") from error
 
     def close(self) -> None:
@@ -255,12 +260,15 @@ class EnvironmentPool:
         self._printed = OutputRelay("environments", OUTPUT_BYTES)
         self._loop.add_reader(output_read, self._pass_on)
         self._control.setblocking(False)
+        key = secrets.token_hex(16)
+        self._seal = Seal(key)
         head = {
             "path": import_path(self._search_path),
             "environment": self._target.environment,
             "arguments": dict(self._target.arguments),
             "tools": list(self._target.tools),
             "limits": dataclasses.asdict(self._limits),
+            "key": key,
         }
         self._answers = asyncio.StreamReader(limit=1 << 26)
         self._reading = self._loop.create_task(self._read_control())
@@ -289,9 +297,10 @@ class EnvironmentPool:
 
     async def _answer(self) -> dict[str, Any]:
         line = await self._answers.readline()
-        if not line:
-            raise ConnectionError("the template ended")
-        return dict(json.loads(line))
+        try:
+            return dict(json.loads(self._seal.open(line.removesuffix(b"\n"))))
+        except ValueError as error:  # also of nothing: it ended
+            raise ConnectionError("the template ended, or code that it imports wrote in its place") from error
 
     def _pass_on(self) -> None:
         """Passes on what environments print, up to the limit."""
@@ -383,6 +392,9 @@ class EnvironmentPool:
             raise
         except ConnectionError:
             raise EnvironmentFailed("crash", await self._retire(cell)) from None
+        except ValueError:
+            await self._retire(cell)
+            raise EnvironmentFailed("crash", "it wrote to its process's socket; the process was killed") from None
         except BaseException:
             await self._retire(cell)
             raise

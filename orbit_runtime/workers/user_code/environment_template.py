@@ -4,11 +4,11 @@ with FD and PARENT_PID.
 Belongs here: importing once, forking, and ending what was forked. Does not belong here: what a copy does
 (`environment_cell`), which copies are needed (`environment_pool`).
 
-In:  first a frame of JSON `{"path", "environment", "arguments", "tools", "limits"}`, then commands of five
+In:  first a frame of JSON `{"path", "environment", "arguments", "tools", "limits", "key"}`, then commands of five
      bytes: `F` and four zeros, with a socket for the new process and a file for its stacks; `E` and the number of one
      to end.
-Out: JSON lines. First `{"tools": [...], "cohorts": [...] or null}` or `{"error": ..., "target": ...}`, then
-     `{"forked": pid}` and `{"ended": status}`, one for each command.
+Out: JSON lines, each marked (`Seal`). First `{"tools": [...], "cohorts": [...] or null}` or `{"error": ..., "target":
+     ...}`, then `{"forked": pid}` and `{"ended": status}`, one for each command.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orbit_runtime.workers.child.process import (
+    Seal,
     adopt_orphans,
     dump_stacks_on_signal,
     guard,
@@ -108,15 +109,20 @@ def main(control_fd: int, parent_pid: int) -> int:
     if asked is None:
         return 0
     head = json.loads(asked)
+    seal = Seal(head.pop("key"))
+
+    def say(message: Any) -> None:
+        control.sendall(seal.close(json.dumps(message).encode()) + b"\n")
+
     sys.path[:0] = [folder for folder in head["path"] if folder not in sys.path]
     try:
         loaded = _load(head)
     except TargetError as error:
-        _say(control, {"error": error.args[0], "target": error.args[-1]})
+        say({"error": error.args[0], "target": error.args[-1]})
         return 1
     limits = EnvironmentLimits(**head["limits"])
     schemas = [tool_schema(name, function) for name, function in loaded.tools.items()]
-    _say(control, {"tools": schemas, "cohorts": loaded.cohorts})
+    say({"tools": schemas, "cohorts": loaded.cohorts})
     gc.freeze()  # collections in the copies leave shared pages alone
     cells: set[int] = set()
     # The parent may be gone before it reads an answer.
@@ -128,11 +134,11 @@ def main(control_fd: int, parent_pid: int) -> int:
             if command[:1] == b"F":
                 pid = _fork(control, given, loaded, limits)
                 cells.add(pid)
-                _say(control, {"forked": pid})
+                say({"forked": pid})
             else:
                 pid = int.from_bytes(command[1:], "big")
                 cells.discard(pid)
-                _say(control, {"ended": _end(pid, cells)})
+                say({"ended": _end(pid, cells)})
     for pid in list(cells):
         cells.discard(pid)
         _end(pid, cells)
@@ -231,10 +237,6 @@ def _end(pid: int, cells: set[int]) -> int:
 def _children() -> set[int]:
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     return {int(pid) for pid in path.read_text().split()} if path.exists() else set()
-
-
-def _say(control: socket.socket, message: Any) -> None:
-    control.sendall(json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import queue
+import secrets
 import selectors
 import subprocess
 import threading
@@ -29,6 +30,7 @@ from typing import Any, Self, get_args
 from orbit_runtime.errors import InternalError, ManifestError, OrbitError, RewardsFailingError
 from orbit_runtime.workers.child.process import (
     OutputRelay,
+    Seal,
     Stacks,
     describe_exit,
     end_guarded,
@@ -99,7 +101,9 @@ class RewardProcess:
         """Whether it confirmed the last chunk sent."""
         self.progress_at = now
         """When the running call started, as far as the parent can tell."""
-        self.send(head)
+        key = secrets.token_hex(16)
+        self._seal = Seal(key)
+        self.send({**head, "key": key})
 
     @property
     def is_idle(self) -> bool:
@@ -120,8 +124,8 @@ class RewardProcess:
                 del self._outbox[: os.write(self.calls_fd, self._outbox)]
 
     def receive(self) -> tuple[Iterator[Any], bool]:
-        """Complete messages that arrived, and whether the worker still holds its end open. What is no message is a
-        `ValueError` in its turn: a reward can find the pipe, and write to it."""
+        """Complete messages that arrived, and whether the worker still holds its end open. What the worker has not
+        written itself is a `ValueError` in its turn: a reward can find the pipe, and write to it."""
         is_open = True
         while len(self._inbox) <= MAX_MESSAGE:
             try:
@@ -135,7 +139,7 @@ class RewardProcess:
         *lines, self._inbox = self._inbox.split(b"\n")
         if len(self._inbox) > MAX_MESSAGE:
             lines, self._inbox = [*lines, b"longer than any message"], b""
-        return map(json.loads, lines), is_open
+        return (json.loads(self._seal.open(line)) for line in lines), is_open
 
     def stack(self) -> str:
         """The worker's stacks, taken before it is ended."""
@@ -400,8 +404,8 @@ class RewardPool:
     def _handle(self, worker: RewardProcess, message: Any) -> None:
         worker.progress_at = time.monotonic()
         if isinstance(message, dict):
-            if worker.is_ready and "taken" not in message:
-                raise ValueError("said at the start only")
+            if worker.is_ready and ("taken" not in message or worker.has_taken):
+                raise ValueError("said once")
             if "error" in message:
                 problem = message["error"]
                 self._failure = ManifestError(

@@ -107,6 +107,8 @@ def test_asynchronous_environments_and_what_an_ended_episode_is_worth() -> None:
         ("text as reward", "crash", "the reward of step is 'good', and no finite number"),
         ("much", "crash", "bytes at once, and 1,048,576 are allowed"),
         ("not json", "crash", "is not JSON"),
+        ("rubbish", "crash", "it wrote to its process's socket; the process was killed"),
+        ("an answer", "crash", "it wrote to its process's socket; the process was killed"),
     ],
 )
 def test_a_step_that_misbehaves_costs_its_episode_and_says_why(
@@ -387,6 +389,7 @@ def test_what_an_environment_starts_ends_with_it(tmp_path: Path) -> None:
 def test_a_template_whose_run_is_gone_ends_without_a_word() -> None:
     ours, theirs = socket.socketpair()
     head = {"environment": f"{BAD}:ByText", "arguments": {}, "tools": [], "path": [TESTS], "limits": asdict(LIMITS)}
+    head["key"] = "k"
     command = [sys.executable, "-P", "-m", TEMPLATE_MODULE, str(theirs.fileno()), str(os.getpid())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as template:
         theirs.close()

@@ -93,14 +93,23 @@ def test_a_worker_that_dies_costs_one_call(pool: RewardPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["rubbish", "a result of none", "a result of NaN", "an object", "no line's end", "more results"]
+    "text",
+    [
+        "rubbish",
+        "a result of none",
+        "a result of NaN",
+        "an object",
+        "no line's end",
+        "more results",
+        "an answer",
+        "taken once more",
+    ],
 )
 def test_what_a_reward_writes_to_the_pipe_of_results_costs_its_worker_and_not_the_run(text: str) -> None:
     with RewardPool([replace(TARGET, timeout_seconds=60.0)], num_workers=1, search_path=[TESTS]) as made:
         first = made.score(calls(text))[0]
-        if text != "more results":
-            assert (first.outcome, first.value) == ("crash", None)
-            assert "it wrote to its worker's pipe of results" in first.reason
+        assert (first.outcome, first.value) == ("crash", None)
+        assert "it wrote to its worker's pipe of results" in first.reason
         assert outcomes(made, "ab", "abc") == [("value", 4.0), ("value", 6.0)]
 
 
