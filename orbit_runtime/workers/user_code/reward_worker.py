@@ -5,7 +5,8 @@ In:  frames of JSON. First `{"path": [...], "rewards": [[name, target, arguments
      calls `[[name, completion, prompt, fields], ...]`.
 Out: JSON lines, each marked (`Seal`). First `{"ready": true}` or `{"error": {"reward": ..., "message": ...}}`, then
      per chunk `{"taken": true}` (from there on time counts: an idle process may first have to be paged in), and per
-     call `[outcome, value, reason, seconds]`, written before the next call starts, so that the parent knows which one hangs.
+     call `[outcome, value, reason, seconds]`, written before the next call starts, so that the parent knows which one
+     hangs.
 """
 
 from __future__ import annotations
