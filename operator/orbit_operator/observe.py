@@ -25,7 +25,7 @@ from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progre
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RUN_UID, RunSource, cleanup_name, run_folder
 from orbit_operator.policies.failure import find_waiting, read_termination
-from orbit_operator.policies.requeue import PATIENCE_SECONDS
+from orbit_operator.policies.requeue import PATIENCE_SECONDS, tell_unseen
 from orbit_operator.poll import read_progress
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, read_ranks, run_uid_of
 from orbit_operator.recorded_status import read_stored
@@ -157,6 +157,7 @@ class Observer:
     async def _gather(
         self, run: RunFacts, body: Body, jobs: Iterable[Child[JobFacts]], pods: Iterable[Child[PodFacts]], now: float
     ) -> Observed:
+        pods = [Child(each.run_uid, tell_unseen(each.facts, now)) for each in pods]
         own_pods = tuple(each.facts for each in pods if each.run_uid == run.uid and each.facts.attempt > 0)
         own_jobs = [each.facts for each in jobs if each.run_uid == run.uid]
         cleanup = next((job for job in own_jobs if job.name == cleanup_name(run.name)), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from cluster.bed.control_plane import ControlPlane
 from cluster.bed.programs import find_program
 from cluster.by_hand import ROOT, Object, Server, Team, connect, open_team, wait_for
 from cluster.operator_process import run_operator
+from fakes.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -220,6 +221,86 @@ def test_dns_behind_the_service_is_reached_where_the_network_looks_there(server:
             anywhere = [rule for rule in found["spec"]["egress"] if "to" not in rule]
             allowed = {(port["protocol"], port["port"]) for rule in anywhere for port in rule["ports"]}
             assert (behind <= allowed) is is_reached
+
+
+DEVICES = "/apis/resource.k8s.io/v1"
+DRIVER, SCHEDULER = "gpu.example.com", "real"
+
+
+@contextmanager
+def schedule(plane: ControlPlane, folder: Path) -> Iterator[None]:
+    """The real scheduler, for pods that name it."""
+    config = {
+        "apiVersion": "kubescheduler.config.k8s.io/v1", "kind": "KubeSchedulerConfiguration",
+        "clientConnection": {"kubeconfig": str(plane.kubeconfig)}, "leaderElection": {"leaderElect": False},
+        "profiles": [{"schedulerName": SCHEDULER}],
+    }  # fmt: skip
+    (file := folder / "scheduler.yaml").write_text(yaml.safe_dump(config))
+    flags = {"config": file, "bind-address": "127.0.0.1", "secure-port": free_port()}
+    plane.processes.start("kube-scheduler", find_program("kube-scheduler"), flags)
+    try:
+        yield
+    finally:
+        plane.processes.stop("kube-scheduler")
+
+
+def serve_devices(server: Server, team: Team, node: str, count: int) -> str:
+    """What a driver of devices announces on a node, and a template of claims that take all of it; returns its name."""
+    devices = [{"name": f"gpu-{index}", "attributes": {"model": {"string": "B200"}}} for index in range(count)]
+    pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+    mine = {"cel": {"expression": f"device.driver == '{DRIVER}'"}}
+    asked = {"name": "gpus", "exactly": {"deviceClassName": team.namespace, "count": count}}
+    announced = {"driver": DRIVER, "nodeName": node, "pool": pool, "devices": devices}
+    for path, kind, name, spec in (
+        ("deviceclasses", "DeviceClass", team.namespace, {"selectors": [mine]}),
+        ("resourceslices", "ResourceSlice", node, announced),
+        (f"namespaces/{team.namespace}/resourceclaimtemplates", "ResourceClaimTemplate", "all",
+         {"spec": {"devices": {"requests": [asked]}}}),
+    ):  # fmt: skip
+        made = {"apiVersion": "resource.k8s.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+        server.create(f"{DEVICES}/{path}", made)
+    return "all"
+
+
+def test_gpus_by_claims_are_found_where_a_driver_announces_them_and_a_run_waits_until_they_are_free(
+    server: Server, control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    """Stands for GPUs by dynamic resource allocation, up to scheduling: the scheduler and the claims' controller are
+    real, the driver's ResourceSlice is made by hand, and nothing prepares a device."""
+    with open_team(server, "claims") as team, run_operator(team, tmp_path / "operator.log"), ExitStack() as ending:
+        room = {"cpu": "64", "memory": "512Gi", "pods": "110"}
+        for index in (0, 1):
+            status = {"capacity": room, "allocatable": room}
+            server.merge(f"/api/v1/nodes/{team.namespace}-n{index}/status", {"status": status})
+        node = f"{team.namespace}-n1"
+        claim = {"name": "gpus", "resourceClaimTemplateName": serve_devices(server, team, node, 8)}
+        for path in (f"deviceclasses/{team.namespace}", f"resourceslices/{node}"):
+            ending.callback(server.delete, f"{DEVICES}/{path}")
+        pod = {"schedulerName": SCHEDULER, "gpuResource": "", "resourceClaims": [claim],
+               "resources": {"claims": [{"name": "gpus"}]}}  # fmt: skip
+
+        def wait_unscheduled(name: str, words: str) -> None:
+            def probe() -> bool:
+                status = team.status(name)
+                return status.get("reason") == "Unschedulable" and words in status["message"]
+
+            wait_for(probe, f"{name}: {words}")
+            assert (team.status(name)["phase"], team.status(name)["whoActs"]) == ("Pending", "Cluster")
+
+        team.start_run("first", placement={"gpus": 8, "pod": pod})
+        wait_unscheduled("first", "no scheduler has looked at the pod")
+        ending.enter_context(schedule(control_plane, tmp_path))
+        wait_for(lambda: team.status("first").get("node") == node, "it is where the devices are")
+        (found,) = server.items(f"{DEVICES}/namespaces/{team.namespace}/resourceclaims")
+        taken = found["status"]["allocation"]["devices"]["results"]
+        assert {(each["driver"], each["pool"]) for each in taken} == {(DRIVER, node)}
+        assert len(taken) == 8
+
+        team.start_run("second", placement={"gpus": 8, "pod": pod})
+        wait_unscheduled("second", "cannot allocate all claims")
+        team.exits = {1: 0}
+        team.wait_phase("first", "Succeeded")
+        assert team.wait_phase("second", "Succeeded")["attempts"][0]["node"] == node
 
 
 FENCES = (

@@ -19,11 +19,16 @@ import yaml
 from cluster.bed.control_plane import ControlPlane
 from cluster.bed.programs import FOLDERS
 from cluster.by_hand import Server, Team, connect, open_team, wait_for
-from cluster.operator_process import run_operator
+from cluster.operator_process import check_out, run_earlier_operator, run_operator
+
+from orbit_runtime.spec.crd import build_crd
+from orbit_runtime.spec.document import parse_document
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+EARLIER = "5d21b7e0"
+"""A commit whose operator creates a run's pod beside its ranks, and does not claim namespaces."""
 PLACEMENT = {"gpus": 0, "nodes": 3, "modelCache": {"claimName": "models"}}
 
 
@@ -108,6 +113,56 @@ def test_each_attempt_has_a_ray_cluster_and_a_finished_one_none(server: Server, 
         team.wait_phase("large", "Succeeded")
         wait_for(lambda: not clusters(server, team), "nobody uses its nodes any more")
         assert second["metadata"]["ownerReferences"][0]["kind"] == "OrbitRun"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("kuberay_crd")
+def test_an_earlier_operator_is_upgraded_while_runs_on_one_node_and_on_several_go_on(
+    server: Server, tmp_path: Path
+) -> None:
+    """As `helm upgrade` does it: the CRD of this version first, then this operator instead of the other."""
+    tree = check_out(EARLIER, tmp_path / "earlier")
+    if tree is None:
+        pytest.skip(f"this checkout does not have commit {EARLIER}, whose operator is upgraded here")
+    texts = [tree / "crds" / "orbitruns.orbitrl.dev.yaml", tree / "examples" / "quickstart.yaml"]
+    earlier, manifest = (parse_document(text.read_text(encoding="utf-8"), text.name).value for text in texts)
+    crd = f"{CRDS}/orbitruns.orbitrl.dev"
+    try:
+        server.apply(crd, earlier)
+        published = "/openapi/v3/apis/orbitrl.dev/v1alpha1"
+        wait_for(lambda: "waitingDeadlineSeconds" not in str(server.get(published)), "the earlier CRD is served")
+        with open_team(server, "upgrade") as team:
+            with run_earlier_operator(team, tmp_path / "earlier.log", tree):
+                for name, placement in (("small", {"gpus": 0}), ("large", PLACEMENT)):
+                    spec = {**manifest["spec"], "storage": {"uri": "s3://runs"}, "placement": placement}
+                    server.create(team.path("orbitruns"), {**manifest, "metadata": {"name": name}, "spec": spec})
+                make_ranks(server, team, "ranks-large-a1")
+                before = {name: team.wait_phase(name, "Starting", "Running") for name in ("small", "large")}
+                wait_for(lambda: [pod["status"]["phase"] for pod in team.pods()] == ["Running"] * 5, "all pods run")
+            pods = {pod["metadata"]["uid"] for pod in team.pods()}
+            server.apply(crd, build_crd())
+            with run_operator(team, tmp_path / "operator.log"):
+                for name in before:
+                    team.edit_run(name, lifecycle={"ttlSecondsAfterFinished": 86400})
+                    wait_for(lambda name=name: team.status(name)["observedGeneration"] == 2, "this operator has looked")
+                    assert [each["podUID"] for each in team.status(name)["attempts"]] == [
+                        each["podUID"] for each in before[name]["attempts"]
+                    ]
+                time.sleep(3)
+                assert {pod["metadata"]["uid"] for pod in team.pods()} == pods
+                assert [each["metadata"]["name"] for each in clusters(server, team)] == ["ranks-large-a1"]
+
+                team.edit_run("small", lifecycle={"suspend": True})
+                team.wait_phase("small", "Suspended")
+                team.exits = {1: 81, 2: 0}
+                team.edit_run("small", lifecycle={"suspend": False})
+                make_ranks(server, team, "ranks-large-a2")
+                for name, free, infra in (("small", 1, 0), ("large", 0, 1)):
+                    status = team.wait_phase(name, "Succeeded")
+                    assert (status["freeRestarts"], status["infraRestarts"]) == (free, infra)
+                    assert status["attempts"][0]["podUID"] in pods
+    finally:
+        server.apply(crd, build_crd())
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from unit_operator.cluster_model import build_cluster
 
 from orbit_operator.facts import JobFacts, PodFacts
 from orbit_operator.plan import plan
-from orbit_operator.policies.requeue import look_again
+from orbit_operator.policies.requeue import look_again, tell_unseen
 
 JOB = JobFacts("adder-a1", "j", 1, created=100.0)
 CREATING = PodFacts("p", "u", 1, node="n0", scheduled=200.0)
@@ -27,13 +27,34 @@ def test_a_wait_is_looked_at_less_and_less_often() -> None:
     ("pod", "due"),
     [
         (CREATING, 210.0),
-        (PodFacts("p", "u", 1), None),
+        (PodFacts("p", "u", 1, created=195.0), 205.0),
+        (PodFacts("p", "u", 1, unschedulable="8 Insufficient nvidia.com/gpu"), None),
+        (PodFacts("p", "u", 1, gates=("example.com/later",)), None),
         (PodFacts("p", "u", 1, node="n0", scheduled=200.0, started=201.0), None),
         (PodFacts("p", "u", 1, node="n0", scheduled=200.0, phase="Failed"), None),
     ],
 )
-def test_a_pod_is_waited_for_only_between_its_node_and_its_container(pod: PodFacts, due: float | None) -> None:
+def test_a_pod_is_waited_for_until_the_scheduler_has_seen_it_and_between_its_node_and_its_container(
+    pod: PodFacts, due: float | None
+) -> None:
     assert look_again(JOB, pod, 200.0) == due
+
+
+@pytest.mark.parametrize(
+    ("pod", "says"),
+    [
+        (PodFacts("p", "u", 1, created=100.0), "no scheduler"),
+        (PodFacts("p", "u", 1, created=195.0), ""),
+        (PodFacts("p", "u", 1, created=100.0, unschedulable="no GPUs"), "no GPUs"),
+        (PodFacts("p", "u", 1, created=100.0, gates=("example.com/later",)), ""),
+        (PodFacts("p", "u", 1, created=100.0, node="n0"), ""),
+        (PodFacts("p", "u", 1, created=100.0, phase="Failed"), ""),
+    ],
+)
+def test_a_pod_that_no_scheduler_looks_at_says_so(pod: PodFacts, says: str) -> None:
+    """The scheduler is down, or the pod names one that does not exist."""
+    assert says in tell_unseen(pod, 200.0).unschedulable
+    assert bool(tell_unseen(pod, 200.0).unschedulable) is bool(says)
 
 
 def test_without_a_job_there_is_nothing_to_wait_for() -> None:

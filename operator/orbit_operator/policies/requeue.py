@@ -1,14 +1,17 @@
-"""Times to look again at objects that are not watched.
+"""Times to look again at objects that are not watched, and at what nobody has acted on.
 
 They show a queue's decision on a Job, and the reason why a pod or container is not created.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orbit_operator.facts import JobFacts, PodFacts
 
 PATIENCE_SECONDS = 10.0
 """Seconds after which something counts as delayed, so that its reason is looked for."""
+UNSEEN = "no scheduler has looked at the pod: check that the one that `placement.pod.schedulerName` names, if any, runs"
 
 
 def look_again(job: JobFacts | None, pod: PodFacts | None, now: float) -> float | None:
@@ -18,9 +21,13 @@ def look_again(job: JobFacts | None, pod: PodFacts | None, now: float) -> float 
     """
     if job is None or (pod is not None and (pod.started is not None or pod.is_terminal)):
         return None
-    since = job.created
-    if pod is not None:
-        if not pod.node or pod.scheduled is None:
-            return None  # The scheduler writes its reason into the pod, which is watched.
-        since = pod.scheduled
+    if pod is not None and (pod.unschedulable or pod.gates):
+        return None  # The scheduler writes its reason into the pod, which is watched.
+    since = job.created if pod is None else pod.created if pod.scheduled is None else pod.scheduled
     return max(since + PATIENCE_SECONDS, now + (now - since) / 2)
+
+
+def tell_unseen(pod: PodFacts, now: float) -> PodFacts:
+    """The pod, with why it waits if no scheduler has said anything of it for a while."""
+    is_seen = pod.node or pod.gates or pod.unschedulable or pod.is_terminal or now - pod.created < PATIENCE_SECONDS
+    return pod if is_seen else replace(pod, unschedulable=UNSEEN)
