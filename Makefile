@@ -28,7 +28,7 @@ TORCH := loop rollout sides training
 RARELY_RUN := benchmarks tools tests/engines tests/gpu tests/megatron tests/ranks
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-long test-models real-model test-real test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs fuzz test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-long test-models real-model test-real test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs fuzz test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench bench-table release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -156,6 +156,9 @@ gpu-proof: ## what only a CUDA device can show, on a machine that has one, torch
 
 bench: dev ## every benchmark: prints tables, writes benchmarks/results/*.json, and says at the end which were not measured, and why (BENCH="--repetitions 5": their options)
 	$(BIN)/python -m benchmarks $(BENCH)
+
+bench-table: dev ## write the tables of README.md, benchmarks/README.md and the guides from the committed results, marking those that are older than the code
+	$(BIN)/python -m benchmarks.programs --tables
 
 release-check: dev ## build sdist and wheel, install them in clean environments, run the quickstart from the wheel
 	tools/release_check.sh

@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Comparison, Measured, compare, run, table
+from benchmarks.harness import Comparison, Measured, compare, pass_seconds, run, table
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.policy import Policy, load_policy
@@ -43,11 +44,11 @@ WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "lora_rank", "d_head",
 SEQUENCES, TARGET = 60, 3.0
 
 
-def load(scratch: Path, name: str, width: int, **changed: int) -> Policy:
+def load(scratch: Path, name: str, width: int, **changed: int) -> tuple[Policy, Path]:
     settings = SIZES | TYPES.get(name, {})
     wide = {key: value * width for key, value in settings.items() if key.endswith(WIDTHS)}
     folder = make_type(scratch / f"{name}{changed}", name, **wide, **changed)
-    return load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=256)
+    return load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=256), folder
 
 
 def train(policy: Policy, branches: list[Branch]) -> None:
@@ -63,19 +64,23 @@ def measure(options: argparse.Namespace) -> Measured:
         Branch(index, tokens_of(5 + draw.randrange(20), index), tokens_of(5 + draw.randrange(200), 100 + index))
         for index in range(2 if options.smallest else SEQUENCES)
     ]
+    answers = sum(len(branch.continuation_T) for branch in branches)
+    tokens = answers + sum(len(branch.prefix_T) for branch in branches)
     rows: list[Comparison] = []
-    llamas: dict[int, Policy] = {}
+    llamas: dict[int, tuple[Policy, Path]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in FAMILIES[-2:] if options.smallest else options.families:
-            policy = load(Path(scratch), name, options.width)
+            policy, folder = load(Path(scratch), name, options.width)
             layers = len(layers_of(policy.model))
             if layers not in llamas:
                 llamas[layers] = load(Path(scratch), "llama", options.width, num_hidden_layers=layers)
-            llama = (f"llama of {layers} layers", partial(train, llamas[layers], branches))
+            llama = (f"llama of {layers} layers", partial(train, llamas[layers][0], branches))
+            least = tuple(2 * pass_seconds(each, tokens, answers) for each in (llamas[layers][1], folder))
             family = (name, partial(train, policy, branches))
             mode = f"{name}, {policy.mode.rows}, {policy.mode.decode}"
             times = options.repetitions
-            rows.append(compare(mode, llama, family, repetitions=times, target=TARGET, clock=time.process_time))
+            row = compare(mode, llama, family, repetitions=times, target=TARGET, clock=time.process_time)
+            rows.append(replace(row, least=(least[0], least[1])))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     print(table(rows))
     facts = {"sequences": len(branches), "width": options.width, "ratio": "the family's time / the llama's"}

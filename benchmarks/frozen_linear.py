@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import Comparison, Measured, compare, run, table
+from benchmarks.harness import Comparison, Measured, compare, product_seconds, run, table
 from orbit_runtime.quant import bf16, int4
 from orbit_runtime.quant.linear import FrozenLinear
 
@@ -65,6 +65,8 @@ def measure(options: argparse.Namespace) -> Measured:
     torch.testing.assert_close(layer(x), twins["plain torch"](x), rtol=1e-4, atol=1e-4)
     assert torch.equal(plain_dequantize(weight).view(torch.int16), int4.dequantize(weight).view(torch.int16))
 
+    num_bytes = weight.qdata.nbytes + weight.scale.nbytes
+    least = 2 * product_seconds(len(x), weight.shape, num_bytes)
     rows: list[Comparison] = [
         compare(
             f"INT4 {size}x{size}, 256 rows, forward + backward",
@@ -72,6 +74,7 @@ def measure(options: argparse.Namespace) -> Measured:
             (label, lambda twin=twin: forward_backward(twin, x, dy)),
             repetitions=options.repetitions,
             target=1.0,
+            least=(least, least),
         )
         for label, twin in twins.items()
     ]
@@ -98,6 +101,7 @@ def small(repetitions: int, calls: int) -> list[Comparison]:
     weight = int4.quantize(torch.randn(128, 128) * 0.1, 32)
     dense, v = int4.dequantize(weight, torch.float32), torch.randn(64, 128)
     rounded = bf16.quantize(dense)
+    least = product_seconds(len(v), weight.shape, weight.qdata.nbytes)
     rows = []
     with torch.no_grad():
         for name, layer in (("INT4", FrozenLinear(weight)), ("BF16", FrozenLinear(rounded))):
@@ -108,6 +112,7 @@ def small(repetitions: int, calls: int) -> list[Comparison]:
                     ("dense fp32 matmul alone", lambda: nn.functional.linear(v, dense)),
                     repetitions=repetitions,
                     calls=calls,
+                    least=(least, least),
                 )
             )
     return rows

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.frozen_linear import forward_backward
-from benchmarks.harness import Measured, compare, need_packages, run, table
+from benchmarks.harness import Measured, compare, need_packages, product_seconds, run, table
 from orbit_runtime.quant import int4
 from orbit_runtime.quant.linear import FrozenLinear
 
@@ -88,7 +88,9 @@ def measure(options: argparse.Namespace) -> Measured:
     torch.manual_seed(0)
     size = 256 if options.smallest else SIZE
     w = torch.randn(size, size) * 0.02
-    layer = FrozenLinear(int4.quantize(w, GROUP))
+    packed = int4.quantize(w, GROUP)
+    layer = FrozenLinear(packed)
+    least = 2 * product_seconds(ROWS, w.shape, packed.qdata.nbytes + packed.scale.nbytes)
     x, dy = torch.randn(ROWS, size, requires_grad=True), torch.randn(ROWS, size)
     others = {
         "torchao int4, its kernel": (TorchaoLinear(w, kernel=True), 1.5),
@@ -106,6 +108,7 @@ def measure(options: argparse.Namespace) -> Measured:
             (name, lambda other=other: forward_backward(other, x, dy)),
             repetitions=options.repetitions,
             target=target,
+            least=(least, least),
         )
         for name, (other, target) in others.items()
     ]
@@ -116,6 +119,7 @@ def measure(options: argparse.Namespace) -> Measured:
             ("frozen INT4", lambda: forward_backward(layer, x, dy)),
             ("dense fp32", lambda: (nn.functional.linear(x.detach(), dense), dy @ dense)),
             repetitions=options.repetitions,
+            least=(least, least),
         )
     )
     print(table(rows))

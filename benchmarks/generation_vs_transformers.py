@@ -1,17 +1,21 @@
-"""Sampling: the torch engine against transformers' `generate`, with equal lengths and with long-tailed ones.
+"""Sampling: the torch engine against transformers' `generate`, with equal lengths and with long-tailed ones; or with
+equal ones on a pretrained model, transformers in fp32 and in BF16.
 
 Belongs here: both sides on one model, taking turns. Does not belong here: how either samples.
 
-transformers runs at its best: KV cache, fp32 and SDPA as here, all requests in one batch (prompts have one length, so
-nothing is padded), no top-k. Only Orbit's side also returns the log-prob of every token; both return text.
+transformers runs at its best: KV cache, SDPA, tiny models in fp32 as here, all requests in one batch (prompts have one
+length, so nothing is padded), no top-k. Only Orbit's side also returns the log-prob of every token; both return text.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Measured, compare, run, table
+from benchmarks.harness import Measured, add_model_option, compare, pass_seconds, real_model, run, table
 from benchmarks.long_tail import MAX_NEW_TOKENS, build_model_folder
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
@@ -51,11 +55,17 @@ class Endless:
 
 def measure(options: argparse.Namespace) -> Measured:
     comparisons = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = build_model_folder(Path(temporary) / "long-tail")
-        tokenizer = ChatTokenizer(folder)
-        policy = load_policy(folder, AdapterConfig(type="LoRA", targets=("q_proj",)))
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    is_real = options.model == "real"
+    temporary = tempfile.TemporaryDirectory()
+    folder = real_model() if is_real else build_model_folder(Path(temporary.name) / "long-tail")
+    tokenizer = ChatTokenizer(folder)
+    policy = load_policy(folder, AdapterConfig(type="LoRA", targets=("q_proj",)))
+    models = {
+        f"transformers, {each}" if is_real else "transformers": AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, each), attn_implementation="sdpa"
+        ).eval()
+        for each in (("float32", "bfloat16") if is_real else ("float32",))
+    }
     torch.manual_seed(0)
     messages = [[{"role": "user", "content": f"{10 + n % 90}+{10 + n // 90}="}] for n in range(LONG_TAILED_REQUESTS)]
     prompts = tokenizer.encode_many(messages)
@@ -75,7 +85,8 @@ def measure(options: argparse.Namespace) -> Measured:
         tokens.setdefault(f"{name}, Orbit", []).append(sum(len(each.token_ids_T) for each in completions))
 
     @torch.inference_mode()
-    def generate(count: int, new_tokens: int, ends: list[int] | None, name: str) -> None:
+    def generate(count: int, new_tokens: int, ends: list[int] | None, name: str, other: str) -> None:
+        model = models[other]
         model.generation_config.eos_token_id = ends
         input_ids = torch.tensor(prompts[:count])
         answers = model.generate(
@@ -91,31 +102,38 @@ def measure(options: argparse.Namespace) -> Measured:
         lengths = [next((at + 1 for at, token in enumerate(row) if token in (ends or ())), len(row)) for row in rows]
         for row, length in zip(rows, lengths, strict=True):
             tokenizer.decode(row[:length])
-        tokens.setdefault(f"{name}, transformers", []).append(sum(lengths))
+        tokens.setdefault(f"{name}, {other}", []).append(sum(lengths))
+
+    def least(name: str, count: int) -> float:
+        """Seconds of the useful work of a call: each prompt and each token once, as many rows as requests."""
+        prefill = pass_seconds(folder, count * len(prompts[0]), count)
+        return prefill + statistics.mean(tokens[name]) / count * pass_seconds(folder, count, count)
 
     equal, long_tailed = (EQUAL_REQUESTS, EQUAL_TOKENS), (LONG_TAILED_REQUESTS, MAX_NEW_TOKENS)
     if options.smallest:
         equal, long_tailed = (4, 4), (8, 8)
-    for name, (count, new_tokens), target, ends in (
-        (f"generation, {equal[0]} requests, {equal[1]} tokens", equal, 1.5, None),
+    shapes: list[tuple[str, tuple[int, int], float, list[int] | None]] = [
+        (f"generation, {equal[0]} requests, {equal[1]} tokens", equal, 3.0 if is_real else 1.5, None),
         (f"generation, {long_tailed[0]} requests, up to {long_tailed[1]}", long_tailed, 2.5, list(tokenizer.eos_ids)),
-    ):
+    ]
+    for (name, (count, new_tokens), target, ends), other in product(shapes[:1] if is_real else shapes, models):
         used = tokenizer if ends else Endless(tokenizer)
         engine = TorchEngine(policy, used, max_running_requests=count)  # type: ignore[arg-type]
         row = compare(
             name,
             ("Orbit", lambda e=engine, c=count, n=new_tokens, w=name: orbit(e, c, n, w)),
-            ("transformers", lambda c=count, n=new_tokens, s=ends, w=name: generate(c, n, s, w)),
+            (other, lambda c=count, n=new_tokens, s=ends, w=name, o=other: generate(c, n, s, w, o)),
             repetitions=options.repetitions,
             target=target,
         )
-        comparisons.append(row)
+        comparisons.append(replace(row, least=(least(f"{name}, Orbit", count), least(f"{name}, {other}", count))))
     tokens_a_call = {name: sum(counts) / len(counts) for name, counts in tokens.items()}
     print(table(comparisons))
     for name, mean in tokens_a_call.items():
         print(f"{name}: {mean:.0f} tokens a call")
-    return Measured(comparisons, {"tokens_a_call": tokens_a_call})
+    temporary.cleanup()
+    return Measured(comparisons, {"tokens_a_call": tokens_a_call}, variant="real" if is_real else "")
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(__file__, __doc__, measure))
+    raise SystemExit(run(__file__, __doc__, measure, add_model_option))

@@ -2,7 +2,8 @@
 
 A program is a module with `MEASURES`, the paths whose code it measures, that ends in `raise SystemExit(run(...))`.
 
-Belongs here: timing and writing results. Does not belong here: what is measured (one program each).
+Belongs here: timing, what this machine could do at best, writing results. Does not belong here: what is measured (one
+program each).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import inf, isnan
+from functools import cache
+from math import inf, isnan, prod
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_MEASURED, REFUSED = 3, 4
 """Exit statuses of a program, see `run`."""
+REAL_MODEL = "ORBIT_REAL_MODEL"
 
 
 class NotMeasured(Exception):
@@ -46,6 +49,13 @@ class Comparison:
     """Median over repetitions of B's time / A's time in the same turn: disturbances of both cancel out."""
     target: float | None
     repetitions: int
+    least: tuple[float, float] | None = None
+    """Seconds that the useful work of A and of B takes at the best rates measured in this run, see `pass_seconds`."""
+
+    @property
+    def shares(self) -> tuple[float, float] | None:
+        """What A and B reach of what is possible here: 1 would be nothing but the useful work, at the best rates."""
+        return self.least and (self.least[0] / self.median_a, self.least[1] / self.median_b)
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,7 @@ def compare(
     repetitions: int = 15,
     calls: int = 1,
     target: float | None = None,
+    least: tuple[float, float] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Comparison:
     """Times `calls` calls of A, then of B, repeatedly; two warm-up turns are not counted."""
@@ -86,17 +97,109 @@ def compare(
     times_a, times_b = times_a[2:], times_b[2:]
     ratio = statistics.median(y / x for x, y in zip(times_a, times_b, strict=True))
     return Comparison(
-        name, a[0], b[0], statistics.median(times_a), statistics.median(times_b), ratio, target, repetitions
+        name, a[0], b[0], statistics.median(times_a), statistics.median(times_b), ratio, target, repetitions, least
     )
 
 
 def table(comparisons: list[Comparison]) -> str:
-    lines = [f"{'what':<44} {'A ms':>10} {'B ms':>10} {'B/A':>7} {'target':>7}  A vs B"]
+    """Shares are those of what is possible here, of A and of B."""
+    lines = [f"{'what':<44} {'A ms':>10} {'B ms':>10} {'B/A':>7} {'target':>7} {'A share':>7} {'B share':>7}  A vs B"]
     for row in comparisons:
         target = "" if row.target is None else f"{row.target:.2f}"
+        shares = "".join(f" {share:>7.3f}" for share in row.shares) if row.shares else " " * 16
         times = f"{row.median_a * 1e3:>10.3f} {row.median_b * 1e3:>10.3f} {row.ratio:>7.2f} {target:>7}"
-        lines.append(f"{row.name:<44} {times}  {row.a} vs {row.b}")
+        lines.append(f"{row.name:<44} {times}{shares}  {row.a} vs {row.b}")
     return "\n".join(lines)
+
+
+MEASURED_ROWS = 2048
+"""A product of more rows is taken to have the rate of one with so many."""
+RATES: dict[str, float] = {}
+"""What this run measured as the best: GFLOP/s by product, GB/s of copying. Part of the result."""
+
+
+def pass_seconds(folder: Path, rows: float, head_rows: float) -> float:
+    """The least seconds of a forward pass of this model: its linears alone, each at the best rate of its shape here.
+
+    Attention, norms and adapters count as nothing. A pass that also computes the gradient of its input, as training on
+    a frozen base does, has twice the work.
+
+    Args:
+        rows: tokens of the pass.
+        head_rows: tokens whose next token is computed.
+    """
+    from orbit_runtime.model_info.checkpoint import folder_facts
+
+    facts = folder_facts(folder)
+    architecture, roles = facts.architecture, {each.weight.role for each in facts.weights}
+    # Without an output layer of its own, a model uses the embedding as one.
+    head = "head" if "head" in roles else "embedding"
+    seconds = 0.0
+    for stored in facts.weights:
+        weight = stored.weight
+        if weight.role == head:
+            seconds += product_seconds(head_rows, weight.shape, stored.num_bytes)
+        elif weight.is_linear and weight.role not in ("mtp", "vision"):
+            share = architecture.experts_per_token / weight.count if weight.role == "routed_expert" else 1.0
+            each = product_seconds(rows * share, weight.shape, stored.num_bytes // weight.count)
+            seconds += each * weight.count
+    return seconds
+
+
+def product_seconds(rows: float, shape: Sequence[int], num_bytes: int) -> float:
+    """The least seconds of `rows` times a weight `[out, in]`: those of the product, or of reading the weight's bytes if
+    that takes longer."""
+    measured = max(1, min(MEASURED_ROWS, round(rows)))
+    per_second = 2 * measured * prod(shape) / _fastest_product(measured, *shape)
+    return max(2 * rows * prod(shape) / per_second, num_bytes / _copied_per_second())
+
+
+@cache
+def _fastest_product(rows: int, outputs: int, inputs: int) -> float:
+    """Seconds in fp32, in BF16, or in BF16 with a weight that the library has ordered beforehand."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    calls: list[Callable[[], object]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = (torch.randn(size, inputs, device=device).to(dtype) for size in (rows, outputs))
+        calls.append(lambda x=x, w=w: torch.nn.functional.linear(x, w))
+    if device == "cpu" and torch.backends.mkldnn.is_available():
+        packed = torch.ops.mkldnn._reorder_linear_weight(w, rows)
+        calls.append(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""))
+    seconds = min(_fastest(call) for call in calls)
+    RATES[f"[{rows} x {inputs}] . [{inputs} x {outputs}], GFLOP/s"] = 2e-9 * rows * inputs * outputs / seconds
+    return seconds
+
+
+@cache
+def _copied_per_second() -> float:
+    """Bytes that are copied from memory to memory in a second."""
+    import torch
+
+    source = torch.ones(2**28, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.empty_like(source)
+    rate = source.nbytes / _fastest(lambda: target.copy_(source))
+    RATES["copied, GB/s"] = 1e-9 * rate
+    return rate
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    """Seconds of one call in the fastest of five turns of at least 10 ms."""
+    import torch
+
+    def seconds(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    with torch.no_grad():
+        seconds(1)
+        calls = max(1, round(0.01 / seconds(1)))
+        return min(seconds(calls) for _ in range(5))
 
 
 def save(program: Path, measured: Measured, options: argparse.Namespace, origin: Mapping[str, object]) -> Path:
@@ -108,6 +211,7 @@ def save(program: Path, measured: Measured, options: argparse.Namespace, origin:
         "comparisons": [asdict(row) for row in measured.comparisons],
         "figures": dict(measured.figures),
         "facts": dict(measured.facts),
+        "rates": RATES,
         "machine": {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
         "smallest": options.smallest,
         **origin,
@@ -197,6 +301,18 @@ def need_packages(*names: str, install: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise NotMeasured(f"{', '.join(missing)} not installed here; {install}")
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    about = f"real: a pretrained model of 135 million parameters, whose folder {REAL_MODEL} names"
+    parser.add_argument("--model", choices=("tiny", "real"), default="tiny", help=about)
+
+
+def real_model() -> Path:
+    """Raises NotMeasured if nothing says where it is."""
+    if not (found := os.environ.get(REAL_MODEL)):
+        raise NotMeasured(f"{REAL_MODEL} is not set; `make -s real-model` prints its value")
+    return Path(found)
 
 
 def need_sglang() -> None:

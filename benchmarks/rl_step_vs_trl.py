@@ -1,10 +1,11 @@
 """A whole RL step: Orbit's loop, publish, proof and checkpoint included, against TRL's GRPOTrainer with PEFT LoRA.
 
-Belongs here: both sides at the two shapes of the speed table, taking turns in one process.
+Belongs here: both sides at the two shapes of the speed table, or on a pretrained model, taking turns in one process.
 Does not belong here: what a step does (`orbit_runtime.loop`).
 
 TRL runs at its best: one process, the fastest division of the batch, no gradient checkpointing, no reference model
-(beta 0), no second pass for old log-probs (one update a generation), logging and saving off, fp32 as on Orbit's side.
+(beta 0), no second pass for old log-probs (one update a generation), logging and saving off; tiny models in fp32 as on
+Orbit's side, the pretrained one in fp32 and in BF16, of which the faster counts.
 Orbit writes a checkpoint at every step and proves every publish; its step time (`seconds_total`) includes all of that.
 """
 
@@ -23,9 +24,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Comparison, Measured, need_packages, run, table
+from benchmarks.harness import (
+    Comparison,
+    Measured,
+    add_model_option,
+    need_packages,
+    pass_seconds,
+    real_model,
+    run,
+    table,
+)
 from benchmarks.long_tail import LEARNING_RATE, MAX_NEW_TOKENS, build_model_folder, even_length
 from benchmarks.trl_clock import build_clock
+from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.observability.progress import Progress, SilentProgress
 from orbit_runtime.spec import OrbitRun
@@ -55,10 +66,17 @@ class Shape:
     """`exact`: the sum is correct; `even`: the answer's length is even."""
     trl_micro_batches: int
     """Parts of TRL's batch in training: the fastest of 1, 2 and 4. Smaller activations stay in the CPU's caches."""
+    group: int = GROUP
+    trl_precisions: tuple[str, ...] = ("float32",)
+    """torch's names of the dtypes of TRL's base and passes."""
 
 
 SHORT = Shape("RL step, 32 x 16 x 4 tokens", 32, 4, 2e-3, "INT4", 8, 1.5, "exact", 1)
 LONG = Shape("RL step, 16 x 16, long-tailed up to 128", 16, MAX_NEW_TOKENS, LEARNING_RATE, "BF16", 2, 3.0, "even", 2)
+REAL = Shape(
+    "RL step, 135 M, 8 x 8, up to 48 tokens", 8, 48, LEARNING_RATE, "BF16", 1, 4.0, "even", 2, 8,
+    ("float32", "bfloat16"),
+)  # fmt: skip
 
 
 @dataclass
@@ -94,7 +112,7 @@ def manifest(
         "spec": {
             "model": {"uri": str(folder), "precision": shape.precision, "maxSequenceLength": 512},
             "adapter": {**adapter, "targets": TARGETS},
-            "algorithm": {"type": "GRPO", "groupSize": GROUP},
+            "algorithm": {"type": "GRPO", "groupSize": shape.group},
             "data": {"prompts": [{"uri": "builtin://two-digit-addition"}]},
             "environment": {"type": "SingleTurn", "rewards": [exact if shape.reward == "exact" else even]},
             "rollout": {"sampling": {"maxNewTokens": shape.max_new_tokens}},
@@ -161,13 +179,13 @@ def trl_turn(shape: Shape, folder: Path, out: Path, precision: str = "float32") 
         for left in range(10, 100)
         for right in range(10, 100)
     ]
-    batch = shape.prompts * GROUP
+    batch = shape.prompts * shape.group
     config = GRPOConfig(
         output_dir=str(out),
         per_device_train_batch_size=batch // shape.trl_micro_batches,
         gradient_accumulation_steps=shape.trl_micro_batches,
         steps_per_generation=shape.trl_micro_batches,
-        num_generations=GROUP,
+        num_generations=shape.group,
         max_completion_length=shape.max_new_tokens,
         max_steps=WARMUP_STEPS + shape.steps_per_turn,
         learning_rate=shape.learning_rate,
@@ -206,24 +224,38 @@ def trl_turn(shape: Shape, folder: Path, out: Path, precision: str = "float32") 
     return turn
 
 
+def least_seconds(shape: Shape, folder: Path, tokens: float) -> float:
+    """Seconds of a step's useful work: each prompt once, all answers sampled together and trained on together.
+
+    Args:
+        tokens: mean length of an answer.
+    """
+    prompt = len(ChatTokenizer(folder).encode_chat([{"role": "user", "content": "23+45="}])) * shape.prompts
+    answers = shape.prompts * shape.group
+    sampling = pass_seconds(folder, prompt, shape.prompts) + tokens * pass_seconds(folder, answers, answers)
+    return sampling + 2 * pass_seconds(folder, prompt + answers * tokens, answers * tokens)
+
+
 def compare_shape(shape: Shape, folders: tuple[Path, Path], scratch: Path, turns: int) -> tuple[Comparison, Any]:
     """`folders`: Orbit's checkpoint, and one with the same values in BF16 for TRL."""
-    orbit, trl = Turns(), Turns()
-    sides = [
-        (orbit_turn(shape, folders[0], scratch / "orbit"), orbit),
-        (trl_turn(shape, folders[1], scratch / "trl"), trl),
-    ]
+    orbit, trls = Turns(), {precision: Turns() for precision in shape.trl_precisions}
+    sides = [(orbit_turn(shape, folders[0], scratch / "orbit"), orbit)]
+    sides += [(trl_turn(shape, folders[1], scratch / each, each), measured) for each, measured in trls.items()]
     for number in range(turns):
         for turn, measured in sides if number % 2 else reversed(sides):
             turn(measured)
+    precision, trl = min(trls.items(), key=lambda each: statistics.median(each[1].seconds))
     ratio = statistics.median(theirs / ours for ours, theirs in zip(orbit.seconds, trl.seconds, strict=True))
     medians = statistics.median(orbit.seconds), statistics.median(trl.seconds)
-    row = Comparison(shape.name, "Orbit", "TRL + PEFT", *medians, ratio, shape.target, turns)
+    means = statistics.mean(orbit.tokens), statistics.mean(trl.tokens)
+    least = least_seconds(shape, folders[0], means[0]), least_seconds(shape, folders[0], means[1])
+    other = "TRL + PEFT" if len(trls) == 1 else f"TRL + PEFT, {precision}"
+    row = Comparison(shape.name, "Orbit", other, *medians, ratio, shape.target, turns, least)
     facts = {
-        "mean_tokens_orbit": statistics.mean(orbit.tokens),
-        "mean_tokens_trl": statistics.mean(trl.tokens),
+        "mean_tokens_orbit": means[0],
+        "mean_tokens_trl": means[1],
         "seconds_orbit": orbit.seconds,
-        "seconds_trl": trl.seconds,
+        **{f"seconds_trl{'' if len(trls) == 1 else f'_{each}'}": found.seconds for each, found in trls.items()},
     }
     return row, facts
 
@@ -232,7 +264,11 @@ def measure(options: argparse.Namespace) -> Measured:
     need_packages("trl", "peft", "datasets", install="`make dev` does so")
     comparisons, figures = [], {}
     shapes, turns = (SHORT, LONG), max(3, options.repetitions // 3)
-    if options.smallest:
+    if options.model == "real":
+        folder, shapes = real_model(), (REAL,)
+        if options.smallest:
+            shapes, turns = (replace(REAL, name="RL step, 1 x 2, up to 4", prompts=1, group=2, max_new_tokens=4),), 1
+    elif options.smallest:
         short = replace(SHORT, name="RL step, 2 x 16 x 4 tokens", prompts=2, steps_per_turn=1)
         long = replace(LONG, name="RL step, 2 x 16, up to 8", prompts=2, max_new_tokens=8, steps_per_turn=1)
         shapes, turns = (short, long), 1
@@ -240,14 +276,15 @@ def measure(options: argparse.Namespace) -> Measured:
         scratch = Path(temporary)
         long_tail = build_model_folder(scratch / "long-tail")
         adder = (builtin_folder("tiny-adder", "INT4"), builtin_folder("tiny-adder", "BF16"))
-        for index, (shape, folders) in enumerate(zip(shapes, (adder, (long_tail, long_tail)), strict=True)):
+        models = ((folder, folder),) if options.model == "real" else (adder, (long_tail, long_tail))
+        for index, (shape, folders) in enumerate(zip(shapes, models, strict=True)):
             row, figures[shape.name] = compare_shape(shape, folders, scratch / str(index), turns)
             comparisons.append(row)
     print(table(comparisons))
     for name, values in figures.items():
         print(f"{name}: mean completion {values['mean_tokens_orbit']:.1f} / {values['mean_tokens_trl']:.1f} tokens")
-    return Measured(comparisons, figures)
+    return Measured(comparisons, figures, variant="real" if options.model == "real" else "")
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(__file__, __doc__, measure))
+    raise SystemExit(run(__file__, __doc__, measure, add_model_option))

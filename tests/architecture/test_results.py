@@ -1,30 +1,17 @@
-"""What a committed result of a benchmark must have, and that the README's table is those results."""
+"""What a committed result of a benchmark must have, and that the documents' tables are those results."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
-from statistics import fmean
 
 import pytest
 
 from benchmarks.harness import ROOT
-from benchmarks.programs import load_results, measures, program_of, programs
+from benchmarks.programs import OLD, SPEED, load_results, measures, program_of, programs, tables, with_rows
 
 BEFORE_COMMITS_WERE_NAMED = {"operator_scale"}
 """Results without a commit. One that is measured again leaves this list; none may come to it."""
-SPEED_TABLE = [
-    ("rl_step_vs_trl", "RL step, 32 x 16 x 4 tokens", "TRL + PEFT"),
-    ("rl_step_vs_trl", "RL step, 16 x 16, long-tailed up to 128", "TRL + PEFT"),
-    ("generation_vs_transformers", "generation, 64 requests, 64 tokens", "transformers"),
-    ("generation_vs_transformers", "generation, 256 requests, up to 128", "transformers"),
-    ("frozen_linear", "INT4 4096x4096, 256 rows, forward + backward", "plain torch"),
-]
-"""Result, comparison and its other side of every row of the README's speed table, in its order."""
-TIMES = "\N{MULTIPLICATION SIGN}"
-OLD = "older than the code"
-"""What the README must say above its speed table while a result in it does not name its commit."""
 
 
 def test_every_program_names_paths_that_exist_as_what_it_measures() -> None:
@@ -67,38 +54,23 @@ def test_the_commit_of_a_result_is_part_of_this_history() -> None:
     assert not lost, "measured on a commit that was rewritten or never merged"
 
 
-def speed_table(readme: str) -> list[tuple[str, str]]:
-    """Ratio and target of every row, as they are written."""
-    section = readme.partition("## How fast")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [(row[-2].strip(), row[-1].strip()) for row in rows[2:]]
+def test_the_tables_of_the_documents_are_the_committed_results() -> None:
+    """But for the marks of age, which every commit to the code may change: `make bench-table` writes them."""
+    for document, head, rows in tables(load_results()):
+        text = document.read_text(encoding="utf-8").replace(OLD, "")
+        assert with_rows(text, head, rows) == text, f"{document.name}: make bench-table"
 
 
-def test_the_speed_table_of_the_readme_is_the_committed_results() -> None:
+def test_the_readme_says_which_of_its_speeds_are_older_than_the_code() -> None:
     results = load_results()
-    expected = []
-    for result, name, other in SPEED_TABLE:
-        (row,) = [each for each in results[result]["comparisons"] if (each["name"], each["b"]) == (name, other)]
-        expected.append((f"{row['ratio']:.2f}{TIMES}", f"{row['target']:g}{TIMES}"))
-    assert speed_table((ROOT / "README.md").read_text(encoding="utf-8")) == expected
+    (_, _, rows) = tables(results, {"rl_step_vs_trl"})[0]
+    marked = [OLD in row for row in rows]
+    assert marked == [each[2] == "rl_step_vs_trl" for each in SPEED if each[2] in results]
 
 
-def test_the_curves_of_the_algorithms_guide_are_the_committed_results() -> None:
+def test_every_algorithm_learned_with_each_seed() -> None:
     results = load_results()
     figures = results["objectives"]["figures"] | results["objectives_distillation"]["figures"]
-    guide = (ROOT / "docs" / "guides" / "algorithms.md").read_text(encoding="utf-8")
-    table = guide.partition("6th, each seed |\n")[2].partition("\n\n")[0]
-    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
-    assert len(rows) == len(figures) / 3
-    for name, *cells in rows:
-        seeds = [figures[f"{name} seed {seed}"] for seed in range(3)]
-        assert [f"{fmean(part):.3f}" for part in zip(*seeds, strict=True)] == cells[:-1]
-        ends = sorted(curve[-1] for curve in seeds)
-        assert cells[-1] == f"{ends[0]:.3f} to {ends[-1]:.3f}"
-        assert all(curve[-1] > curve[0] + 0.2 for curve in seeds), f"{name} did not learn"
-
-
-def test_the_readme_says_that_its_speed_is_old_as_long_as_it_is() -> None:
-    section = Path(ROOT / "README.md").read_text(encoding="utf-8").partition("## How fast")[2].partition("\n## ")[0]
-    is_old = any(name in BEFORE_COMMITS_WERE_NAMED for name, _, _ in SPEED_TABLE)
-    assert (OLD in section) == is_old
+    flat = [name for name, curve in figures.items() if curve[-1] <= curve[0] + 0.2]
+    assert len(figures) == 3 * len({name.partition(" ")[0] for name in figures})
+    assert not flat, "did not learn"
