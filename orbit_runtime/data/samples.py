@@ -95,6 +95,18 @@ def with_end(sample: Sample) -> Sample:
     )  # fmt: skip
 
 
+def shortened(sample: Sample, tokens: int) -> Sample:
+    """The sample with at most so many tokens behind its prefix."""
+    end = sample.prefix_length + tokens
+    if end >= len(sample.token_ids_T):
+        return sample
+    columns = {name: column[:end] for name, column in sample.columns.items()}
+    return replace(
+        sample, token_ids_T=sample.token_ids_T[:end], loss_mask_T=sample.loss_mask_T[:end], columns=columns,
+        routed_experts=None, teacher_top=None,
+    )  # fmt: skip
+
+
 def spread(value: float | Sequence[float], mask_T: array[int]) -> array[float]:
     """A column over the tokens that train: one value for all, or each its own from `value`."""
     flags = mask_T.tobytes()

@@ -1,18 +1,21 @@
 """Turns a step's groups into the samples it trains on: scores what the algorithm needs, then computes advantages.
 
-Belongs here: what an algorithm is given. Does not belong here: its formulas (`algorithms`).
+Belongs here: what an algorithm is given, and how far the policy that sampled has moved from the base. Does not belong
+here: the formulas (`algorithms`).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup, is_informative, kl_penalties, overlong_penalty
 from orbit_runtime.algorithms.table import Algorithm
 from orbit_runtime.data.samples import (
     build_samples,
     count_trained,
+    shortened,
     split_cohorts,
     spread,
     trained,
@@ -23,6 +26,12 @@ from orbit_runtime.spec.algorithm import KL
 from orbit_runtime.spec.objectives import Objective
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import ColumnName, Group, Rollout, Sample, Trainer
+
+DRIFT_TOKENS = 2048
+"""Most tokens that a step scores again with the adapter off."""
+DRIFT_SHARE = 8
+"""Those are at most one in so many: a pass without gradient over an eighth of a step costs a twentieth of training it,
+and a step also samples."""
 
 
 def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P: Sequence[Group]) -> list[Sample]:
@@ -58,6 +67,31 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     if algorithm.returns is not None:
         samples_D = _with_numbers(samples_D, "return", groups_P, algorithm.returns(scored_P))
     return _with_numbers(samples_D, "advantage", groups_P, algorithm.advantages(scored_P))
+
+
+def measure_drift(spec: RunSpec, trainer: Trainer, samples_D: Sequence[Sample]) -> float | None:
+    """Mean KL, per token of a few of the step's samples, of the policy that sampled them from the base.
+
+    The base is scored for it, unless the algorithm has scored it already. None without a base or without a sample.
+    """
+    if not samples_D or spec.adapter.type == "Full":
+        return None
+    prefixes = {each.prefix_id: each.prefix_length for each in samples_D}
+    passed = sum(prefixes.values()) + sum(len(each.token_ids_T) - each.prefix_length for each in samples_D)
+    longest = max(len(each.token_ids_T) for each in samples_D)
+    count = max(1, min(DRIFT_TOKENS, passed // DRIFT_SHARE) // longest)
+    few_D = [shortened(each, DRIFT_TOKENS) for each in samples_D[:: -(-len(samples_D) // count)]]
+    if "reference" not in few_D[0].columns:
+        few_D = with_column(few_D, "reference", trainer.column("reference", few_D))
+    return fmean(
+        distance
+        for each in few_D
+        for distance in kl_penalties(
+            *(trained(each.columns[name], each.loss_mask_T) for name in ("sampled", "reference")),
+            coefficient=1.0,
+            estimator="K3",
+        )
+    )
 
 
 def _taught(trainer: Trainer, samples_D: Sequence[Sample], groups_P: Sequence[Group]) -> Sequence[array[float]]:

@@ -24,7 +24,7 @@ from orbit_runtime.types import Group, Rollout, UpdateResult
 def step_row(
     state: RunState,
     collected: CollectedStep,
-    about_prompts: Mapping[str, float | None],
+    known: Mapping[str, float | None],
     result: UpdateResult,
     staleness: Staleness,
     *,
@@ -76,7 +76,7 @@ def step_row(
         seconds_train=seconds_train,
         seconds_publish=seconds_publish,
         seconds_total=seconds_total,
-        **about_prompts,
+        **known,
         **reward_parts(rollouts),
     )
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
-from orbit_runtime.loop.advantages import build_batch, mean_advantages
+from orbit_runtime.loop.advantages import build_batch, mean_advantages, measure_drift
 from orbit_runtime.loop.buffer import EpisodeSnapshot
 from orbit_runtime.loop.collect import (
     CollectedStep,
@@ -106,6 +106,7 @@ def _run(
                 lacking = what_is_missing(groups, samples_D, wanted=training.prompts_per_step, max_rounds=rounds)
                 if lacking:
                     parts.show.note(f"step {step}: {lacking}")
+                drift = measure_drift(parts.spec, parts.trainer, samples_D)
                 result = parts.trainer.update(with_stale(samples_D, groups, state.version))
             check_parity(result, step_limits(parts, state), enforce=parts.spec.parity.preflight == "Enforce")
 
@@ -128,7 +129,7 @@ def _run(
             row = step_row(
                 state,
                 collected,
-                prompt_numbers(parts.prompts, cursors[step], groups),
+                prompt_numbers(parts.prompts, cursors[step], groups) | {"kl_base": drift},
                 result,
                 staleness,
                 seconds_train=settling_started - training_started,

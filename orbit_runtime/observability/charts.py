@@ -56,7 +56,7 @@ PLANS: tuple[ChartPlan, ...] = (
          is_main=True),
     ChartPlan("Response length (tokens)", (("response_tokens_mean", "mean"),), is_main=True),
     ChartPlan("Loss", (("loss", "loss"),)),
-    ChartPlan("KL from the base (nats)", (("kl", "KL"),)),
+    ChartPlan("KL from the base (nats per token)", (("kl_base", "of a few samples"), ("kl", "KL term"))),
     ChartPlan("Entropy (nats)", (("entropy", "entropy"),)),
     ChartPlan("Gradient norm before clipping", (("grad_norm", "norm"),)),
     ChartPlan("Learning rate", (("learning_rate", "rate"),), varies=True),

@@ -91,6 +91,8 @@ METRICS: tuple[Metric, ...] = (
            label=("kind", "masked"), display="d"),
     Metric("loss", "nats", "The algorithm's loss, reduced over the step.", "orbit_run_loss"),
     Metric("kl", "nats", "KL divergence from the reference, which is the adapter switched off.", "orbit_run_kl"),
+    Metric("kl_base", "nats", "The same of the policy that sampled, over at most 2,048 tokens of the step's samples, "
+           "without a KL term too.", "orbit_run_kl_base"),
     Metric("entropy", "nats", "Mean entropy of the sampled positions' distributions.", "orbit_run_entropy"),
     Metric("grad_norm", "norm", "Gradient norm before clipping.", "orbit_run_grad_norm"),
     Metric("clip_fraction", "share", "Share of tokens whose ratio was clipped.", "orbit_run_clip_fraction",

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from orbit_runtime import errors
@@ -29,6 +30,9 @@ from orbit_runtime.storage.execution import STALE_SECONDS
 
 LOW_RATE = 2e-4
 """Learning rates of adapters that may well be ten times as high."""
+FAR, LONGER = 2.0, 2.0
+"""Nats per token from the base, and a factor of the answers' length: a policy beyond them may have found a reward's
+weakness instead of its task."""
 _NOT_IDENTITY = ("checkpoint.", "observability.", "storage.", "training.steps", "rollout.maxRunningRequests")
 """Fields without effect on the numbers, for folders whose `run.json` does not list its identity fields."""
 
@@ -319,6 +323,8 @@ def _warnings(folder: RunFolder) -> tuple[str, ...]:
         found.append(f"{len(flat) - solved} of {len(rows)} steps had the same reward for every sample: no gradient")
     spec, gain = manifest_of(folder.run).get("spec") or {}, build_gain(rows)
     is_flat = gain is not None and gain.margin is not None and abs(gain.difference) <= gain.margin and not solved
+    if gain is not None and gain.margin is not None and gain.difference > gain.margin:
+        found += _runaways(rows, gain.first.steps)
     rate = spec.get("training", {}).get("learningRate") or 1.0
     if is_flat and rate <= LOW_RATE and spec.get("adapter", {}).get("type") != "Full":
         found.append(
@@ -333,6 +339,21 @@ def _warnings(folder: RunFolder) -> tuple[str, ...]:
     if cut is not None and cut > 0.2:
         found.append(f"{cut:.0%} of the last step's completions were cut off by maxNewTokens")
     return tuple(dict.fromkeys(found))
+
+
+def _runaways(rows: Sequence[MetricsRow], steps: int) -> list[str]:
+    """Warnings of a run whose reward rose: what else moved far between its first and its last steps."""
+    ends = {
+        name: [[x for row in part if (x := row.number(name)) is not None] for part in (rows[:steps], rows[-steps:])]
+        for name in ("response_tokens_mean", "kl_base")
+    }
+    found = []
+    first, last = (fmean(each or [0.0]) for each in ends["response_tokens_mean"])
+    if min(first, last) > 0 and not 1 / LONGER < last / first < LONGER:
+        found.append(f"answers went from {first:.3g} to {last:.3g} tokens")
+    if (drift := fmean(ends["kl_base"][1] or [0.0])) > FAR:
+        found.append(f"the policy moved {drift:.2g} nats per token from the base")
+    return [f"the reward rose while {each}: read some answers, they may please the reward alone" for each in found]
 
 
 def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -35,7 +35,6 @@ HALVES = {
 }  # fmt: skip
 """Changes of the guide's manifest for a run with a container for its engine, that is tried once."""
 WITHOUT_DATA = {
-    "Orbit: one run: KL from the base": "the quickstart has no KL term (algorithm.kl.coefficient is 0)",
     "Orbit: one run: Dropped tokens": "the quickstart has no importance sampling",
     "Orbit: one run: Bound of OFT's series": "the quickstart trains LoRA",
     "Orbit: one run: Parts of the reward": "the quickstart has one reward",

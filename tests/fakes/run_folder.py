@@ -33,6 +33,7 @@ def synthetic_row(step: int, *, start: float = 0.28, gain: float = 0.5, total: i
         reward_crash=0,
         loss=-0.01 * share + 0.002 * wobble,
         kl=0.08 * share,
+        kl_base=0.07 * share,
         entropy=1.4 - 1.1 * share,
         grad_norm=0.4 + 0.1 * wobble,
         clip_fraction=0.01,

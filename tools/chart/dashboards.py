@@ -160,7 +160,7 @@ RUN = Dashboard(
                 "line",
                 {"{{environment}}, {{statistic}}": 'orbit_run_evaluation{@, statistic=~"mean|low|high|pass"}'},
             ),
-            Panel("KL from the base", "line", {"kl": "orbit_run_kl{@}"}),
+            Panel("KL from the base", "line", {"a few samples": "orbit_run_kl_base{@}", "KL term": "orbit_run_kl{@}"}),
             Panel("Loss", "line", {"loss": "orbit_run_loss{@}"}),
             Panel("Entropy", "line", {"entropy": "orbit_run_entropy{@}"}),
             Panel("Gradient norm", "line", {"before clipping": "orbit_run_grad_norm{@}"}),

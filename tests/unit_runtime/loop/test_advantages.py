@@ -1,18 +1,22 @@
-"""What a step trains on, where a teacher behind endpoints was asked as the rollouts ended."""
+"""What a step trains on, where a teacher behind endpoints was asked as the rollouts ended; the drift from the base."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from orbit_runtime.algorithms.table import build_algorithm
-from orbit_runtime.loop.advantages import build_batch
+from orbit_runtime.data.samples import with_column
+from orbit_runtime.loop.advantages import build_batch, measure_drift
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.types import Group, Trainer
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.types import Group, Sample, Trainer
 from tests.unit_runtime.loop.test_collect import EQUAL, FAILED, MIXED, group
 
 
@@ -60,3 +64,60 @@ def test_likeliest_tokens_come_with_their_rollout_and_nothing_is_scored() -> Non
 @pytest.mark.parametrize("rewards", [EQUAL, FAILED])
 def test_a_step_in_which_nothing_teaches_asks_no_teacher(rewards: Sequence[float | None]) -> None:
     assert batch([taught(rewards)]) == []
+
+
+class Base:
+    """A trainer whose base gives every token the log-prob -1; it keeps what it was asked to score."""
+
+    def __init__(self) -> None:
+        self.asked: list[Sample] = []
+
+    def column(self, name: str, samples_D: Sequence[Sample]) -> list[array[float]]:
+        assert name == "reference"
+        self.asked += samples_D
+        return [array("f", [-1.0 * flag for flag in each.loss_mask_T]) for each in samples_D]
+
+
+def answered(prompt: int, answer: int, prefix_id: int = 0) -> Sample:
+    """Every token of the answer was sampled with the log-prob -0.5."""
+    tokens, flags = [0] * (prompt + answer), [0] * prompt + [1] * answer
+    columns = {"sampled": array("f", [-0.5 * flag for flag in flags])}
+    return Sample(tokens, flags, columns, prefix_id, prompt)  # type: ignore[arg-type]
+
+
+def drift(samples_D: Sequence[Sample], adapter: str = "LoRA") -> tuple[float | None, list[Sample]]:
+    spec, base = SimpleNamespace(adapter=SimpleNamespace(type=adapter)), Base()
+    return measure_drift(cast("RunSpec", spec), cast("Trainer", base), samples_D), base.asked
+
+
+K3 = math.exp(-0.5) - 1 + 0.5
+
+
+@pytest.mark.parametrize(
+    ("samples_D", "asked", "tokens"),
+    [
+        # 8 prompts of 40 tokens with 8 answers of 24 each are 1,856 tokens to pass; 232 are an eighth of them.
+        ([answered(40, 24, index // 8) for index in range(64)], 3, 192),
+        # However large the step, 2,048 tokens.
+        ([answered(0, 128, index) for index in range(4096)], 16, 2048),
+        # However small, one sample; however long that, the first 2,048 tokens of its answer.
+        ([answered(1, 5), answered(1, 5)], 1, 6),
+        ([answered(100, 9000), answered(100, 9000)], 1, 2148),
+    ],
+)
+def test_a_few_samples_tell_how_far_the_policy_is_from_its_base(
+    samples_D: list[Sample], asked: int, tokens: int
+) -> None:
+    found, scored = drift(samples_D)
+    assert found == pytest.approx(K3)
+    assert (len(scored), sum(len(each.token_ids_T) for each in scored)) == (asked, tokens)
+
+
+def test_nothing_is_scored_for_it_where_the_algorithm_has_the_bases_log_probs() -> None:
+    known = with_column([answered(4, 4)], "reference", [array("f", [0.0] * 4 + [-1.0] * 4)])
+    assert drift(known) == (pytest.approx(K3), [])
+
+
+def test_a_model_that_trains_as_a_whole_and_a_step_without_samples_have_no_drift() -> None:
+    assert drift([answered(4, 4)], "Full") == (None, [])
+    assert drift([]) == (None, [])

@@ -24,8 +24,8 @@ from orbit_runtime.observability.metrics import (
 CONTRACT = re.split(
     r"\s+",
     """step policy_version adapter_digest reward_mean reward_std reward_value reward_wrong reward_timeout reward_crash
-groups groups_equal groups_masked loss kl entropy grad_norm clip_fraction dropped_fraction teacher_divergence value_loss
-explained_variance validation_loss learning_rate
+groups groups_equal groups_masked loss kl kl_base entropy grad_norm clip_fraction dropped_fraction teacher_divergence
+value_loss explained_variance validation_loss learning_rate
 oft_series_error response_tokens_mean truncated_fraction turns_mean tool_calls tool_errors tokens
 tokens_per_second parity_mean parity_p99 parity_max parity_k3 parity_outside parity_top1 parity_tokens
 parity_limit parity_mean_replayed parity_mean_unreplayed router_agreement staleness_mean staleness_max

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -176,6 +177,32 @@ def test_a_reward_that_stands_still_at_a_low_rate_is_told_with_a_usual_one(
     spec = {"training": {"steps": 60, "learningRate": rate}, "adapter": {"type": adapter}}
     told = [each for each in report_of(tmp_path, SyntheticRun(gain=gain, spec=spec)).warnings if "did not rise" in each]
     assert [each.endswith("try training.learningRate 0.001") for each in told] == [True] * is_said
+
+
+@pytest.mark.parametrize(
+    ("gain", "last", "told"),
+    [
+        (0.5, {}, []),
+        (0.5, {"response_tokens_mean": 9.0}, ["answers went from 3 to 9 tokens"]),
+        (0.5, {"response_tokens_mean": 1.25}, ["answers went from 3 to 1.25 tokens"]),
+        (0.5, {"kl_base": 2.5}, ["the policy moved 2.5 nats per token from the base"]),
+        (0.5, {"response_tokens_mean": 5.0, "kl_base": 1.5}, []),
+        (0.0, {"response_tokens_mean": 9.0, "kl_base": 2.5}, []),
+    ],
+)
+def test_a_reward_that_rises_while_something_runs_away_is_told(
+    gain: float, last: Mapping[str, float], told: list[str], tmp_path: Path
+) -> None:
+    folder = write_run_folder(tmp_path, SyntheticRun(gain=gain, compacted=False))
+    for step in range(1, 61):
+        file = folder / f"metrics/step-{step:06d}.json"
+        changed = {"response_tokens_mean": 3.0} | (last if step > 40 else {})
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    report = build_report(open_store(str(folder)))
+    assert [each for each in report.warnings if "while" in each] == [
+        f"the reward rose while {each}: read some answers, they may please the reward alone" for each in told
+    ]
+    assert ("may please the reward alone" in render_html(report)) == bool(told)
 
 
 def test_the_page_says_what_ran_and_in_which_folder(tmp_path: Path) -> None:
