@@ -28,7 +28,7 @@ TORCH := loop rollout sides training
 RARELY_RUN := benchmarks tools tests/engines tests/gpu tests/megatron tests/ranks
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-long test-models real-model test-real test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs fuzz test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench bench-table release-check clean
+.PHONY: help install dev quickstart test test-long test-models real-model test-real test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs fuzz test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site pictures vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench bench-table release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -134,6 +134,9 @@ crds docs: dev ## regenerate crds/, docs/reference/ and the generated files of c
 site: ## build the documentation site into build/website/site, links and anchors checked; it works from a file, without a network
 	@tools/install.sh train,docs "$(PYTHON)"
 	$(BIN)/python -m tools.website
+
+pictures: dev ## take the documentation's pictures anew: a run of the quickstart and its pages, by Chromium
+	$(BIN)/python -m tools.pictures
 
 vendor-table: dev ## other libraries on our formats' bytes: measures them (in .venv-vendors) and writes docs/reference/formats.md
 	tools/vendor_table.sh

@@ -64,20 +64,20 @@ def rollout_from_line(line: bytes | str) -> Rollout:
     )
 
 
-def compress_rollouts(rollouts: Iterable[Rollout], advantages: Iterable[float | None] | None = None) -> bytes:
+def compress_rollouts(rollouts: Iterable[Rollout], trained: Iterable[Mapping[str, Any]] | None = None) -> bytes:
     """The bytes of `rollouts/step-*.jsonl.zst`.
 
-    Args: advantages: the advantage with which each was trained, if it was.
+    Args: trained: how each was trained, by name; empty where it was not.
     """
     lines = (rollout_to_line(rollout) for rollout in rollouts)
-    if advantages is not None:
-        lines = (_with_advantage(line, each) for line, each in zip(lines, advantages, strict=True))
+    if trained is not None:
+        lines = (_with_fields(line, each) for line, each in zip(lines, trained, strict=True))
     return zstandard.ZstdCompressor(level=3).compress(b"".join(line + b"\n" for line in lines))
 
 
-def _with_advantage(line: bytes, advantage: float | None) -> bytes:
-    """Adds the advantage, which belongs to the step and not to the rollout: `rollout_from_line` ignores it."""
-    return line if advantage is None else line[:-1] + b',"advantage":' + orjson.dumps(advantage) + b"}"
+def _with_fields(line: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Adds what belongs to the step and not to the rollout: `rollout_from_line` ignores it."""
+    return line[:-1] + b"," + orjson.dumps(fields)[1:] if fields else line
 
 
 def decompress_rollouts(data: bytes, *, where: str = "rollouts") -> list[Rollout]:

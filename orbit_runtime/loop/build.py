@@ -141,6 +141,7 @@ def build_parts(
         names=names,
         content=content_digests(folder, table, weights, inputs.code_digest()) | teacher_digest(teacher),
         inputs=inputs,
+        text_of=tokenizer.text_of,
         reference_fields=materials.reference_fields or ("answer",),
         sequences=sequences,
         show=show,

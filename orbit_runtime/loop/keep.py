@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from orbit_runtime.checkpoints.adapter_folder import ADAPTERS, adapter_name
@@ -53,13 +54,13 @@ def keep_step(
     *,
     before: MetricsRow | None,
     reference_fields: Sequence[str],
-    advantages: Mapping[tuple[str, int, int], float],
+    trained: Mapping[tuple[str, int, int], Mapping[str, Any]],
     digests: dict[int, str],
 ) -> None:
     """Stores the step's rollouts, its metrics row and evidence of stopped episodes; overwritten if the step reruns.
 
     Args:
-        advantages: the advantage each rollout was trained with, by prompt, visit and sample; stored for the report.
+        trained: how each rollout was trained, by prompt, visit and sample; stored for the report.
         before: the previous step's row, stored again with the cost of its checkpoint.
         reference_fields: columns of the prompts that hold the expected answer; stored for the report.
         digests: gets the digest of the row, by step.
@@ -70,7 +71,7 @@ def keep_step(
     execution.check()
     step, groups_P = int(row.number("step") or 0), collected.groups_P
     name = f"rollouts/{step_name(step)}"
-    files = [(f"{name}.jsonl.zst", _rollout_file(groups_P, advantages)), *_stopped_file(step, collected.stopped)]
+    files = [(f"{name}.jsonl.zst", _rollout_file(groups_P, trained)), *_stopped_file(step, collected.stopped)]
     files += [_row_file(each) for each in (before, row) if each is not None]
     references = build_references(groups_P, reference_fields)
     if references:
@@ -228,10 +229,11 @@ def _row_file(row: MetricsRow) -> tuple[str, bytes]:
     return f"metrics/{step_name(int(row.number('step') or 0))}.json", row.to_json().encode()
 
 
-def _rollout_file(groups_P: Sequence[Group], advantages: Mapping[tuple[str, int, int], float] | None = None) -> bytes:
+def _rollout_file(
+    groups_P: Sequence[Group], trained: Mapping[tuple[str, int, int], Mapping[str, Any]] = MappingProxyType({})
+) -> bytes:
     rollouts = [(group.prompt, rollout) for group in groups_P for rollout in group.rollouts_G]
-    known = advantages or {}
     return compress_rollouts(
         (rollout for _, rollout in rollouts),
-        [known.get((prompt.prompt_id, prompt.visit, rollout.sample_index)) for prompt, rollout in rollouts],
+        [trained.get((prompt.prompt_id, prompt.visit, rollout.sample_index), {}) for prompt, rollout in rollouts],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,8 @@ class Parts(RunParts):
     engine: Engine
     publisher: Publisher
     versions: PolicyVersions
+    text_of: Callable[[int], str]
+    """The text of a token."""
     reference_fields: tuple[str, ...]
     """Columns of the prompts that hold the expected answer."""
     held_out: HeldOut | None = None

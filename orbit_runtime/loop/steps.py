@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
-from orbit_runtime.loop.advantages import build_batch, mean_advantages, measure_drift
+from orbit_runtime.loop.advantages import build_batch, describe_training, measure_drift
 from orbit_runtime.loop.buffer import EpisodeSnapshot
 from orbit_runtime.loop.collect import (
     CollectedStep,
@@ -143,7 +143,7 @@ def _run(
                 collected,
                 before=state.row,
                 reference_fields=parts.reference_fields,
-                advantages=mean_advantages(parts.spec.algorithm.objective, groups, samples_D),
+                trained=describe_training(parts.spec.algorithm.objective, groups, samples_D, parts.text_of),
                 digests=state.rows,
             )
             _warn_of_changed_code(parts, state)

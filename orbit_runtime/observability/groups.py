@@ -93,6 +93,7 @@ def _content(group: Sequence[ShownSample], references: Mapping[str, str]) -> dic
                 sample.outcome,
                 sample.finish_reason,
                 [_short(sample.parts.get(name)) for name in names],
+                *([sample.token_values] if sample.token_values else []),
             ]
             for sample in group
         ],

@@ -60,6 +60,8 @@ class ShownSample:
     """Number of tokens that the policy sampled."""
     advantage: float | None
     """Mean advantage over its tokens; None if it was not trained on, or not recorded."""
+    token_values: Sequence[Any] = ()
+    """Its first tokens with text, log-prob, advantage and policy version, where they were recorded."""
     expected: str = ""
     environment: str = ""
     """Environment of an evaluation's sample."""
@@ -142,6 +144,7 @@ def build_sample(record: Mapping[str, Any]) -> ShownSample:
         finish_reason=str(record["finish_reason"]),
         tokens=sum(mask) if mask is not None else usage.get("completion_tokens"),
         advantage=_number(record.get("advantage")),
+        token_values=record.get("tokens") or (),
         expected=str(record.get("expected") or ""),
         environment=str(record.get("environment") or ""),
     )

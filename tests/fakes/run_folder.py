@@ -91,6 +91,8 @@ def synthetic_group(step: int, prompt: int, pretend: SyntheticRun) -> list[dict[
             "finish_reason": "stop",
             "routed_experts": None,
             "advantage": reward - mean,
+            **({"tokens": [["2", -0.01, reward - mean, step - 1], ["1", -2.3, reward - mean, step]]}
+               if (prompt, sample) == (3, 0) else {}),
         }
         for sample, reward in enumerate(rewards)
     ]  # fmt: skip

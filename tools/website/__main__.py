@@ -81,6 +81,16 @@ STYLE = """
 .md-typeset table:not([class]) th { min-width: 0; }
 .md-typeset table:not([class]) { font-size: .7rem; }
 .md-typeset code { overflow-wrap: anywhere; }
+.md-typeset td:first-child code { overflow-wrap: normal; word-break: normal; }
+/* On a phone a row is a block: its first cell, then each of the others behind the name of its column. */
+@media (max-width: 600px) {
+  .md-typeset__table, .md-typeset table:not([class]) { display: block; }
+  .md-typeset table:not([class]) :is(tbody, tr, td) { display: block; }
+  .md-typeset table:not([class]) thead { display: none; }
+  .md-typeset table:not([class]) tr { border-top: .05rem solid var(--md-typeset-table-color); padding: .3rem 0; }
+  .md-typeset table:not([class]) td { border: 0; padding: .1rem .4rem; overflow-wrap: anywhere; }
+  .md-typeset td[data-label]::before { content: attr(data-label) ": "; color: var(--md-default-fg-color--light); }
+}
 """
 
 
@@ -108,7 +118,27 @@ def _keep_here(site: Path) -> None:
     for path in site.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
         here = os.path.relpath(shim, path.parent)
-        path.write_text(SHIM.sub(here, text), encoding="utf-8")
+        path.write_text(_TABLE.sub(_with_labels, SHIM.sub(here, text)), encoding="utf-8")
+
+
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+
+
+def _with_labels(table: re.Match[str]) -> str:
+    """A table whose cells know their column's name, for a page that is too narrow for columns."""
+    names = [re.sub("<[^>]*>", "", each).strip() for each in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.DOTALL)]
+
+    def labelled(row: re.Match[str]) -> str:
+        at = iter(names)
+        next(at, None)
+        first, *rest = re.split(r"(?=<td)", row[0])[1:] or [""]
+        cells = [
+            each.replace("<td", f'<td data-label="{name}"', 1) if (name := next(at, "")) else each for each in rest
+        ]
+        return "<tr>" + first + "".join(cells)
+
+    head, body, rows = table[0].partition("<tbody>")
+    return head + body + re.sub(r"<tr>.*?</tr>", labelled, rows, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Training": {
         "Examples that learn": "guides/examples.md",
         "A real model on a laptop": "guides/real_model.md",
+        "Settings that work": "guides/settings.md",
         "Models": "guides/models.md",
         "Models, prompts and code": "guides/inputs.md",
         "Data": "guides/data.md",

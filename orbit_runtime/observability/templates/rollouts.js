@@ -8,7 +8,8 @@
     mixed: ['rewards differ', function (g) { return g.low !== g.high; }],
     equal: ['rewards all equal', function (g) { return g.low === g.high; }],
     failed: ['a reward failed', function (g) { return g.rows.some(function (r) { return r[2] === null; }); }],
-    cut: ['an answer cut off', function (g) { return g.rows.some(function (r) { return r[6] === 'length'; }); }]
+    cut: ['an answer cut off', function (g) { return g.rows.some(function (r) { return r[6] === 'length'; }); }],
+    tokens: ['an answer by its tokens', function (g) { return g.rows.some(function (r) { return r[8]; }); }]
   };
   var ORDERS = {
     sampled: ['as sampled', function () { return 0; }],
@@ -100,6 +101,7 @@
       cell.appendChild(marked(element('div', 'said'), row[1]));
       if (failed || row[6] !== 'stop')
         cell.appendChild(element('span', 'label' + (failed ? ' failed' : ''), [failed ? row[5] : '', row[6] === 'length' ? 'cut off' : row[6] === 'stop' ? '' : row[6]].filter(Boolean).join(', ')));
+      if (row[8]) cell.appendChild(heat(row[8]));
       line.appendChild(cell);
       columns.forEach(function (c) {
         var value = c.length > 2 ? row[7][c[2]] : row[c[1]], n = element('td', 'num');
@@ -111,6 +113,30 @@
       table.appendChild(line);
     });
     return table;
+  }
+  // The tokens of an answer as a heat map: how improbable each was, or what it was trained with.
+  function heat(tokens) {
+    var made = element('details', 'heat'), place = element('div', 'said'), note = element('p', 'label'), first = element('summary', 'label', 'token by token');
+    function tell(t) {
+      note.textContent = t ? JSON.stringify(t[0]) + ' · log-prob ' + text(t[1]) + ' (' + text(100 * Math.exp(t[1])) + ' %) · advantage ' + text(t[2]) + ' · version ' + t[3] : 'Point at a token for its numbers.';
+    }
+    function paint(by) {
+      var most = Math.max.apply(null, tokens.map(function (t) { return Math.abs(t[2]); })) || 1;
+      place.textContent = '';
+      tokens.forEach(function (t, at) {
+        var cell = element('span', by === 'advantage' && t[2] > 0 ? 'up' : '', t[0] || '∅');
+        cell.style.setProperty('--share', by === 'advantage' ? Math.abs(t[2]) / most : 1 - Math.exp(t[1]));
+        if (at && tokens[at - 1][3] !== t[3]) cell.classList.add('newer');
+        ['pointerenter', 'click'].forEach(function (event) { cell.addEventListener(event, function () { tell(t); }); });
+        place.appendChild(cell);
+      });
+      tell();
+    }
+    made.appendChild(first);
+    made.appendChild(select('colour', [['logprob', 'how improbable it was'], ['advantage', 'advantage']], 'logprob', paint));
+    made.appendChild(place); made.appendChild(note);
+    paint('logprob');
+    return made;
   }
   function card(group, low, high) {
     var made = element('details', 'group'), head = element('summary'), isFilled = false;

@@ -9,12 +9,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import orjson
 import pytest
 
 from orbit_runtime.algorithms.table import build_algorithm
-from orbit_runtime.data.samples import with_column
-from orbit_runtime.loop.advantages import build_batch, measure_drift
+from orbit_runtime.data.records import compress_rollouts, decompress_rollouts, decompressed_lines
+from orbit_runtime.data.samples import build_samples, with_column
+from orbit_runtime.loop.advantages import build_batch, describe_training, measure_drift
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.objectives import OBJECTIVES
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Group, Sample, Trainer
 from tests.unit_runtime.loop.test_collect import EQUAL, FAILED, MIXED, group
@@ -96,8 +99,8 @@ K3 = math.exp(-0.5) - 1 + 0.5
 @pytest.mark.parametrize(
     ("samples_D", "asked", "tokens"),
     [
-        # 8 prompts of 40 tokens with 8 answers of 24 each are 1,856 tokens to pass; 232 are an eighth of them.
-        ([answered(40, 24, index // 8) for index in range(64)], 3, 192),
+        # 16 prompts of 40 tokens with 8 answers of 24 each are 3,712 tokens to pass; 232 are a sixteenth of them.
+        ([answered(40, 24, index // 8) for index in range(128)], 3, 192),
         # However large the step, 2,048 tokens.
         ([answered(0, 128, index) for index in range(4096)], 16, 2048),
         # However small, one sample; however long that, the first 2,048 tokens of its answer.
@@ -121,3 +124,19 @@ def test_nothing_is_scored_for_it_where_the_algorithm_has_the_bases_log_probs() 
 def test_a_model_that_trains_as_a_whole_and_a_step_without_samples_have_no_drift() -> None:
     assert drift([answered(4, 4)], "Full") == (None, [])
     assert drift([]) == (None, [])
+
+
+def test_one_answer_of_a_step_is_kept_token_by_token() -> None:
+    groups = [group(EQUAL, "a"), group((1.0, 0.0, 0.0, 0.0), "b"), group((0.0, 9.0), "c")]
+    samples_D = [
+        replace(each, columns={"advantage": array("f", [0.0, value])})
+        for each, value in zip(build_samples(groups), (0, 0, 1.5, -0.5, -0.5, -0.5, -1, 1), strict=True)
+    ]
+    told = describe_training(OBJECTIVES["GRPO"], groups, samples_D, lambda token: f"<{token}>")
+    shown = {key: each["tokens"] for key, each in told.items() if "tokens" in each}
+    assert shown == {("b", 0, 0): [["<6>", -1.0, 1.5, 0]]}, "of the first group that teaches, the largest advantage"
+    assert len(told) == 8
+    made = [rollout for each in groups for rollout in each.rollouts_G]
+    data = compress_rollouts(made, [{}, {}, told["b", 0, 0], *[{}] * 5])
+    assert decompress_rollouts(data) == made, "who trains on them again reads the same rollouts"
+    assert [orjson.loads(line).get("tokens", []) for line in decompressed_lines(data)][2] == shown["b", 0, 0]

@@ -19,7 +19,7 @@ from orbit_runtime.environments import Chosen, Policy
 from orbit_runtime.environments.branching import Branching
 from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
 from orbit_runtime.evaluation.player import RequestLimiter, _InTurn
-from orbit_runtime.loop.advantages import build_batch, mean_advantages
+from orbit_runtime.loop.advantages import build_batch, describe_training
 from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snapshots
 from orbit_runtime.loop.collect import count_groups, teaches
 from orbit_runtime.loop.collector import Collector
@@ -232,8 +232,10 @@ def test_advantages_compare_rollouts_of_one_cohort() -> None:
     algorithm = build_algorithm(asked.algorithm)
     samples = build_batch(asked, algorithm, None, [SIDES])  # type: ignore[arg-type]
     # By hand: the means are 0.5 of white and 7 of black.
-    told = mean_advantages(asked.algorithm.objective, [SIDES], samples)
-    assert told == {("p", 0, 0): 0.5, ("p", 0, 2): -0.5, ("p", 0, 1): -2.0, ("p", 0, 3): 2.0}
+    told = describe_training(asked.algorithm.objective, [SIDES], samples, chr)
+    assert {key: each["advantage"] for key, each in told.items()} == {
+        ("p", 0, 0): 0.5, ("p", 0, 2): -0.5, ("p", 0, 1): -2.0, ("p", 0, 3): 2.0
+    }  # fmt: skip
     assert [[each.sample_index for each in cohort.rollouts_G] for cohort in split_cohorts(SIDES)] == [[0, 2], [1, 3]]
 
 

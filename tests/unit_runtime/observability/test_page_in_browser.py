@@ -59,6 +59,27 @@ def test_a_click_on_a_step_opens_its_rollouts(browser: Browser, page: str) -> No
     browser.wait("document.querySelector('#rollouts select').value === '1'")
 
 
+def test_one_answer_is_shown_token_by_token(browser: Browser, page: str) -> None:
+    browser.open(page, PHONE)
+    browser.run("document.querySelectorAll('#rollouts summary')[0].click()")
+    browser.wait("document.querySelectorAll('#rollouts .heat').length === 1")
+    browser.run("document.querySelector('.heat summary').click()")
+    cells = "[...document.querySelectorAll('.heat .said span')]"
+    shares = f"{cells}.map(e => +(+e.style.getPropertyValue('--share')).toFixed(2))"
+    assert browser.run(f"{cells}.map(e => e.textContent)") == ["2", "1"]
+    assert browser.run(shares) == [0.01, 0.9], "1 - p"
+    assert browser.run(f"{cells}.map(e => e.className)") == ["", "newer"]
+    browser.run(f"{cells}[1].click()")
+    assert browser.text(".heat > p") == '"1" · log-prob -2.3 (10.03 %) · advantage 0.5 · version 60'
+    browser.run(
+        "(() => { const s = document.querySelector('.heat select'); s.value = 'advantage'; "
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+    assert browser.run(shares) == [1, 1]
+    assert browser.run(f"{cells}.map(e => e.className)") == ["up", "up newer"]
+    assert browser.size()[0] == PHONE[0]
+
+
 def test_the_table_of_rollouts_pages_searches_and_shows_whole_groups(browser: Browser, page: str) -> None:
     browser.open(page)
     assert "groups 1 to 8 of 10" in browser.text("#rollouts")
