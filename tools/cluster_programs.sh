@@ -1,13 +1,13 @@
 #!/bin/sh
 # Builds the programs of the cluster tests with Go, each version once, and prints a folder with a link to each of them.
 # usage: tools/cluster_programs.sh [kubernetes|helm|helm3|kubeconform|coredns|versitygw|kuberay-crds|kwok|kueue|kuberay]...
-# Without any, all but the last three.
+# Without any, all but kwok and kuberay.
 #
 # The folder, for ORBIT_TEST_PROGRAMS: ${XDG_CACHE_HOME:-~/.cache}/orbit-rl/cluster-bin/{kube-apiserver,...,helm3,helm4,kwok,...}.
 # What the links lead to, beside it, a folder per module and version:
 #   kubernetes-v1.34.1/{kube-apiserver,kube-controller-manager,kube-scheduler,kube-proxy,kubelet,kubectl,etcd}
-#   cluster-tools-SUM/{helm4,helm3,kubeconform,coredns,kwok}   versitygw-v1.8.0/versitygw   kueue-v0.14.5/kueue
-#   kuberay-v1.5.0/{kuberay-crds/*.yaml,kuberay}
+#   cluster-tools-SUM/{helm4,helm3,kubeconform,coredns,kwok}   versitygw-v1.8.0/versitygw
+#   kueue-v0.14.5/{kueue,kueue-chart}   kuberay-v1.5.0/{kuberay-crds/*.yaml,kuberay}
 set -eu
 
 KUBERNETES=1.34.1
@@ -142,9 +142,28 @@ kubernetes() {
     build_module "$cache/kubernetes-v$KUBERNETES" "$module" "-X k8s.io/component-base/version.gitVersion=v$KUBERNETES" $packages etcd=./etcd
 }
 
+# copy_files FOLDER MODULE@VERSION PATH NAME: a folder of a module's own files, that the API server or Helm must know.
+copy_files() {
+    if [ ! -d "$1/$4" ]; then
+        need_go
+        mkdir -p "$1"
+        staging=$(mktemp -d "$1/build.XXXXXX")
+        printf 'module orbit.local/files\n\ngo 1.24.0\n' >"$staging/go.mod"
+        (cd "$staging" && go mod download -json "$2" >module.json)
+        found=$(sed -n 's/^[[:space:]]*"Dir": "\(.*\)",*$/\1/p' "$staging/module.json")
+        cp -R "$found/$3" "$staging/$4"
+        chmod -R u+w "$staging/$4"
+        mv "$staging/$4" "$1/$4"
+        rm -rf "$staging"
+        staging=
+    fi
+    link "$4" "$1/$4"
+}
+
 kueue() {
     module=$(printf 'module orbit.local/kueue\n\ngo 1.24.0\n\ntool sigs.k8s.io/kueue/cmd/kueue\n\nrequire sigs.k8s.io/kueue %s\n' "$KUEUE")
     build_module "$cache/kueue-$KUEUE" "$module" "" kueue=sigs.k8s.io/kueue/cmd/kueue
+    copy_files "$cache/kueue-$KUEUE" "sigs.k8s.io/kueue@$KUEUE" charts/kueue kueue-chart
 }
 
 kuberay() {
@@ -152,24 +171,8 @@ kuberay() {
     build_module "$cache/kuberay-$KUBERAY" "$module" "" "kuberay=$KUBERAY_MODULE"
 }
 
-# Of the module's own files: what the API server must know to take a RayCluster.
 kuberay_crds() {
-    folder=$cache/kuberay-$KUBERAY
-    if [ ! -d "$folder/kuberay-crds" ]; then
-        need_go
-        mkdir -p "$folder"
-        staging=$(mktemp -d "$folder/build.XXXXXX")
-        printf 'module orbit.local/kuberay\n\ngo 1.24.0\n' >"$staging/go.mod"
-        (cd "$staging" && go mod download -json "$KUBERAY_MODULE@$KUBERAY" >module.json)
-        found=$(sed -n 's/^[[:space:]]*"Dir": "\(.*\)",*$/\1/p' "$staging/module.json")
-        mkdir "$staging/crds"
-        cp "$found"/config/crd/bases/*.yaml "$staging/crds/"
-        chmod -R u+w "$staging/crds"
-        mv "$staging/crds" "$folder/kuberay-crds"
-        rm -rf "$staging"
-        staging=
-    fi
-    link kuberay-crds "$folder/kuberay-crds"
+    copy_files "$cache/kuberay-$KUBERAY" "$KUBERAY_MODULE@$KUBERAY" config/crd/bases kuberay-crds
 }
 
 # build_tools NAME=PACKAGE...: of TOOLS_MODULE.
@@ -192,7 +195,7 @@ fetch_ahead() {
 
 # kwok is for benchmarks/operator_scale.py alone, kuberay for tests/cluster/test_several_nodes.py where it was built.
 if [ $# -eq 0 ]; then
-    set -- kubernetes helm helm3 kubeconform coredns versitygw kuberay-crds
+    set -- kubernetes helm helm3 kubeconform coredns versitygw kuberay-crds kueue
     fetch_ahead
 fi
 tools_wanted=

@@ -115,13 +115,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that start a bed of their own come first, the end of the installation last. Images come
-    before what runs them.
+    """Those that start a bed of their own come first, the end of the installation last, and then Kueue: no Job is made
+    while it starts or ends. Images come before what runs them.
 
     Whoever asks for the shared bed may wait for its start. Those that use nodes are marked: `tools/test_cluster.sh`
     runs the others beside them.
     """
     order = {"test_leftovers.py": -3, "test_bed.py": -2, "test_images.py": -1, "test_uninstall.py": 1}
+    order["test_kueue.py"] = 2
     items.sort(key=lambda item: order.get(item.path.name, 0))
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) or item.path.name in BEDS_OF_THEIR_OWN:

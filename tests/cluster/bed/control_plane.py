@@ -81,6 +81,10 @@ class ControlPlane:
             "service-account-key-file": self.pki.accounts_key, "allow-privileged": "true",
             "service-account-signing-key-file": self.pki.accounts_key,
             "kubelet-preferred-address-types": "InternalIP",
+            # Who answers for a part of the API, such as Kueue, believes what this server says of a caller.
+            "requestheader-client-ca-file": self.pki.authority, "requestheader-username-headers": "X-Remote-User",
+            "requestheader-group-headers": "X-Remote-Group", "requestheader-extra-headers-prefix": "X-Remote-Extra-",
+            "proxy-client-cert-file": self.pki.certificate, "proxy-client-key-file": self.pki.key,
             # Loopback is no address for the `kubernetes` Service to have.
             **({"endpoint-reconciler-type": "none"} if self.address.startswith("127.") else {}),
         })  # fmt: skip

@@ -63,7 +63,7 @@ def build_pki(folder: Path, addresses: Sequence[str]) -> Pki:
     request, extensions = folder / "apiserver.csr", folder / "extensions.cnf"
     names = [*(f"DNS:{name}" for name in NAMES), *(f"IP:{address}" for address in addresses)]
     extensions.write_text(
-        f"subjectAltName={','.join(names)}\nextendedKeyUsage=serverAuth\nbasicConstraints=CA:FALSE\n"
+        f"subjectAltName={','.join(names)}\nextendedKeyUsage=serverAuth,clientAuth\nbasicConstraints=CA:FALSE\n"
         "keyUsage=digitalSignature,keyEncipherment\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
     )
     _openssl("req", *NEW_KEY, "-nodes", "-subj", "/CN=kube-apiserver", "-keyout", pki.key, "-out", request)
