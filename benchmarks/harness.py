@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from math import inf, isnan, prod
+from math import ceil, inf, isnan, prod
 from pathlib import Path
 from typing import Self
 
@@ -113,7 +113,7 @@ def table(comparisons: list[Comparison]) -> str:
 
 
 MEASURED_ROWS = 2048
-"""A product of more rows is taken to have the rate of one with so many."""
+"""A product is taken to have the rate of one with the next power of two of rows, and with so many at most."""
 RATES: dict[str, float] = {}
 """What this run measured as the best: GFLOP/s by product, GB/s of copying. Part of the result."""
 
@@ -149,7 +149,7 @@ def pass_seconds(folder: Path, rows: float, head_rows: float) -> float:
 def product_seconds(rows: float, shape: Sequence[int], num_bytes: int) -> float:
     """The least seconds of `rows` times a weight `[out, in]`: those of the product, or of reading the weight's bytes if
     that takes longer."""
-    measured = max(1, min(MEASURED_ROWS, round(rows)))
+    measured = min(MEASURED_ROWS, 1 << max(0, ceil(rows) - 1).bit_length())
     per_second = 2 * measured * prod(shape) / _fastest_product(measured, *shape)
     return max(2 * rows * prod(shape) / per_second, num_bytes / _copied_per_second())
 

@@ -47,6 +47,8 @@ class Truncation:
 
 
 WHOLE = Truncation()
+CACHED_LOGITS = 2**18
+"""Logits that a CPU draws from together: what is computed from them stays in its caches, and only they are read."""
 
 
 def draw(
@@ -63,6 +65,22 @@ def draw(
         temperature_B1: a row at exactly 0 is greedy, with its log-prob at temperature 1. `None`: 1 in every row.
         truncation: how each row's distribution is truncated.
     """
+    rows, most = len(logits_BV), max(1, CACHED_LOGITS // logits_BV.shape[-1])
+    if rows <= most or logits_BV.device.type != "cpu":
+        return _draw(logits_BV, uniforms_B, temperature_B1, truncation)
+    columns = (temperature_B1, truncation.top_k, truncation.top_p, truncation.min_p)
+    drawn = []
+    for part in (slice(first, first + most) for first in range(0, rows, most)):
+        temperature, *cuts = (None if column is None else column[part] for column in columns)
+        drawn.append(_draw(logits_BV[part], uniforms_B[part], temperature, Truncation(*cuts)))
+    tokens, logprobs = zip(*drawn, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _draw(
+    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature_B1: torch.Tensor | None, truncation: Truncation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `draw`; makes six passes over these logits."""
     logprobs = _distribution(logits_BV, temperature_B1, truncation)
     # float64: over a large vocabulary an fp32 sum drops the tail.
     cdf = torch.exp(logprobs).cumsum(-1, dtype=torch.float64)

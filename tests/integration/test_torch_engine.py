@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.algorithms.distribution import truncate
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import DataError, GateError
 from orbit_runtime.model_info.builtin_models import builtin_folder
@@ -20,7 +21,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.rollout.sampling import Truncation, draw, uniforms
+from orbit_runtime.rollout.sampling import CACHED_LOGITS, Truncation, draw, uniforms
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request, Sampling
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
@@ -107,6 +108,44 @@ def test_greedy_rows_take_the_most_likely_token() -> None:
     )
     assert tokens.tolist() == [1]
     assert logprobs.tolist() == pytest.approx([3.0 - math.log(1 + math.exp(3.0) + math.e)])
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_rows_that_are_drawn_in_parts_have_the_bits_of_those_drawn_together(is_cut: bool) -> None:
+    """As many rows and tokens as a real model's step, which stay in no cache together."""
+    rows, vocabulary = 14, 49_152
+    logits = 4 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
+    values = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    temperature = torch.tensor([[1.0], [0.0], [0.7]]).repeat(5, 1)[:rows] if is_cut else None
+    cuts = [torch.tensor([[each], [0.0]]).repeat(rows // 2, 1) for each in (50, 0.9, 0.01)] if is_cut else [None] * 3
+    if is_cut:
+        cuts[0], cuts[1] = cuts[0].long(), torch.where(cuts[1] == 0, 1.0, cuts[1])
+    assert rows * vocabulary > 2 * CACHED_LOGITS
+    found = draw(logits, values, temperature, Truncation(*cuts))
+
+    scaled = logits if temperature is None else logits / torch.where(temperature == 0, 1.0, temperature)
+    logprobs = torch.log_softmax(truncate(scaled, *cuts), -1)
+    cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cdf, values[:, None] * cdf[:, -1:], right=True)
+    if temperature is not None:
+        tokens = torch.where(temperature == 0, logits.argmax(-1, keepdim=True), tokens)
+    assert torch.equal(found[0], tokens[:, 0])
+    assert torch.equal(found[1].view(torch.int32), logprobs.gather(-1, tokens)[:, 0].view(torch.int32))
+
+
+def test_the_prompt_of_a_group_is_computed_once(adder: tuple[Policy, ChatTokenizer]) -> None:
+    policy, tokenizer = adder
+    requests = requests_for(tokenizer, ["12+34=", "5+6="], 8, sampling=Sampling(max_new_tokens=1))
+    computed: list[int] = []
+    hook = policy.model.get_input_embeddings().register_forward_hook(
+        lambda _module, _given, embedded: computed.append(embedded.shape[-2])
+    )
+    try:
+        completions = list(sample(TorchEngine(policy, tokenizer, max_running_requests=64), requests))
+    finally:
+        hook.remove()
+    assert len(completions) == 16
+    assert computed == [sum(len(prompt) for prompt in {tuple(each.prompt_ids_T) for each in requests})]
 
 
 def test_generation_stops_at_a_stop_string_and_cuts_the_text(adder: tuple[Policy, ChatTokenizer]) -> None:
