@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncGenerator, Buffer, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from orbit_runtime.digests import Pieces, tree_digest
 
@@ -376,6 +376,14 @@ class Copy(Protocol):
         """Describes how the slot's contents differ from what was published; empty if they do not."""
 
 
+@runtime_checkable
+class BatchCopy(Protocol):
+    """A `Copy` that can score several sequences in one batch."""
+
+    def score_together(self, sequences: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> list[list[Scored]]:
+        """`score` of each sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerReading:
     """The state of one of an engine's servers."""
@@ -479,3 +487,11 @@ class Trainer(Protocol):
         """
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None: ...
+
+
+@runtime_checkable
+class BatchTrainer(Protocol):
+    """A `Trainer` that can score several sequences in one pass."""
+
+    def score_together(self, sequences: Sequence[Sequence[int]]) -> list[tuple[Scored, Scored]]:
+        """`score` of each sequence."""

@@ -44,14 +44,19 @@ class RunDisplay:
         Raises:
             StoppedOnRequest: (75) a stop was requested during the stage of the start that has just ended.
         """
-        if self.stop:
-            raise StoppedOnRequest(f"{self.stop.reason} before this began: {name}; the same command starts again")
+        self.check(f"before this began: {name}")
         if self.start_times:
             self.start_times.stage(name)
         self.current = name
         self.step_now = step
         self.status.update(stage=name)
         self.progress.stage(name)
+
+    def check(self, when: str = "") -> None:
+        """Raises StoppedOnRequest (75) if a stop was requested during the start."""
+        if self.stop:
+            when = when or f"during this: {self.current}"
+            raise StoppedOnRequest(f"{self.stop.reason} {when}; the same command starts again")
 
     def note(self, message: str, **facts: Any) -> None:
         self.progress.note(message, **facts)

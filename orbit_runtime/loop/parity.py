@@ -27,7 +27,7 @@ from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import LiveStatus
-from orbit_runtime.parity.preflight import Preflight, build_sequences, check_preflight, measure_preflight
+from orbit_runtime.parity.preflight import Preflight, Sides, build_sequences, check_preflight, measure_preflight
 from orbit_runtime.parity.statistics import ParityLimits, base_limit, build_limits, resolve_limit
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
@@ -72,11 +72,9 @@ def measure_parity(parts: Parts, publication: Publication, when: str = "prefligh
     """Measures every copy with the adapter that its slot holds now."""
     sequences, sampled = _sequences(parts, publication.name)
     return measure_preflight(
-        parts.engine,
-        parts.trainer,
+        Sides(parts.engine, parts.trainer, parts.side.probing, parts.show.check),
         sequences,
         adapter=publication.name,
-        probing=parts.side.probing,
         limits=partial(_floor_limits, parts),
         sampled=sampled,
         when=when,
@@ -106,7 +104,10 @@ def _sequences(parts: Parts, adapter: str) -> tuple[tuple[tuple[int, ...], ...],
         Request(index, stream_key(parts.spec.data.seed, "parity", index), prompt, sampling, adapter)
         for index, prompt in enumerate(parts.sequences[:COMPLETIONS])
     ]
-    answers = list(sample(parts.engine, requests))
+    answers = []
+    for answer in sample(parts.engine, requests):
+        parts.show.check()
+        answers.append(answer)
     completions = {each.request_id: each.token_ids_T for each in answers}
     unshaped = Sampling(
         max_new_tokens=tokens,

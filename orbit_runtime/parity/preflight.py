@@ -7,7 +7,7 @@ Does not belong here: acting on it beyond naming the failed gate (`loop`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import chain, cycle, islice
@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.statistics import Difference, ParityLimits, build_difference
-from orbit_runtime.types import FLAGS, TOKENS, Copy, Engine, Probe, Sample, Scored, Trainer
+from orbit_runtime.types import FLAGS, TOKENS, BatchCopy, BatchTrainer, Copy, Engine, Probe, Sample, Scored, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.parity.locate import Location
 
 Ids = Sequence[int]
 PROBED_SEQUENCES = 4
-"""Number of sequences on which an untrained adapter is measured: it doubles the passes at start."""
+"""Number of sequences on which an untrained adapter is measured, and of those that an engine also scores alone."""
+TOKENS_TOGETHER = 2048
+"""Most tokens of the sequences that are scored in one pass, each padded to the longest of them."""
 GATED = {
     "base": "adapter off: the engine serves another base, or computes it otherwise",
     "identity": "adapter at identity",
@@ -40,8 +42,8 @@ class Preflight:
     """The measurements, and the limit of `parity_mean` that follows from them."""
 
     engine_floor: Difference
-    """The engine against itself: alone and in a batch with two copies, and after a cached prefix if it has one; or what
-    it sampled against the same tokens scored, where that differs more."""
+    """The engine against itself: a few sequences alone and in a batch with all of them, twice, and all after a cached
+    prefix if it has one; or what it sampled against the same tokens scored, where that differs more."""
     trainer_floor: Difference
     """The trainer against itself: the whole sequence in one piece, and split into a shared prompt and a completion."""
     base: Difference
@@ -98,13 +100,23 @@ class Preflight:
         return measured | {"random_effect": self.random_effect} | verdict
 
 
+@dataclass(frozen=True)
+class Sides:
+    """What is compared."""
+
+    engine: Engine
+    trainer: Trainer
+    probing: Callable[[Probe], AbstractContextManager[None]]
+    """A context within which the trainer holds another adapter."""
+    check: Callable[[], None] = lambda: None
+    """Called between passes; what it raises ends the measurement."""
+
+
 def measure_preflight(
-    engine: Engine,
-    trainer: Trainer,
+    sides: Sides,
     sequences: Sequence[Ids],
     *,
     adapter: str,
-    probing: Callable[[Probe], AbstractContextManager[None]],
     limits: Callable[[float], ParityLimits],
     sampled: Mapping[int, Sequence[float]] = MappingProxyType({}),
     when: str = "preflight",
@@ -116,17 +128,16 @@ def measure_preflight(
     Args:
         sequences: token ids, at least two each; real prompts with their chat template.
         adapter: the engine's slot that holds the trainer's current values.
-        probing: a context within which the trainer holds another adapter.
         limits: the limits for a floor, on which that of the mean depends.
         sampled: by the index of a sequence, log-probs with which the engine sampled the last tokens of it.
         when: prefix for the names of the untrained adapters; an engine accepts each name once.
     """
-    readings = [_read_copy(copy, sequences, adapter, sampled) for copy in engine.copies()]
-    trainer_on, trainer_off = _trainer_readings(trainer, sequences)
-    trainer_floor = build_difference(*_trainer_halves(trainer, sequences, trainer_off))
+    readings = [_read_copy(sides, copy, sequences, adapter, sampled) for copy in sides.engine.copies()]
+    trainer_on, trainer_off = _trainer_readings(sides, sequences)
+    trainer_floor = build_difference(*_trainer_halves(sides.trainer, sequences, trainer_off))
     probed = sequences[:PROBED_SEQUENCES]
-    random, random_effect = _probe(engine, trainer, probed, "random", probing, when)
-    identity, _ = _probe(engine, trainer, probed, "identity", probing, when)
+    random, random_effect = _probe(sides, probed, "random", when)
+    identity, _ = _probe(sides, probed, "identity", when)
     return [
         Preflight(
             reading.floor,
@@ -179,39 +190,57 @@ class CopyReading:
 
 
 def _read_copy(
-    copy: Copy, sequences: Sequence[Ids], adapter: str, sampled: Mapping[int, Sequence[float]]
+    sides: Sides, copy: Copy, sequences: Sequence[Ids], adapter: str, sampled: Mapping[int, Sequence[float]]
 ) -> CopyReading:
-    by_itself = [copy.score(tokens, [None])[0] for tokens in sequences]
-    alone = _joined(by_itself)
-    crowded = [copy.score(tokens, [adapter, None], prefix_length=len(tokens) // 2) for tokens in sequences]
+    # The first ones have completions, and the last one is the longest.
+    few = sorted({*range(min(PROBED_SEQUENCES, len(sequences)) - 1), len(sequences) - 1})
+    alone = [_scored(sides, copy, [sequences[index]], [None])[0][0] for index in few]
+    crowded = _scored(sides, copy, sequences, [adapter, None])
     off = [without for _, without in crowded]
     anew, cached = _cached_readings(off)
     adapted = [on for on, _ in crowded]
-    floor = build_difference([*alone, *anew], [*_joined(off), *cached])
+    floor = build_difference([*_joined(alone), *anew], [*_joined([off[index] for index in few]), *cached])
     scored = [adapted[index].logprobs_T[len(sequences[index]) - len(each) :] for index, each in sampled.items()]
     stepped = build_difference([*chain(*scored)], [*chain(*sampled.values())])
     floor = max(floor, stepped, key=attrgetter("mean"))
-    return CopyReading(_joined(adapted), alone, floor, _top(adapted), _top(by_itself))
+    return CopyReading(_joined(adapted), _joined(off), floor, _top(adapted), _top(off))
 
 
-def _probe(
-    engine: Engine,
-    trainer: Trainer,
-    sequences: Sequence[Ids],
-    probe: Probe,
-    probing: Callable[[Probe], AbstractContextManager[None]],
-    when: str,
-) -> tuple[list[Difference], float]:
+def _scored(sides: Sides, copy: Copy, sequences: Sequence[Ids], adapters: Sequence[str | None]) -> list[list[Scored]]:
+    """Readings of each sequence, several in one batch if the copy can, and then again after a prefix if there are two
+    readings."""
+    found: list[list[Scored]] = []
+    for some in _batches(sequences, isinstance(copy, BatchCopy)):
+        sides.check()
+        if isinstance(copy, BatchCopy):
+            found += copy.score_together(some, adapters)
+        else:
+            found += [copy.score(each, adapters, len(each) // 2 if len(adapters) > 1 else None) for each in some]
+    return found
+
+
+def _batches(sequences: Sequence[Ids], is_together: bool) -> Iterator[list[Ids]]:
+    """The sequences in their order, as many at a time as fit into one pass."""
+    some: list[Ids] = []
+    for each in sequences:
+        if some and (not is_together or (len(some) + 1) * max(map(len, [*some, each])) > TOKENS_TOGETHER):
+            yield some
+            some = []
+        some.append(each)
+    yield some
+
+
+def _probe(sides: Sides, sequences: Sequence[Ids], probe: Probe, when: str) -> tuple[list[Difference], float]:
     """Trainer against each copy under an untrained adapter, and how far that adapter moved the trainer from its base.
 
     The engine gets the adapter as bytes, as in a publish, but it is not stored, and its slot is removed afterwards.
     """
-    name = f"{when}-{probe}"
-    with probing(probe):
-        on, off = _trainer_readings(trainer, sequences)
-        engine.load_adapter(name, publishable(trainer, version=-1, is_kept=False))
+    name, engine = f"{when}-{probe}", sides.engine
+    with sides.probing(probe):
+        on, off = _trainer_readings(sides, sequences)
+        engine.load_adapter(name, publishable(sides.trainer, version=-1, is_kept=False))
         try:
-            measured = [[copy.score(tokens, [name])[0] for tokens in sequences] for copy in engine.copies()]
+            measured = [[each for (each,) in _scored(sides, copy, sequences, [name])] for copy in engine.copies()]
         finally:
             engine.unload_adapter(name)
     apart = [build_difference(_joined(on), _joined(each), (_top(on), _top(each))) for each in measured]
@@ -229,9 +258,13 @@ def _cached_readings(scored: Sequence[Scored]) -> tuple[list[float], list[float]
     return anew, behind
 
 
-def _trainer_readings(trainer: Trainer, sequences: Sequence[Ids]) -> tuple[list[Scored], list[Scored]]:
+def _trainer_readings(sides: Sides, sequences: Sequence[Ids]) -> tuple[list[Scored], list[Scored]]:
     """Readings of every sequence, with the trainer's adapter and without."""
-    pairs = [trainer.score(tokens) for tokens in sequences]
+    trainer = sides.trainer
+    pairs: list[tuple[Scored, Scored]] = []
+    for some in _batches(sequences, isinstance(trainer, BatchTrainer)):
+        sides.check()
+        pairs += trainer.score_together(some) if isinstance(trainer, BatchTrainer) else map(trainer.score, some)
     return [on for on, _ in pairs], [off for _, off in pairs]
 
 

@@ -38,10 +38,10 @@ PREFILL_TOKENS = 16384
 
 @dataclass(frozen=True)
 class ScoreReadings:
-    """Readings of scored tokens: those of prompts by adapter, those fed one by one by request."""
+    """Readings of scored tokens: those of prompts by adapter and prompt, those fed one by one by request."""
 
-    logprobs: dict[str | None, list[float]] = field(default_factory=dict)
-    top: dict[str | None, list[int]] = field(default_factory=dict)
+    logprobs: dict[tuple[str | None, tuple[int, ...]], list[float]] = field(default_factory=dict)
+    top: dict[tuple[str | None, tuple[int, ...]], list[int]] = field(default_factory=dict)
     """Most probable token for each position of a prompt from its second on."""
     forced_top: dict[int, list[int]] = field(default_factory=dict)
 
@@ -192,12 +192,12 @@ class DecodingBatch:
         starts_P, lengths_P = torch.tensor(starts, device=policy.device), torch.tensor(lengths, device=policy.device)
         self._cache.keep_prompts(first_row, index, starts_P, lengths_P, plan)
         if told is not None:
-            for adapter, start, end in zip(adapters, starts, ends, strict=True):
+            for identity, start, end in zip(prompts, starts, ends, strict=True):
                 targets = batch.token_ids_T[start + 1 : end]
                 logprobs, top = token_scores(
                     hidden[start : end - 1], targets, policy.head, vocabulary=policy.vocabulary
                 )
-                told.logprobs[adapter], told.top[adapter] = logprobs.tolist(), top.tolist()
+                told.logprobs[identity], told.top[identity] = logprobs.tolist(), top.tolist()
         return policy.head(hidden[batch.target_source_R]).float()[index]
 
     def _decode(self, told: ScoreReadings | None) -> None:

@@ -246,11 +246,16 @@ class TorchEngine:
 
         Calls share no keys and values here, so `prefix_length` has no effect. Digests are read when asked for.
         """
-        tail = min(SCORED_BY_DECODING, len(token_ids_T) - 1)
-        prompt, forced = tuple(token_ids_T[:-tail]), tuple(token_ids_T[-tail:])
-        work = [
-            ActiveRequest(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)
-        ]
+        return self.score_together([token_ids_T], adapters)[0]
+
+    def score_together(self, sequences: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> list[list[Scored]]:
+        """`score` of several sequences in one batch."""
+        work = []
+        for tokens in sequences:
+            tail = min(SCORED_BY_DECODING, len(tokens) - 1)
+            prompt, forced = tuple(tokens[:-tail]), tuple(tokens[-tail:])
+            for name in adapters:
+                work.append(ActiveRequest(Request(len(work), 0, prompt, Sampling(), name), forced))
         told = ScoreReadings()
         tails: dict[int, Sequence[float]] = {}
         # A batch of its own, because requests may be in flight.
@@ -264,14 +269,13 @@ class TorchEngine:
                         tails[finished.request.request_id] = finished.logprobs_T
             finally:
                 self._scoring.remove(range(len(work)), "abort")
-        return [
-            Scored(
-                (0.0, *told.logprobs[name], *tails[index]),
-                _applied(trace, name) if name else None,
-                top_T=(-1, *told.top[name], *told.forced_top[index]),
-            )
-            for index, name in enumerate(adapters)
-        ]
+        applied = {name: _applied(trace, name) if name else None for name in adapters}
+        scored = []
+        for item in work:
+            index, key = item.request.request_id, (item.request.adapter, item.prefill_T)
+            top_T = (-1, *told.top[key], *told.forced_top[index])
+            scored.append(Scored((0.0, *told.logprobs[key], *tails[index]), applied[item.request.adapter], top_T=top_T))
+        return [scored[first : first + len(adapters)] for first in range(0, len(scored), len(adapters))]
 
     def _completion(self, finished: FinishedRequest) -> Completion:
         self._under_way.discard(finished.request.request_id)

@@ -66,22 +66,24 @@ class TorchTrainer:
 
         Both results of a whole model are its own.
         """
-        first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
-        if self._policy.whole:
-            with torch.no_grad(), self._policy.injected.selection.use(None):
-                logprobs, top = self._policy.scores(self._policy.pack([Branch(0, first, rest)]))
-            scored = Scored((0.0, *logprobs.tolist()), None, top_T=(-1, *top.tolist()))
-            return scored, scored
-        batch = self._policy.pack([Branch(0, first, rest), Branch(1, first, rest)])
+        return self.score_together([token_ids_T])[0]
+
+    def score_together(self, sequences: Sequence[Sequence[int]]) -> list[tuple[Scored, Scored]]:
+        """`score` of several sequences in one pass."""
+        is_whole, count = bool(self._policy.whole), len(sequences)
+        given = sequences if is_whole else [*sequences, *sequences]
+        batch = self._policy.pack([Branch(at, tuple(each[:1]), tuple(each[1:])) for at, each in enumerate(given)])
         middle = len(batch.token_ids_T) // 2
-        segments = [(TRAINER_SLOT, 0, middle), (None, middle, 2 * middle)]
+        segments = None if is_whole else [(TRAINER_SLOT, 0, middle), (None, middle, 2 * middle)]
         with torch.no_grad(), self._policy.injected.selection.use(segments), self._policy.traced() as trace:
             logprobs, top = self._policy.scores(batch)
-        (adapted, base), (adapted_top, base_top) = logprobs.view(2, -1).tolist(), top.view(2, -1).tolist()
-        return (
-            Scored((0.0, *adapted), applied_digest(trace), top_T=(-1, *adapted_top)),
-            Scored((0.0, *base), None, top_T=(-1, *base_top)),
-        )
+        applied = None if is_whole else applied_digest(trace)
+        lengths = [len(each) - 1 for each in given]
+        found = [
+            Scored((0.0, *some.tolist()), applied if at < count else None, top_T=(-1, *most.tolist()))
+            for at, (some, most) in enumerate(zip(logprobs.split(lengths), top.split(lengths), strict=True))
+        ]
+        return list(zip(found[:count], found[-count:], strict=True))
 
     def explain(self, files: Mapping[str, Buffer]) -> str:
         """A description of how a pass's applied values differ from the published ones; empty if they do not."""

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from fakes.faulty_engine import zero_one
 
-from orbit_runtime.errors import GateError
-from orbit_runtime.parity.preflight import GATED, Preflight, build_sequences, check_preflight, measure_preflight
+from orbit_runtime.errors import GateError, StoppedOnRequest
+from orbit_runtime.parity.preflight import (
+    GATED,
+    Preflight,
+    Sides,
+    build_sequences,
+    check_preflight,
+    measure_preflight,
+)
 from orbit_runtime.parity.statistics import TAIL_TOKENS, ParityLimits, build_limits, resolve_limit
 from orbit_runtime.types import Engine
 from tests.fakes.held_state import hold_state
@@ -27,15 +35,21 @@ def limits_of(floor: float) -> ParityLimits:
     return replace(absolute, mean=mean)
 
 
-def measure(rig: Rig, engine: Engine | None = None, sampled: Mapping[int, Sequence[float]] | None = None) -> Preflight:
+def measure(
+    rig: Rig,
+    engine: Engine | None = None,
+    sampled: Mapping[int, Sequence[float]] | None = None,
+    check: Callable[[], None] | None = None,
+    sequences: Sequence[Sequence[int]] = SEQUENCES,
+    when: str = "preflight",
+) -> Preflight:
     assert rig.publication is not None
     masters = rig.masters_owner
     (result,) = measure_preflight(
-        engine or rig.engine.engine,
-        rig.trainer,
-        SEQUENCES,
+        Sides(engine or rig.engine.engine, rig.trainer, partial(masters.probing, seed=0), check or (lambda: None)),
+        sequences,
         adapter=rig.publication.name,
-        probing=partial(masters.probing, seed=0),
+        when=when,
         limits=limits_of,
         sampled=sampled or {},
     )
@@ -65,6 +79,61 @@ def test_the_floor_holds_the_engine_against_what_it_sampled(tmp_path: Path) -> N
     (scored,) = rig.engine.engine.score(SEQUENCES[1], [publication.name])
     result = measure(rig, sampled={1: [each + 1e-4 for each in scored.logprobs_T[-5:]]})
     assert (result.engine_floor.tokens, result.limit) == (5, pytest.approx(4e-4, rel=0.01))
+
+
+def test_a_stop_request_is_looked_at_between_passes_and_leaves_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "LoRA")
+    rig.publish()
+    before = (hold_state(rig.trainer), rig.engine.engine.adapters())
+    passes = 0
+
+    def count() -> None:
+        nonlocal passes
+        passes += 1
+
+    measure(rig, check=count)
+    assert passes > 6
+    for last in range(1, passes + 1):
+        left = iter(range(last - 1))
+
+        def stop(left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise StoppedOnRequest("SIGTERM")
+
+        with pytest.raises(StoppedOnRequest):
+            measure(rig, check=stop, when=f"stopped-{last}")
+        assert (hold_state(rig.trainer), rig.engine.engine.adapters()) == before
+
+
+def test_sequences_that_are_scored_together_have_the_readings_of_each_alone(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "LoRA")
+    rig.train(1, 0.01)
+    name = rig.publish().name
+    engine, trainer = rig.engine.engine, rig.trainer
+    for together, alone in (
+        (engine.score_together(SEQUENCES, [name, None]), [engine.score(each, [name, None]) for each in SEQUENCES]),
+        (trainer.score_together(SEQUENCES), [trainer.score(each) for each in SEQUENCES]),
+    ):
+        for mine, theirs in zip(chain(*together), chain(*alone), strict=True):
+            assert mine.logprobs_T == pytest.approx(theirs.logprobs_T, abs=1e-5)
+            assert (mine.applied_digest, mine.top_T) == (theirs.applied_digest, theirs.top_T)
+
+
+def test_a_real_models_sequences_take_few_passes(tmp_path: Path) -> None:
+    """Most of a pass over a few short rows is reading the weights: what is alike goes through them together."""
+    rig = Rig(tmp_path, "LoRA")
+    rig.publish()
+    passes: list[int] = []
+    hook = rig.policy.model.get_input_embeddings().register_forward_hook(
+        lambda _module, _given, embedded: passes.append(embedded.shape[-2])
+    )
+    try:
+        measure(rig, sequences=[*SEQUENCES, *([3, 4, 5, each] for each in range(6, 11)), range(3, 35)])
+    finally:
+        hook.remove()
+    # A batch of the engine takes a prefill and two decode steps, and this one has room for eight rows: four sequences
+    # alone, 18 rows, two times four under untrained adapters. Of the trainer: all, their halves, and twice four.
+    assert len(passes) <= 3 * (4 + 3 + 2) + 4
 
 
 def test_masters_come_back_after_an_error_as_well(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class Rig:
         model = builtin_folder("tiny-adder", "INT4")
         policy = load_policy(model, ADAPTERS[adapter], compute_dtype=getattr(torch, compute_dtype))
         tokenizer = ChatTokenizer(model)
+        self.policy = policy
         self.masters_owner = policy.injected.masters
         self.masters = policy.injected.masters.parameters
         self.store = open_store(str(folder))
