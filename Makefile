@@ -28,7 +28,7 @@ TORCH := loop rollout sides training
 RARELY_RUN := benchmarks tools tests/engines tests/gpu tests/megatron tests/ranks
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-long test-models real-model test-real test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs fuzz test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site pictures vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench bench-table release-check clean
+.PHONY: help install dev quickstart test test-busy test-long test-models real-model test-real test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs fuzz test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site pictures vendor-table constraints same-bits same-behaviour gpu-wheels gpu-proof bench bench-table release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ quickstart: install ## train the shipped model with LoRA on its INT4 base (two c
 
 test: dev ## the run, its parts, the operator's logic (Python only; the structure: make check)
 	$(SPREAD) -m "not long"
+
+test-busy: dev ## the same beside eight busy loops, which end with it: load alone fails no test (an hour on two cores)
+	for each in 1 2 3 4 5 6 7 8; do while kill -0 $$$$; do :; done 2>/dev/null & done; $(SPREAD) -m "not long"
 
 test-long: dev ## what the other tests of this list leave out: every benchmark at its smallest size, examples, precisions and notebooks that learn, the guide of SFT, the pages for Python, kills under load (long)
 	$(SPREAD) -m long tests/integration tests/models

@@ -45,6 +45,7 @@ from orbit_runtime.errors import (
     OutOfMemoryError,
     StoppedOnRequest,
     UnsupportedError,
+    UsageError,
     gpu_fault,
     is_out_of_memory,
     too_many_files,
@@ -235,6 +236,10 @@ def _fail(error: OrbitError, as_json: bool) -> int:
     if as_json:
         print(json.dumps(error.to_json(), default=str))
     else:
+        if error.exit_code == UsageError.exit_code and (error.where or "").startswith("spec."):
+            from orbit_runtime.spec.load import find_place
+
+            error.where = find_place(error.where or "")
         said = str(error) if isinstance(error, StoppedOnRequest) else f"error: {error}"
         print(said, file=sys.stderr)
     return error.exit_code

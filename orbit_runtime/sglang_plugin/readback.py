@@ -11,6 +11,9 @@ scaling, that must be the published B. OFT's R is kept in buffers of our own, wh
 
 from __future__ import annotations
 
+import io
+import pickle
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +39,16 @@ from orbit_runtime.digests import Pieces
 from orbit_runtime.sglang_plugin.experts import expert_buffers
 from orbit_runtime.sglang_plugin.ranks import are_on_one_machine, count, own_rank
 from orbit_runtime.sglang_plugin.rotation import OFTFiles, RotationTable, parts
-from orbit_runtime.sglang_plugin.shards import ShardPiece, SplitTensor, borrow, join, lend, pack, with_pieces
+from orbit_runtime.sglang_plugin.shards import (
+    ShardPiece,
+    SharedTensor,
+    SplitTensor,
+    borrow,
+    join,
+    lend,
+    pack,
+    with_pieces,
+)
 from orbit_runtime.sglang_plugin.weights import HeldTensor, name_in_files
 from orbit_runtime.workers.servers.protocol import EXPLAIN_FILE
 
@@ -89,6 +101,23 @@ class RankReport:
     """Pieces by slot."""
     opening: MemoryOpening | None = None
     """The memory of these pieces' values, if rank 0 may map it."""
+
+
+_NAMED: dict[tuple[str, str], Any] = {
+    **{("torch", str(each).removeprefix("torch.")): each for each in vars(torch).values() if type(each) is torch.dtype},
+    **{
+        (each.__module__, each.__name__): each
+        for each in (RankReport, ShardPiece, SharedTensor, MemoryOpening, OrderedDict, torch._utils._rebuild_tensor_v2)
+    },
+    ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), weights_only=True),
+}
+
+
+class ReportReader(pickle.Unpickler):
+    """Reads the reports of another rank from a file; whoever wrote it, nothing is called but what reports name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _NAMED[module, name]
 
 
 _passed: dict[str, PreparedBatch] = {}

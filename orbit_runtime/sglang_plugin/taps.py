@@ -13,6 +13,7 @@ sample. Digests are computed concurrently with the following passes.
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import pickle
@@ -159,10 +160,12 @@ def _receive(file: Path, seconds: float) -> Any:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
-            told = pickle.loads(file.read_bytes())
+            told = readback.ReportReader(io.BytesIO(file.read_bytes())).load()
         except FileNotFoundError:
             time.sleep(LOOK_SECONDS)
             continue
+        except Exception as error:
+            told = {"unhooked": [], "reports": {}, "error": f"its report cannot be read: {type(error).__name__}"}
         file.unlink()
         return told
     return {"unhooked": [], "reports": {}, "error": f"reported nothing of the pass within {seconds:.0f} s"}

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec.block import Contradiction
-from orbit_runtime.spec.document import parse_document
+from orbit_runtime.spec.document import Document, parse_document
 from orbit_runtime.spec.fields import find_schema, format_path, is_block, is_free
 from orbit_runtime.spec.overrides import apply_overrides
 from orbit_runtime.spec.problems import build_problem, explain
@@ -57,11 +57,32 @@ def parse_manifest(
     variables = os.environ if environ is None else environ
     findings = [*_expand_uris(document.value, variables), *_validate(document.value, broken)]
     if not findings and not problems:
+        _newest[:] = [(document, name, given)]
         return OrbitRun.model_validate(document.value, by_name=False)
     for path, message, fix in findings:
         if path not in broken:
             problems.append(build_problem(path, message, fix, name=name, lines=document.lines, given=given))
     raise _gather(problems, name)
+
+
+_newest: list[tuple[Document, str, Mapping[FieldPath, str]]] = []
+"""The manifest that this process loaded last."""
+
+
+def find_place(field: str) -> str:
+    """Place of a field in the manifest that this process loaded last, for a mistake that was found afterwards:
+    `run.yaml:12: spec.environment.rewards[correct]`."""
+    if not _newest:
+        return field
+    document, name, given = _newest[0]
+    value, path = document.value, FieldPath()
+    for part in re.findall(r"[^.\[\]']+", field):
+        items: list[Any] = value if isinstance(value, list) else []
+        named = [(str(at), isinstance(each, dict) and each.get("name")) for at, each in enumerate(items)]
+        path = (*path, next((at for at, names in enumerate(named) if part in names), part))
+        value = value[path[-1]] if path in document.lines else None
+    place = build_problem(path, "", None, name=name, lines=document.lines, given=given).where or ""
+    return f"{place.rpartition(': ')[0]}: {field}"
 
 
 def _read(path: Path) -> str:

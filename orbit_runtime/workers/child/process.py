@@ -299,20 +299,19 @@ class Seal:
     who has the key can make, and no two are alike. Both ends have one; the key is in their memory and nowhere else.
     """
 
-    def __init__(self, key: str) -> None:
-        self._key = key.encode()
+    def __init__(self, key: str = "") -> None:
+        """Args: key: the other end's; a new one if empty."""
+        self.key = key or os.urandom(16).hex()
         self._number = 0
 
     def close(self, body: bytes) -> bytes:
         """The message to send."""
         self._number += 1
-        mark = hmac.digest(self._key, b"%d " % self._number + body, "sha256")
-        return mark.hex().encode() + b" " + body
+        return hmac.digest(self.key.encode(), b"%d " % self._number + body, "sha256").hex().encode() + b" " + body
 
     def open(self, message: bytes) -> bytes:
         """Its body. Raises ValueError for what the other end has not sent, or not as its next message."""
-        body = message.partition(b" ")[2]
-        if not hmac.compare_digest(self.close(body), message):
+        if not hmac.compare_digest(self.close(body := message.partition(b" ")[2]), message):
             raise ValueError("written by another")
         return body
 

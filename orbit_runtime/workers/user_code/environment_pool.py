@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import secrets
 import socket
 import subprocess
 import threading
@@ -150,9 +149,8 @@ class Cell:
         self.served = 0
         self._reader = reader
         self._writer = writer
-        key = secrets.token_hex(16)
-        self._seal = Seal(key)
-        writer.write(frame(key.encode()))
+        self._seal = Seal()
+        writer.write(frame(self._seal.key.encode()))
 
     async def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Raises TimeoutError, or ConnectionError if the process ended."""
@@ -260,15 +258,14 @@ class EnvironmentPool:
         self._printed = OutputRelay("environments", OUTPUT_BYTES)
         self._loop.add_reader(output_read, self._pass_on)
         self._control.setblocking(False)
-        key = secrets.token_hex(16)
-        self._seal = Seal(key)
+        self._seal = Seal()
         head = {
             "path": import_path(self._search_path),
             "environment": self._target.environment,
             "arguments": dict(self._target.arguments),
             "tools": list(self._target.tools),
             "limits": dataclasses.asdict(self._limits),
-            "key": key,
+            "key": self._seal.key,
         }
         self._answers = asyncio.StreamReader(limit=1 << 26)
         self._reading = self._loop.create_task(self._read_control())

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import queue
-import secrets
 import selectors
 import subprocess
 import threading
@@ -101,9 +100,8 @@ class RewardProcess:
         """Whether it confirmed the last chunk sent."""
         self.progress_at = now
         """When the running call started, as far as the parent can tell."""
-        key = secrets.token_hex(16)
-        self._seal = Seal(key)
-        self.send({**head, "key": key})
+        self._seal = Seal()
+        self.send({**head, "key": self._seal.key})
 
     @property
     def is_idle(self) -> bool:

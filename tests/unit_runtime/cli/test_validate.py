@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.api.checks import local_facts
+from orbit_runtime.cli.main import run_command
 from orbit_runtime.cli.plan import plan
 from orbit_runtime.cli.validate import validate
 from orbit_runtime.environments.targets import check_arguments
@@ -240,6 +241,27 @@ def test_a_reward_that_cannot_be_called_is_no_valid_manifest(own: Path, code: st
     with pytest.raises(ManifestError, match=said):
         validate(own / "run.yaml", [], as_json=True)
     assert "mine" not in sys.modules, "code of the user's runs in a worker only"
+
+
+def test_what_is_found_after_the_file_was_read_is_named_with_file_and_line(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, file = (own / "run.yaml").read_text(), own / "run.yaml"
+    file.write_text(text.replace("mine:score", "nobody:score"))
+    lines = file.read_text().splitlines()
+    (item,) = (number for number, line in enumerate(lines, 1) if "name: " in line and "nobody" in lines[number])
+    field = "spec.environment.rewards[correct]"
+    assert run_command(["validate", str(file)]) == 64
+    assert capsys.readouterr().err.startswith(f"error: {file}:{item}: {field}: no module 'nobody'")
+
+    rewards = "spec.environment.rewards=[{name: a, entrypoint: nobody:score}]"
+    assert run_command(["validate", str(file), "--set", rewards]) == 64
+    assert capsys.readouterr().err.startswith(f"error: --set {rewards}: spec.environment.rewards[a]: no module")
+
+    file.write_text(text.replace("  environment:\n", "  environment:\n    code: {uri: ./nowhere}\n"))
+    line = 1 + file.read_text().splitlines().index("    code: {uri: ./nowhere}")
+    assert run_command(["validate", str(file)]) == 64
+    assert capsys.readouterr().err.startswith(f"error: {file}:{line}: spec.environment.code.uri: there is neither")
 
 
 def test_what_lies_elsewhere_is_named_as_not_opened(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pickle
 import threading
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +17,12 @@ import pytest
 import torch
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.buffer import MemoryOpening
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, files_digest
 from orbit_runtime.rollout.taps import asked_facts
 from orbit_runtime.sglang_plugin import readback, taps
+from orbit_runtime.sglang_plugin.readback import RankReport
+from orbit_runtime.sglang_plugin.shards import ShardPiece, SharedTensor
 from orbit_runtime.workers.servers.protocol import TAPS_VARIABLE
 
 RANK, WIDTH = 2, 4
@@ -216,6 +222,40 @@ def test_a_rank_that_tells_nothing_is_said_to(folder: Path, held: Held, monkeypa
 
     (_, silent) = asyncio.run(ask())["every"]
     assert "reported nothing of the pass" in silent["error"]
+
+
+def test_a_report_of_another_rank_is_what_it_sent_and_calls_nothing(tmp_path: Path) -> None:
+    lent = ShardPiece("q.A", SharedTensor(64, (2, 3), torch.bfloat16), axis=1, part=1)
+    sent = ShardPiece("q.B", torch.arange(6.0).view(2, 3))
+    copy = ShardPiece("q.R", "digest", is_copy=True)
+    report = RankReport(1, None, 0.5, "mark", {0: [lent, sent, copy]}, MemoryOpening("/proc/1/fd/7", "memory"))
+    own = {"unhooked": ["a"], "reports": {"policy-v2": report}, "error": None}
+
+    (tmp_path / "report").write_bytes(pickle.dumps(own))
+    told = taps._receive(tmp_path / "report", 1.0)
+    found = told["reports"]["policy-v2"]
+    first, second, third = found.pieces[0]
+    assert (told["unhooked"], told["error"]) == (["a"], None)
+    assert (found.slot, found.passed, found.scaling, found.mark) == (1, None, 0.5, "mark")
+    assert found.opening == report.opening
+    assert (first.data, first.axis, first.part) == (lent.data, 1, 1)
+    assert torch.equal(second.data, sent.data)
+    assert (third.data, third.is_copy) == ("digest", True)
+
+    (tmp_path / "report").write_bytes(pickle.dumps(own | {"error": Calls(tmp_path / "called")}))
+    refused = taps._receive(tmp_path / "report", 1.0)
+    assert refused == {"unhooked": [], "reports": {}, "error": "its report cannot be read: KeyError"}
+    assert not [*tmp_path.iterdir()]
+
+
+@dataclass
+class Calls:
+    """Makes a folder where it is unpickled."""
+
+    folder: Path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
 
 
 def test_the_longest_wait_for_facts_follows_from_the_bytes_that_are_hashed(folder: Path) -> None:
