@@ -9,11 +9,12 @@ arrived, and the run, server or evaluation that loads it proves it.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,10 +60,12 @@ from orbit_runtime.spec.data import Validation
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import RetryPolicy
-from orbit_runtime.types import AdapterFiles, Prompt, Sample, UpdateResult
+from orbit_runtime.types import AdapterFiles, Prompt, Sample, Tokenizer, UpdateResult
 from orbit_runtime.workers.child.signals import StopFlag
 from orbit_runtime.workers.system import gc_paused, unfreeze_objects
 
+ANSWERS, ANSWER_TOKENS, ANSWER_SECONDS = 3, 32, 10.0
+"""For the report: demonstrations that are answered, tokens of an answer, and the time after which none is begun."""
 ROWS_SECONDS = 5.0
 """Interval at which rows are stored together: a step may take milliseconds, and a write to the store longer."""
 
@@ -75,6 +78,7 @@ class SftParts(RunParts):
     """Encoded demonstrations by prompt id."""
     held_out: tuple[EncodedDemonstration, ...]
     """Demonstrations that the policy is measured on and never trained on."""
+    tokenizer: Tokenizer
     canary_T: tuple[int, ...]
     weights: str
     """Digest of the base's files."""
@@ -139,6 +143,7 @@ def build_sft(
         content=content_digests(folder, table, weights, inputs.code_digest()),
         inputs=inputs,
         sequences=sequences,
+        tokenizer=tokenizer,
         canary_T=build_canary(sequences, SHORT_CANARY),
         show=show,
         encoded=by_id,
@@ -204,7 +209,43 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
     if state.step > first:
         _keep_newest(parts, state)
     _settle(parts, state)
+    if state.step > first and ended != "stopped":
+        parts.show.stage("evaluate", state.step)
+        parts.execution.check()
+        parts.store.put_many([("answers.json", json.dumps({"answers": list(_answers(parts))}).encode())])
     return ended
+
+
+def _answers(parts: SftParts) -> Iterator[dict[str, str]]:
+    """The likeliest answers of base and trained policy to a few prompts, held-out ones if there are any."""
+    asked = parts.held_out or tuple(parts.encoded.values())
+    text, end = parts.tokenizer.decode, time.monotonic() + ANSWER_SECONDS
+    for each in asked[:ANSWERS]:
+        first = each.loss_mask_T.index(1)
+        length = (each.loss_mask_T[first:].tobytes() + b"\0").index(0)
+        prompt_T, shown_T = tuple(each.token_ids_T[:first]), tuple(each.token_ids_T[first : first + length])
+        # The whole of a model that trains has no base left.
+        sides = ("after",) if parts.whole_files is not None else ("after", "base")
+        said = {name: text(_answer(parts, prompt_T, shown_T, at, end)) for at, name in enumerate(sides)}
+        yield {"prompt": text(prompt_T), "expected": text(shown_T), **said}
+
+
+def _answer(parts: SftParts, prompt_T: tuple[int, ...], shown_T: tuple[int, ...], side: int, end: float) -> list[int]:
+    """The answer of one side of `Trainer.score`. While it follows the demonstration, one pass finds many tokens."""
+    said: list[int] = []
+    while len(said) < ANSWER_TOKENS and time.monotonic() < end:
+        ahead_T = shown_T[len(said) : ANSWER_TOKENS] if tuple(said) == shown_T[: len(said)] else ()
+        parts.show.status.beat()
+        # The last token is only a place for the one before it to be followed by.
+        scored = parts.trainer.score((*prompt_T, *said, *ahead_T, prompt_T[-1]))[side]
+        assert scored.top_T is not None, "a trainer reports the likeliest tokens"
+        for token in scored.top_T[len(prompt_T) + len(said) :]:
+            if token in parts.tokenizer.eos_ids:
+                return said
+            said.append(token)
+            if tuple(said) != shown_T[: len(said)]:
+                break
+    return said[:ANSWER_TOKENS]
 
 
 def _measure(parts: SftParts, state: RunState) -> float:

@@ -75,6 +75,8 @@ class RunFolder:
     """Rollout files of every step that has them, in order."""
     answers: tuple[File, ...] = ()
     """Answers to the held-out prompts, for every finished evaluation, in order."""
+    demonstrated: tuple[Json, ...] = ()
+    """Answers before and after training by demonstrations: `answers.json`."""
     row_faults: tuple[str, ...] = ()
     """See the function of this name."""
     best: BestVersion | None = None
@@ -122,6 +124,7 @@ def read_run_folder(source: FolderSource, rows: tuple[MetricsRow, ...] | None = 
         evaluations=tuple(evaluations.values()),
         rollouts=rollout_files(source),
         answers=tuple(File(step, f"evaluation/step-{step:06d}/samples.jsonl.zst") for step in evaluations),
+        demonstrated=_read_answers(source),
         row_faults=tuple(faults),
         best=next(iter(find_best(source)), None),
     )
@@ -277,6 +280,12 @@ def _read_start(source: FolderSource, keys: Sequence[str]) -> dict[str, float]:
     if not isinstance(found, Mapping):
         return {}
     return {str(name): float(seconds) for name, seconds in found.items() if isinstance(seconds, int | float)}
+
+
+def _read_answers(source: FolderSource) -> tuple[Json, ...]:
+    found = (_read_json(source, "answers.json") or {}).get("answers")
+    needed = {"prompt", "expected", "after"}
+    return tuple(each for each in found if isinstance(each, dict) and needed <= each.keys()) if found else ()
 
 
 def _read_json(source: FolderSource, key: str) -> dict[str, Any] | None:

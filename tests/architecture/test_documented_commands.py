@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 CLUSTER_PAGES = sorted((ROOT / "docs/guides/cluster").glob("*.md"))
 FIRST_PAGE = "tests/integration/test_first_page.py::test_the_page_gets_from_nothing_to_an_own_reward"
 SERVED = "tests/integration/test_serving_guide.py::"
+REAL = "tests/real/test_smollm2.py::test_the_example_learns"
 NETWORK = "needs a package index"
 GPU = "needs a GPU; each stage runs without one in tests/models/test_gpu_proof.py"
 
@@ -37,6 +38,10 @@ WHERE: Mapping[str, Mapping[str, str]] = {
     "README.md": {
         "make quickstart": f"{NETWORK}; what it runs is run by tests/integration/test_quickstart.py",
         "make test": "these tests",
+        ". .venv/bin/activate": "changes the reader's shell",
+        "orbit try examples/smollm2.yaml": REAL,
+        "orbit run examples/smollm2.yaml": REAL,
+        "orbit serve runs/smollm2@best": REAL,
         "orbit validate run.yaml": FIRST_PAGE,
         "orbit try run.yaml": FIRST_PAGE,
         "orbit run run.yaml": FIRST_PAGE,
@@ -85,7 +90,7 @@ WHERE: Mapping[str, Mapping[str, str]] = {
     },
     "docs/guides/real_model.md": {
         "make real-model": NETWORK,
-        "orbit run examples/smollm2.yaml": "tests/real/test_smollm2.py::test_the_example_learns",
+        "orbit run examples/smollm2.yaml": REAL,
         "orbit run examples/smollm2.yaml --out runs/naive": "tests/real/test_smollm2.py::"
         "test_a_naive_reward_is_satisfied_without_the_task",
         "orbit run examples/smollm2.yaml --out runs/int4": "tests/real/test_smollm2.py::"

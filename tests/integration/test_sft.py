@@ -8,6 +8,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,17 @@ def test_three_steps_cost_what_transformers_and_peft_say(tmp_path: Path) -> None
         assert row.number("loss") == pytest.approx(float(loss), rel=within)
         assert row.number("grad_norm") == pytest.approx(float(norm), rel=10 * within)
 
+    told = json.loads((tmp_path / "ours" / "answers.json").read_text())["answers"]
+    assert [each["expected"] for each in told] == [json.loads(line)["answer"] for line in lines[:3]]
+    for each, line in zip(told, lines, strict=False):
+        ids = tokenizer(f"<|user|>{json.loads(line)['prompt']}<|im_end|><|assistant|>", return_tensors="pt").input_ids
+        likeliest = partial(model.generate, ids, do_sample=False, max_new_tokens=32)
+        after = likeliest()
+        with model.disable_adapter():
+            base = likeliest()
+        said = [tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) for made in (base, after)]
+        assert [each["base"], each["after"]] == said
+
 
 def test_what_was_held_out_gets_cheaper_and_the_newest_adapter_is_the_best(learned: Path) -> None:
     measured = [row.number("validation_loss") for row in rows(learned) if row.number("validation_loss") is not None]
@@ -117,7 +130,12 @@ def test_what_was_held_out_gets_cheaper_and_the_newest_adapter_is_the_best(learn
     found = build_report(open_store(str(learned), writable=False))
     (chart,) = held_out_chart(found.rows, report["headline"]["first"])
     assert [len(series.values) for series in chart.legend] == [1 + len(measured)]
-    assert chart.title in render_html(found)
+    page = render_html(found)
+    assert chart.title in page
+    told = json.loads((learned / "answers.json").read_text())["answers"]
+    assert len(told) == 3
+    assert all(f'<div class="said">{escape(each["after"])}</div>' in page for each in told)
+    assert "held-out prompts" in page
 
 
 @pytest.mark.parametrize("as_patience", [True, False])

@@ -111,11 +111,20 @@ def test_three_steps_of_a_real_model_are_proven(model: Path, tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_example_learns(model: Path, tmp_path: Path) -> None:
-    """As docs/guides/real_model.md has it."""
-    out = tmp_path / "run"
-    orbit("run", EXAMPLE, "--out", out, "--set", f"spec.model.uri={model}")
+    """As README.md and docs/guides/real_model.md have it."""
+    out, changed = tmp_path / "run", ("--set", f"spec.model.uri={model}")
+    assert "24 steps, about " in orbit("try", EXAMPLE, *changed)
+    orbit("run", EXAMPLE, "--out", out, *changed)
     first, *_, last = json.loads((out / "report.json").read_text())["evaluation"]["held-out"]
     assert last["mean"] - first["mean"] >= 0.3
+    best = json.loads((out / "report.json").read_text())["best"]
+    request = ServeRequest(f"{out}@best")
+    serving = start_serving(open_models(request, ServeLimits(), lambda _: None), "127.0.0.1", 0, None)
+    try:
+        with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client:
+            assert best["step"] in [each.to_dict().get("policy_version") for each in client.models.list()]
+    finally:
+        serving.close()
 
 
 @pytest.mark.long
