@@ -34,6 +34,7 @@ Phase = Literal["load", "rollout", "train", "publish"]
 PHASES: tuple[Phase, ...] = ("load", "rollout", "train", "publish")
 Copies = Literal["Shared", "Two"]
 Parts = dict[str, int]
+WIDENED = "base, widened"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Setting:
     recompute: Recompute
     server_gpus: int = 1
     """GPUs of each SGLang server."""
+    widened: bool = False
+    """Whether the trainer holds BF16 linears in fp32, so that passes in fp32 do not cast them again."""
 
     @property
     def engine_layout(self) -> Layout:
@@ -155,7 +158,7 @@ def _trainer_side(setting: Setting) -> TrainerMemory:
     if setting.job.in_process and not setting.job.is_split:
         # The single copy is the engine's: it also holds what the trainer does not need.
         base = _base(setting, "engine")
-    loaded = _times(setting.ranks_here, {**base, **_runtime(setting, "trainer")})
+    loaded = _times(setting.ranks_here, {**base, **_widened(setting), **_runtime(setting, "trainer")})
     return TrainerMemory(loaded, {**loaded, **_times(setting.ranks_here, _optimizer(setting))})
 
 
@@ -254,6 +257,22 @@ def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[
         whole += size / ways - size / layout.tensor
     named = "base" if setting.copies == "Shared" or setting.job.is_split else f"base ({side})"
     return {named: math.ceil(even), f"{named}, replicated": math.ceil(whole)}
+
+
+def _widened(setting: Setting) -> Parts:
+    """What BF16 linears, and an embedding that is the output layer as well, take in fp32 beyond their own bytes."""
+    if not setting.widened:
+        return {}
+    is_tied = not any(each.role == "head" for each in setting.model.architecture.weights)
+    return {
+        WIDENED: sum(
+            stored.num_bytes
+            for stored in base_weights(setting.model, "trainer")
+            if stored.format == "BF16"
+            and stored.weight.role != "routed_expert"
+            and (stored.weight.is_linear or (is_tied and stored.weight.role == "embedding"))
+        )
+    }
 
 
 def base_weights(

@@ -18,7 +18,7 @@ from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
 from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.job import Devices, Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout, objection
-from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
+from orbit_runtime.planner.parts import PHASES, WIDENED, Copies, Parts, Phase, base_bytes
 from orbit_runtime.planner.search import Candidate, advise, capacity_of, choose
 from orbit_runtime.planner.serving import ServerMemory, find_objection, find_refusal, server_gpus, server_memory
 from orbit_runtime.planner.support import Problem, find_problems
@@ -92,6 +92,11 @@ class Plan:
     def server_devices(self) -> tuple[range, ...]:
         """GPUs of each server, numbered over the machine; empty on the CPU."""
         return self.devices.servers(self.servers, self.server_gpus) if len(self.devices.engine) else ()
+
+    @property
+    def widens_base(self) -> bool:
+        """Whether a torch trainer on a CPU holds its BF16 linears in fp32."""
+        return WIDENED in self.phases["load"]
 
     def base_bytes(self) -> int:
         """Bytes of one copy on one device, without what tensor parallelism leaves whole."""

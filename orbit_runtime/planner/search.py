@@ -16,9 +16,10 @@ from orbit_runtime.model_info.gpus import CARDS
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
+from orbit_runtime.planner.assumptions import WIDENED_SHARE
 from orbit_runtime.planner.job import Job, Machine
 from orbit_runtime.planner.layout import Layout, possible_layouts, requested_layout
-from orbit_runtime.planner.parts import PHASES, Copies, PartSizes, Phase, Setting, size_parts
+from orbit_runtime.planner.parts import PHASES, WIDENED, Copies, PartSizes, Phase, Setting, size_parts
 
 SMALLEST_MICRO_BATCH = 1024
 
@@ -45,7 +46,11 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        return self.capacity is None or all(self.needed(phase) <= self.capacity for phase in PHASES)
+        if self.capacity is None:
+            return True
+        # What is held to save time is a small part of the memory.
+        widened = self.sizes.phases["load"].get(WIDENED, 0)
+        return WIDENED_SHARE * widened <= self.capacity and all(self.needed(each) <= self.capacity for each in PHASES)
 
     def needed(self, phase: Phase) -> int:
         return self.sizes.total(phase)
@@ -89,8 +94,9 @@ def _settings(
     model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, server_gpus: int
 ) -> Iterator[Setting]:
     layouts, copies = _layouts(model, job, machine), _copies(job)
-    for recompute, micro, layout in product(_recomputes(job), _micro_batches(job), layouts):
-        yield Setting(model, job, machine, adapter, layout, copies, micro, recompute, server_gpus)
+    widened = _widened(job, machine)
+    for recompute, micro, layout, wide in product(_recomputes(job), _micro_batches(job), layouts, widened):
+        yield Setting(model, job, machine, adapter, layout, copies, micro, recompute, server_gpus, wide)
 
 
 def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
@@ -106,6 +112,12 @@ def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
 def _copies(job: Job) -> Copies:
     """Copies of the base. No other process reads a trainer's base."""
     return "Shared" if job.in_process or job.is_elsewhere else "Two"
+
+
+def _widened(job: Job, machine: Machine) -> tuple[bool, ...]:
+    """Whether BF16 linears may be held in fp32: by a torch trainer that computes in it, in memory that is known."""
+    passes = job.trainer == "Torch" and job.spec.adapter.type != "Full" and job.spec.model.compute_precision != "BF16"
+    return (True, False) if passes and machine.gpu is None and machine.host_bytes is not None else (False,)
 
 
 def _recomputes(job: Job) -> tuple[Recompute, ...]:

@@ -39,7 +39,7 @@ from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
 from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.modules import fuse_norms, keep_stream_fp32, skip_indexers
+from orbit_runtime.policy.modules import fuse_norms, keep_stream_fp32, skip_indexers, widen_linears
 from orbit_runtime.policy.probe import cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
@@ -150,6 +150,12 @@ def load_policy(
         routing=build_routing(model, family.gate_weights) if mode.rows == "packed" else None,
         checkpoint_name=family.checkpoint_name,
     )
+
+
+def widen(policy: Policy) -> Policy:
+    """In place of this policy, which computes in fp32: one that holds its BF16 linears in fp32 (`widen_linears`)."""
+    widen_linears(policy.model)
+    return replace(policy, direct=build_direct(policy.model, policy.compute_dtype))
 
 
 def _passes(raw: dict[str, Any], mode: Mode) -> str:

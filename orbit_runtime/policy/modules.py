@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from orbit_runtime.policy.attention import decoder_of, layers_of
+from orbit_runtime.quant.linear import FrozenLinear
 
 
 class FrozenEmbedding(nn.Module):
@@ -36,6 +37,23 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def widen_linears(model: nn.Module) -> None:
+    """Holds BF16 weights of linears in fp32, and an embedding's table that is one of them, so that no pass in fp32
+    casts them again. Values stay the same.
+    """
+    widened: dict[int, torch.Tensor] = {}
+
+    def wide(weight: torch.Tensor) -> torch.Tensor:
+        return widened.setdefault(weight.data_ptr(), weight.float())
+
+    for module in model.modules():
+        if isinstance(module, FrozenLinear):
+            module.widen(wide)
+    for module in model.modules():
+        if isinstance(module, FrozenEmbedding):
+            module.weight = widened.get(module.weight.data_ptr(), module.weight)
 
 
 def run_in_fp32(router: nn.Module) -> None:

@@ -127,15 +127,23 @@ class FrozenLinear(nn.Module):
             return self.forward(x)
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        w = dense[:size].view(self.out_features, self.in_features)
-        # For a wider dtype, `dense_rows` also widens the BF16 value.
-        w.copy_(self._dense_rows(*(self._views or self._packed_views()), torch.bfloat16))
+        views = self._views or self._packed_views()
+        w = views[0]
+        if w.dtype != x.dtype:
+            w = dense[:size].view(self.out_features, self.in_features)
+            # For a wider dtype, `dense_rows` also widens the BF16 value.
+            w.copy_(self._dense_rows(*views, torch.bfloat16))
         if self.rounding is None:
             return nn.functional.linear(x, w, bias)
         x, factor = self.rounding(x, self._buffers.get("input_scale"))
         if factor is None:
             return nn.functional.linear(x, w, bias)
         return scaled(nn.functional.linear(x, w), factor, bias)
+
+    def widen(self, wide: Callable[[Tensor], Tensor]) -> None:
+        """Holds a BF16 weight as `wide` gives it, in fp32: the same values, no longer cast at every call."""
+        if self.format == "BF16":
+            self._buffers["weight"] = wide(self._buffers["weight"])  # type: ignore[arg-type]
 
     def views(self) -> tuple[Tensor, ...]:
         """The packed tensors in the form that `dense` takes."""

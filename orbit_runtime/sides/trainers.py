@@ -60,6 +60,8 @@ class TrainerLayout:
     """Number of nodes. With more than one, ranks are on others than this one, in the Ray cluster that `RAY_ADDRESS`
     names.
     """
+    widened: bool = False
+    """Whether the plan has room for BF16 linears in fp32, so that passes in fp32 do not cast them again."""
 
 
 def decide_division(resolved: Resolved, folder: Path) -> TrainerLayout:
@@ -96,7 +98,7 @@ def decide_division(resolved: Resolved, folder: Path) -> TrainerLayout:
     if training.trainer == "Torch":
         check_alone(made)
     if made.trainer == "Torch":
-        return replace(alone, recompute=made.recompute)
+        return replace(alone, recompute=made.recompute, widened=made.widens_base)
     check_missing(made)
     check_rank_packages()
     gpus = tuple(made.devices.trainer) if resolved.device == "cuda" else None
@@ -207,7 +209,7 @@ def _build_alone(
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
     resolved, teacher = order.resolved, order.teacher
-    policy = build_policy(resolved, order.folder, division.recompute, note)
+    policy = build_policy(resolved, order.folder, division.recompute, note, widened=division.widened)
     if teacher is not None:
         load_foreign(policy.injected.layers, TEACHER_SLOT, teacher.config, teacher.files, teacher.place)
     trainer = TorchTrainer(policy, _trainer_settings(resolved, order.model), loss)
@@ -270,13 +272,18 @@ def _no_adapter(adapter: AdapterFolder, _digest: str) -> None:
 
 
 def build_policy(
-    resolved: Resolved, folder: Path, recompute: Recompute, note: Callable[[str], None] | None = None
+    resolved: Resolved,
+    folder: Path,
+    recompute: Recompute,
+    note: Callable[[str], None] | None = None,
+    *,
+    widened: bool = False,
 ) -> Policy:
     """The frozen base with a new adapter, in this process. Raises: as `adapter_config`.
 
-    Args: note: called with the table of layers.
+    Args: note: called with the table of layers; widened: whether BF16 linears are held in fp32.
     """
-    from orbit_runtime.policy.load import load_policy
+    from orbit_runtime.policy.load import load_policy, widen
 
     policy = load_policy(
         folder,
@@ -285,7 +292,7 @@ def build_policy(
         announce=note and (lambda report: note(report.text())),
     )
     policy.recompute(recompute)
-    return policy
+    return widen(policy) if widened else policy
 
 
 def _check_torch() -> None:

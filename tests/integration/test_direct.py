@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.direct import FORMS
+from orbit_runtime.policy.load import widen
 from orbit_runtime.policy.packed import Branch, PackedPlan
 from orbit_runtime.quant.linear import FrozenLinear
 from orbit_runtime.rollout.cache import DecodePlan, KVCache
@@ -99,6 +102,57 @@ def test_shared_rows_stand_in_memory_once_and_keep_every_bit(tmp_path: Path) -> 
     stored = load_file(str(next(folder.glob("*.safetensors"))))
     for name, base in zip(("q_proj", "k_proj", "v_proj"), bases, strict=True):
         assert torch.equal(base.packed.qdata, stored[f"model.layers.0.self_attn.{name}.weight"])
+
+
+class _Casts(TorchDispatchMode):
+    """Notes the sizes of BF16 tensors that are cast to fp32 or copied into fp32 memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[0] if args else None
+        dtypes = [each.dtype for each in (source, found) if isinstance(each, torch.Tensor)]
+        if dtypes == [torch.bfloat16, torch.float32]:
+            self.sizes.append(source.numel())
+        return found
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "olmo2"])
+def test_widened_linears_are_the_same_base_and_give_the_same_bits_without_a_cast(
+    tmp_path: Path, architecture: str
+) -> None:
+    folder = make_checkpoint(tmp_path, architecture)
+    stored, wide = (with_slots(each(load_policy(folder, LORA)), LORA) for each in (lambda policy: policy, widen))
+    assert wide.base_digest() == stored.base_digest()
+    smallest, casts = min(base.packed.qdata.numel() for base in bases_of(wide)), []
+    for policy in (stored, wide):
+        with _Casts() as seen:
+            found = hidden_by(policy, "policy-v1", policy.direct is not None)
+            logits, logprobs = policy.head(found), logprobs_of(policy)
+        casts.append(max(seen.sizes, default=0) >= smallest)
+        if policy is stored:
+            expected = (found, logits, logprobs)
+    assert all(map(torch.equal, (found, logits, logprobs), expected))
+    assert casts == [True, False]
+    # A model whose embedding is its output layer still holds the two once.
+    head, table = wide.model.get_output_embeddings(), wide.model.get_input_embeddings()
+    assert (head.packed.qdata.data_ptr() == table.weight.data_ptr()) is (architecture == "qwen3")
+    with torch.no_grad():
+        bases_of(wide)[0].packed.qdata.view(torch.int32)[0, 0] ^= 1
+    assert wide.base_digest() != stored.base_digest()
+
+
+def bases_of(policy: Policy) -> list[FrozenLinear]:
+    return [module for module in policy.model.modules() if isinstance(module, FrozenLinear)]
+
+
+def logprobs_of(policy: Policy) -> torch.Tensor:
+    """A trainer's pass, with its gradient's graph."""
+    with policy.injected.selection.use(TRAINER_SLOT):
+        return policy.logprobs(policy.pack([Branch(0, PROMPTS[0], PROMPTS[2]), Branch(1, PROMPTS[2], (4, 5))]))[0]
 
 
 def test_another_form_or_dtype_goes_through_its_modules(tmp_path: Path) -> None:

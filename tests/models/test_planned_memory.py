@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -25,6 +26,7 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, Plan, plan
 from orbit_runtime.planner import assumptions as known
 from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.load import widen
 from orbit_runtime.policy.logprobs import CHUNK_ELEMENTS
 from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT
@@ -126,6 +128,17 @@ def test_the_packed_base(case: Case) -> None:
     angles = {id(buffer) for name, buffer in case.policy.model.named_buffers() if "inv_freq" in name}
     base = [t for t in case.policy._base_tensors().values() if id(t) not in angles]
     within(case, "base", storage_bytes(base), case.made.phases["train"]["base"])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4", "qwen3"])
+def test_linears_that_are_widened(kind: str, tmp_path: Path) -> None:
+    folder = builtin_folder("tiny-adder", kind.upper()) if kind in SHIPPED else make_checkpoint(tmp_path, kind)
+    made = plan(manifest_for("LoRA"), folder_facts(folder), Machine(None, 0, 2**34))
+    config = AdapterConfig(type="LoRA", targets=TARGETS, rank=8, alpha=16.0)
+    policy = load_policy(folder, config)
+    before = storage_bytes(policy._base_tensors().values())
+    more = storage_bytes(widen(policy)._base_tensors().values()) - before
+    within(Case(kind, "LoRA", *[None] * 5), "base, widened", more, made.phases["train"]["base, widened"])
 
 
 def test_the_adapter_its_gradients_and_the_optimizer(case: Case) -> None:

@@ -253,6 +253,20 @@ def test_the_cpu_is_judged_by_its_memory() -> None:
     assert planned(Machine(None, 0, None)).fits
 
 
+def test_linears_are_widened_on_a_cpu_where_that_takes_an_eighth_of_its_memory_at_most() -> None:
+    small = {"maxSequenceLength": 512}
+    wide, narrow = (planned(Machine(None, 0, size * GIB), model=small) for size in (64, 56))
+    assert (wide.widens_base, narrow.widens_base, narrow.fits) == (True, False, True)
+    facts = card_facts("Qwen/Qwen3-4B")
+    # Norms are fp32 in any case.
+    assert wide.phases["train"]["base, widened"] == pytest.approx(facts.num_bytes(), rel=1e-3)
+    assert wide.total("train") - narrow.total("train") >= wide.phases["train"]["base, widened"]
+    assert not planned(Machine(None, 0, None), model=small).widens_base
+    assert not planned(Machine(None, 0, 256 * GIB), model=small | {"computePrecision": "BF16"}).widens_base
+    assert not planned(Machine(None, 0, 1024 * GIB), model=small, training={"trainer": "Megatron"}).widens_base
+    assert not planned(Machine(B200, 1, 1024 * GIB)).widens_base
+
+
 def test_host_memory_and_disk_that_the_manifest_limits_are_checked() -> None:
     machine = Machine(H100, 8, host_bytes=8 * GIB, disk_bytes=GIB)
     messages = [problem.message for problem in planned(machine).problems]
