@@ -44,7 +44,10 @@ from orbit_runtime.spec.run import API_VERSION, upgrade_manifest
 
 NODE_SECONDS = 5.0
 """A node is not read more often than this."""
-QUEUED_RANKS = "a run over several nodes cannot wait in a queue, and this installation puts every run into"
+QUEUED_RANKS = (
+    "a run over several nodes cannot wait in a queue, and this installation puts every run into {} (`runs.queueName` "
+    "of the chart); leave that empty, or write `nodes: 1` in `spec.placement`"
+)
 KUBERAY_MISSING = "the cluster has no RayCluster (ray.io/v1), which placement.nodes needs: install KubeRay's operator"
 
 
@@ -197,7 +200,7 @@ class Observer:
             observed,
             ranks=tuple(found),
             rank_pods=tuple(pod for pod in pods if pod.job_uid in uids),
-            ranks_problem=f"{QUEUED_RANKS} {queue}" if queue else "",
+            ranks_problem=QUEUED_RANKS.format(queue) if queue else "",
         )
 
     def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: RecordedStatus) -> Progress | None:

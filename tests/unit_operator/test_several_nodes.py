@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
@@ -15,12 +18,13 @@ from unit_operator.test_manifests import LARGE, SETTINGS, SMALL, source
 from orbit_operator.actions import CreateAttempt, CreateRanks, DeleteRanks, State
 from orbit_operator.api import ApiError
 from orbit_operator.apply import NameTakenError, explain_refusal
+from orbit_operator.cache import Cache, Child, RawRun
 from orbit_operator.facts import ContainerEnd, PodFacts
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.network_policy import build_network_policy
 from orbit_operator.manifests.ray_cluster import build_ray_cluster
 from orbit_operator.manifests.source import ranks_name, ray_address
-from orbit_operator.observe import judge_manifest
+from orbit_operator.observe import Observer, judge_manifest
 from orbit_operator.read import read_ranks
 
 FLAGSHIP: dict[str, Any] = {
@@ -139,6 +143,26 @@ def test_without_kuberay_no_attempt_is_made() -> None:
     said = (chosen.state.phase, chosen.state.reason, chosen.state.message, chosen.state.owner)
     assert said == ("Pending", "RanksUnavailable", "install KubeRay", "cluster")
     assert chosen.wake_at is not None, "it is looked for again"
+
+
+def test_an_installations_queue_and_a_rank_that_no_scheduler_looks_at_are_seen() -> None:
+    """Such a run waits and says what to do: its ranks and its own pod would be admitted separately."""
+    ranks = {"metadata": {"name": "ranks-adder-a1", "uid": "c", "labels": {"orbitrl.dev/attempt": "1"}}}
+
+    class Lists:
+        async def list(self, *_: object) -> AsyncIterator[dict[str, Any]]:
+            yield ranks
+
+    cache, key = Cache(), ("team", "adder")
+    head = {"namespace": "team", "name": "adder", "uid": "r"}
+    body = orjson.dumps({"metadata": head, "spec": {"placement": {"nodes": 3}}})
+    cache.runs.put(key, "r", RawRun("r", body, "1"), 1)
+    cache.pods.put(key, "p", Child("r", PodFacts("ranks-adder-a1-0", "p", 0, "c", created=1.0)), 1)
+    found = asyncio.run(Observer(Lists(), cache, "team-queue").look(key, 60.0))  # type: ignore[arg-type]
+    assert found is not None
+    assert "every run into team-queue" in found[2].ranks_problem
+    assert "write `nodes: 1`" in found[2].ranks_problem
+    assert ["no scheduler" in pod.unschedulable for pod in found[2].rank_pods] == [True]
 
 
 def test_a_ray_cluster_that_is_refused_is_told() -> None:
