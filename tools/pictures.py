@@ -14,14 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 MOST_BYTES = 1 << 20
 """Bytes of all pictures together."""
-WIDTH, HEIGHT = 1100, 760
+WIDTH, HEIGHT = 1100, 800
 LIVE_STEP = 30
+SHOWN = "runs/quickstart"
+"""The run folder of the pictures; the real one is a folder of this machine."""
 
 
 def main() -> int:
@@ -41,20 +44,17 @@ def main() -> int:
             while process.poll() is None and f" step {LIVE_STEP}/" not in log.read_text(encoding="utf-8"):
                 time.sleep(0.2)
             if address := re.search(r"http://127\.0\.0\.1:\d+", log.read_text(encoding="utf-8")):
-                take(browser, f"{address[0]}/report", "live")
+                with urllib.request.urlopen(f"{address[0]}/report") as answer:
+                    take(browser, answer.read().decode().replace(str(run), SHOWN), "live")
         finally:
             code = process.wait()
         if code:
             print(log.read_text(encoding="utf-8"))
             return code
-        take(browser, f"file://{run}/report.html", "report")
-        told = (
-            re.sub(r"(?m)^\S+Z ", "", log.read_text(encoding="utf-8")).replace(str(run), "runs/quickstart").splitlines()
-        )
-        page = Path(folder) / "terminal.html"
+        take(browser, (run / "report.html").read_text(encoding="utf-8").replace(str(run), SHOWN), "report")
+        told = re.sub(r"(?m)^\S+Z ", "", log.read_text(encoding="utf-8")).replace(str(run), SHOWN).splitlines()
         lines = "\n".join(["$ orbit run examples/quickstart.yaml", *told[:6], "…", *told[-22:]])
-        page.write_text(f"<meta charset=utf-8>{TERMINAL}<pre>{html.escape(lines)}</pre>", encoding="utf-8")
-        take(browser, f"file://{page}", "terminal")
+        take(browser, f"<meta charset=utf-8>{TERMINAL}<pre>{html.escape(lines)}</pre>", "terminal")
     size = sum(each.stat().st_size for each in PICTURES.iterdir())
     print(f"docs/pictures: {size / 1024:.0f} KiB of {MOST_BYTES / 1024:.0f}")
     return int(size > MOST_BYTES)
@@ -66,12 +66,14 @@ TERMINAL = (
 )
 
 
-def take(browser: str, address: str, name: str) -> None:
+def take(browser: str, content: str, name: str) -> None:
     """A picture of the top of a page."""
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        page.write_text(content, encoding="utf-8")
         subprocess.run(
-            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
-             f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={PICTURES / f'{name}.png'}", address],
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/b",
+             f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={PICTURES / f'{name}.png'}", f"file://{page}"],
             check=True, capture_output=True,
         )  # fmt: skip
 

@@ -112,7 +112,8 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 
 def _reach(known: Sequence[float], series: Sequence[Series]) -> tuple[float, float]:
-    """The range of the axis: the lines, and the shades as far as the lines keep half of the height."""
+    """The range of the axis: the lines, and the shades as far as the lines keep half of the height; of a line that is
+    level, all of its shade."""
     low, high = min(known), max(known)
     ends = [_known(end) for line in series if line.band for end in line.band]
     lows, highs = [low, *(each for end in ends for each in end)], [high, *(each for end in ends for each in end)]
@@ -120,7 +121,7 @@ def _reach(known: Sequence[float], series: Sequence[Series]) -> tuple[float, flo
         None if a is None or b is None else b - a
         for line in series if line.band for a, b in zip(*line.band, strict=True)
     )  # fmt: skip
-    pad = max((high - low) / 2, fmean(widths) / 4) if widths else 0.0
+    pad = max((high - low) / 2, fmean(widths) / 4) if widths and high > low else math.inf
     return max(min(lows), low - pad), min(max(highs), high + pad)
 
 

@@ -284,8 +284,12 @@ def _read_start(source: FolderSource, keys: Sequence[str]) -> dict[str, float]:
 
 def _read_answers(source: FolderSource) -> tuple[Json, ...]:
     found = (_read_json(source, "answers.json") or {}).get("answers")
+    return tuple(each for each in found if _is_answer(each)) if isinstance(found, list) else ()
+
+
+def _is_answer(value: Any) -> bool:
     needed = {"prompt", "expected", "after"}
-    return tuple(each for each in found if isinstance(each, dict) and needed <= each.keys()) if found else ()
+    return isinstance(value, dict) and needed <= value.keys() and all(isinstance(each, str) for each in value.values())
 
 
 def _read_json(source: FolderSource, key: str) -> dict[str, Any] | None:

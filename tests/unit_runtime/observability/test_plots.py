@@ -75,6 +75,12 @@ def test_a_deviation_is_a_shade_that_leaves_the_line_half_of_the_height() -> Non
     assert float(root.get("data-low", "nan")) >= -10
 
 
+def test_the_interval_of_a_single_value_is_within_its_axis() -> None:
+    root = ElementTree.fromstring(draw_lines("x", [0], [Series("x", [0.253], 0, ([0.209], [0.297]))]))
+    low, high = (float(root.get(f"data-{end}", "nan")) for end in ("low", "high"))
+    assert low <= 0.209 < 0.297 <= high
+
+
 def test_a_share_has_no_axis_beyond_1() -> None:
     svg = draw_lines("share", [1, 2], [Series("share", [1.0, 1.0])], most=1.0)
     assert 'data-high="1.0"' in svg

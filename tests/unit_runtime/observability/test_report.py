@@ -389,6 +389,18 @@ def test_several_rewards_have_a_chart_a_column_and_a_first_and_last_value_each(t
     assert "reward brevity" in format_report(report)
 
 
+def test_answers_of_demonstrations_are_on_the_page_and_a_broken_one_is_absent(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, SyntheticRun(steps=3, compacted=False, spec={"algorithm": {"type": "SFT"}}))
+    for file in (folder / "metrics").iterdir():
+        row = json.loads(file.read_text())
+        file.write_text(json.dumps({name: None if name.startswith(("reward", "group")) else row[name] for name in row}))
+    answer = {"prompt": "12+34=", "expected": "46", "base": "<b>43", "after": "46"}
+    for content, count in (([answer, {"prompt": "x"}, {**answer, "after": 7}, None], 1), (None, 0), ("no list", 0)):
+        (folder / "answers.json").write_text(json.dumps({"answers": content}))
+        page = render_html(build_report(open_store(str(folder))))
+        assert page.count("<b>after training</b>") == page.count('<div class="said">&lt;b&gt;43</div>') == count
+
+
 def test_one_reward_has_no_parts(tmp_path: Path) -> None:
     report = report_of(tmp_path, SyntheticRun())
     assert report.to_json()["reward_parts"] == {}
