@@ -87,8 +87,10 @@ def test_a_healthy_run_in_bf16_passes_its_gates(
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert 0.03 <= measured["limit"] <= (0.1 if precision in ("FP8", "NVFP4", "MXFP4") else 0.05)
     # Both sides' rounding, not a fault: the floor shows it, and FP32's limit of 1e-4 would have stopped the run.
-    assert measured["engine_floor"]["mean"] > 1e-4
-    assert max(row["parity_mean"] for row in rows) > 1e-4
+    # DeepSeek-V4 is decoded by whole passes, in the shapes of training: its two sides round alike.
+    is_rounded_alike = model == "tiny-deepseek-v4"
+    assert (measured["engine_floor"]["mean"] > 1e-4) is not is_rounded_alike
+    assert (max(row["parity_mean"] for row in rows) > 1e-4) is not is_rounded_alike
 
 
 def test_a_resumed_run_computes_as_its_first_start_did(tmp_path: Path) -> None:
