@@ -61,12 +61,14 @@ def multiply_by_expert(x_SK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor
         offsets_E: int32; end of each expert's slots. Every slot belongs to an expert.
     """
     inner, outer = w_EKN.shape[1:]
-    if inner * x_SK.itemsize % ALIGNMENT or outer * x_SK.itemsize % ALIGNMENT:
-        # Ranks below 16 bytes: padded with columns of zeros, which do not affect the product.
-        per_row = ALIGNMENT // x_SK.itemsize
-        more_in, more_out = -inner % per_row, -outer % per_row
-        padded = multiply_by_expert(F.pad(x_SK, (0, more_in)), F.pad(w_EKN, (0, more_out, 0, more_in)), offsets_E)
-        return padded[:, :outer]
+    per_row = ALIGNMENT // x_SK.itemsize
+    more_in, more_out = -inner % per_row, -outer % per_row
+    if more_in or more_out:
+        # Ranks below 16 bytes: padded with columns of zeros, which do not affect the product. The wider side is left
+        # alone: padding it with nothing would copy it, forward and backward.
+        wide_SK = F.pad(x_SK, (0, more_in)) if more_in else x_SK
+        padded = multiply_by_expert(wide_SK, F.pad(w_EKN, (0, more_out, 0, more_in)), offsets_E)
+        return padded[:, :outer] if more_out else padded
     result: Tensor = _Grouped.apply(x_SK.contiguous(), w_EKN, offsets_E)
     return result
 
@@ -221,10 +223,8 @@ class AdaptedExpertLinear(nn.Module):
         else:
             x_SK = dispatch.gather(x) if self.reads_tokens else x
             h_SR = multiply_by_expert(x_SK, A.transpose(1, 2), dispatch.offsets_E)
-        if len(B) == 1:
-            return torch.mm(h_SR, B[0].t()) * slot.scaling
-        y_SN = multiply_by_expert(h_SR, B.transpose(1, 2), dispatch.offsets_E)
-        return y_SN * slot.scaling
+        h_SR = h_SR * slot.scaling
+        return torch.mm(h_SR, B[0].t()) if len(B) == 1 else multiply_by_expert(h_SR, B.mT, dispatch.offsets_E)
 
     def _forward_oft(self, x: Tensor, dispatch: Slots, slots: list[tuple[OFTSlot, int, int]], whole: bool) -> Tensor:
         if whole:

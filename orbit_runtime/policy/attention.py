@@ -7,6 +7,7 @@ Legend: `B` rows, `H` query heads, `K` key/value heads, `Q` query positions, `S`
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,6 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from orbit_runtime.errors import UnsupportedError
 
 IMPLEMENTATION = "orbit"
+DELTA_CHUNK = 64
+"""Longest chunk of the gated delta rule in transformers' own code, which pads sequences to a multiple of it."""
 Kernel = Literal["Eager", "SDPA", "Chunked"]
 """Kernel of packed passes; cached decoding has no chunks and uses `SDPA` instead."""
 Visible = torch.Tensor | Literal["causal"] | None
@@ -172,6 +175,10 @@ def run_decoder(
         given["position_ids"] = position_BS
     if "cache_params" in named and "past_key_values" in given:
         given["cache_params"] = given.pop("past_key_values")
+    length = token_BS.shape[1]
+    if token_BS.device.type == "cpu" and hasattr(sys.modules[type(decoder).__module__], "torch_chunk_gated_delta_rule"):
+        # Chunks of equal length, so that none is filled up with padding: a third of its work for short sequences.
+        given["chunk_size"] = -(-length // -(-length // DELTA_CHUNK))
     return decoder(input_ids=token_BS, use_cache=use_cache, **given).last_hidden_state  # type: ignore[no-any-return]
 
 

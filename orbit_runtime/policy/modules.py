@@ -28,15 +28,16 @@ class FrozenEmbedding(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    """`x / sqrt(mean(x²) + eps) * weight` in one kernel instead of six."""
+    """`x / sqrt(mean(x²) + eps) * (weight + plus)` in one kernel instead of six."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, plus: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.eps = eps
+        self.eps, self.plus = eps, plus
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        weight = self.weight + self.plus if self.plus else self.weight
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 def widen_linears(model: nn.Module) -> None:
@@ -94,25 +95,28 @@ def _taking(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replaces RMS norms of the Llama form by the fused kernel; returns how many.
+    """Replaces RMS norms of Llama's form, and of Gemma's, which adds 1 to the weight, by the fused kernel; returns how
+    many.
 
     Only modules with the same fp32 result on a probe are replaced, so a norm with another formula under a similar name
-    (Gemma adds 1 to the weight) is left unchanged.
+    is left unchanged.
     """
     replaced = 0
     for name, module in list(model.named_modules()):
-        eps = getattr(module, "variance_epsilon", None)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         weight = getattr(module, "weight", None)
         if "RMSNorm" not in type(module).__name__ or eps is None or weight is None or list(module.children()):
             continue
         if len(inspect.signature(module.forward).parameters) > 1:  # a gated norm
             continue
         probe = torch.linspace(-3.0, 3.0, 2 * weight.shape[-1], device=weight.device).view(2, -1)
-        fused = FusedRMSNorm(weight.data, float(eps))
-        if torch.allclose(fused(probe), module(probe), rtol=1e-6, atol=1e-6):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, fused)
-            replaced += 1
+        for plus in (0.0, 1.0):
+            fused = FusedRMSNorm(weight.data, float(eps), plus)
+            if torch.allclose(fused(probe), module(probe), rtol=1e-6, atol=1e-6):
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, fused)
+                replaced += 1
+                break
     return replaced
 
 

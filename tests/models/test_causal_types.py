@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import Selection
@@ -31,7 +33,7 @@ from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.verdict import judge
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.load import is_router
-from orbit_runtime.policy.modules import keep_stream_fp32
+from orbit_runtime.policy.modules import FusedRMSNorm, keep_stream_fp32
 from orbit_runtime.policy.packed import Branch, build_packed
 from orbit_runtime.policy.whole_rows import OwnRows
 from orbit_runtime.rollout import TorchEngine
@@ -284,6 +286,16 @@ def test_other_names_of_tensors_are_asked_of_transformers_once(tmp_path: Path, m
     assert folder_facts(folder) == facts
 
 
+def test_a_text_part_that_was_saved_under_its_names_in_the_whole_model_is_loaded(tmp_path: Path) -> None:
+    folder = make_type(tmp_path / "model", "mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    named = load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=64)
+    save_file({f"language_model.{name}": each for name, each in tensors.items()}, folder / "model.safetensors")
+    policy = load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=64)
+    assert policy.base_digest() == named.base_digest()
+    check_plan(folder, policy)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_every_command_says_that_a_checkpoint_of_wide_matrices_must_be_converted(
     dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -402,6 +414,29 @@ def test_keys_are_chosen_for_few_sequences_at_a_time(tmp_path: Path) -> None:
     reference = load_reference(folder)
     expected = torch.cat([reference_logprobs(reference, each) for each in sequences])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_chunks_of_the_delta_rule_hold_no_padding_and_norms_that_add_1_are_fused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_type(tmp_path / "model", "qwen3_next")
+    policy = load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=256)
+    tokens, chunks = tokens_of(131, 1), list[int]()
+    expected = reference_logprobs(load_reference(folder), tokens)
+    rule = qwen3_next.torch_chunk_gated_delta_rule
+
+    def watched(*given: torch.Tensor, chunk_size: int = 64, **named: Any) -> Any:
+        chunks.append(chunk_size)
+        return rule(*given, chunk_size=chunk_size, **named)
+
+    monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", watched)
+    with torch.no_grad():
+        found = policy.logprobs(policy.pack([Branch(0, tokens[:1], tokens[1:])]))[0]
+    assert chunks == [44] * 3  # 3 chunks for 130 positions
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    norms = [each for name, each in policy.model.named_modules() if name.endswith("layernorm")]
+    assert len(norms) == 8
+    assert all(isinstance(each, FusedRMSNorm) and each.plus for each in norms)
 
 
 def test_a_prompt_that_answers_share_is_computed_with_them_and_not_once_more() -> None:

@@ -34,8 +34,9 @@ def published_family(model: nn.Module, tensors: Iterable[str], uncalled: Sequenc
         tensors: names in the checkpoint.
         uncalled: last names of linears that the model's code does not call.
     """
-    names = _Names(model, tensors)
-    vision = (rf"(?!.*{LANGUAGE_MODEL}|lm_head\.)",) if hasattr(getattr(model, "model", None), "language_model") else ()
+    has_tower = hasattr(getattr(model, "model", None), "language_model")
+    names = _Names(model, tensors, "" if has_tower else "language_model.")
+    vision = (rf"(?!.*{LANGUAGE_MODEL}|lm_head\.)",) if has_tower else ()
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     fp32 = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
     fp32 += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
@@ -54,7 +55,8 @@ def published_family(model: nn.Module, tensors: Iterable[str], uncalled: Sequenc
 class _Names:
     """The checkpoint's names, by the names of transformers' modules."""
 
-    def __init__(self, model: Any, tensors: Iterable[str]) -> None:
+    def __init__(self, model: Any, tensors: Iterable[str], prefix: str) -> None:
+        """Args: prefix: left out where names begin with it: that of a text part saved by itself."""
         transforms = get_model_conversion_mapping(model)
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
@@ -66,7 +68,9 @@ class _Names:
             ending = next((each for each in ENDINGS if tensor.endswith(each)), None)
             stem = tensor.removesuffix(ending or "")
             weight = ".weight" if ending else ""
-            key, pattern = rename_source_key(stem + weight, renamings, converters, model.base_model_prefix, states)
+            key, pattern = rename_source_key(
+                stem.removeprefix(prefix) + weight, renamings, converters, model.base_model_prefix, states
+            )
             if pattern is None:
                 self._of.setdefault(key, stem + weight)
                 self._of.setdefault(key.removesuffix(".weight"), stem)
