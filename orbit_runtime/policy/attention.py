@@ -175,10 +175,9 @@ def run_decoder(
         given["position_ids"] = position_BS
     if "cache_params" in named and "past_key_values" in given:
         given["cache_params"] = given.pop("past_key_values")
-    length = token_BS.shape[1]
     if token_BS.device.type == "cpu" and hasattr(sys.modules[type(decoder).__module__], "torch_chunk_gated_delta_rule"):
         # Chunks of equal length, so that none is filled up with padding: a third of its work for short sequences.
-        given["chunk_size"] = -(-length // -(-length // DELTA_CHUNK))
+        given["chunk_size"] = -(-token_BS.shape[1] // -(-token_BS.shape[1] // DELTA_CHUNK))
     return decoder(input_ids=token_BS, use_cache=use_cache, **given).last_hidden_state  # type: ignore[no-any-return]
 
 

@@ -94,14 +94,12 @@ def _taking(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str
     return cast
 
 
-def fuse_norms(model: nn.Module) -> int:
-    """Replaces RMS norms of Llama's form, and of Gemma's, which adds 1 to the weight, by the fused kernel; returns how
-    many.
+def fuse_norms(model: nn.Module) -> None:
+    """Replaces RMS norms of Llama's form, and of Gemma's, which adds 1 to the weight, by the fused kernel.
 
     Only modules with the same fp32 result on a probe are replaced, so a norm with another formula under a similar name
     is left unchanged.
     """
-    replaced = 0
     for name, module in list(model.named_modules()):
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         weight = getattr(module, "weight", None)
@@ -110,14 +108,9 @@ def fuse_norms(model: nn.Module) -> int:
         if len(inspect.signature(module.forward).parameters) > 1:  # a gated norm
             continue
         probe = torch.linspace(-3.0, 3.0, 2 * weight.shape[-1], device=weight.device).view(2, -1)
-        for plus in (0.0, 1.0):
-            fused = FusedRMSNorm(weight.data, float(eps), plus)
+        for fused in (FusedRMSNorm(weight.data, float(eps), plus) for plus in (0.0, 1.0)):
             if torch.allclose(fused(probe), module(probe), rtol=1e-6, atol=1e-6):
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, fused)
-                replaced += 1
-                break
-    return replaced
+                model.set_submodule(name, fused)
 
 
 SCORE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}

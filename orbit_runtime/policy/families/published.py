@@ -38,8 +38,7 @@ def published_family(model: nn.Module, tensors: Iterable[str], uncalled: Sequenc
     names = _Names(model, tensors, "" if has_tower else "language_model.")
     vision = (rf"(?!.*{LANGUAGE_MODEL}|lm_head\.)",) if has_tower else ()
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    fp32 = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
-    fp32 += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    fp32 = [name for end in ("", "_strict") for name in getattr(model, f"_keep_in_fp32_modules{end}", None) or ()]
     kept = (*(f".{name}" for name in uncalled), *(name for name in fp32 if "." in name))
     return replace(
         DENSE,
