@@ -188,6 +188,9 @@ class Progress:
     adapter_digest: str | None = None
     checkpoint: str | None = None
     checkpoint_step: int | None = None
+    best_step: int | None = None
+    best_value: float | None = None
+    best_evaluation: str | None = None
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
     resumed_from: int | None = None

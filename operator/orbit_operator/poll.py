@@ -156,6 +156,7 @@ def read_progress(answer: Any, run: str, pod_uid: str, now: float) -> Progress |
     """The plausible parts of an answer; `None` if it is from another run."""
     if not isinstance(answer, Mapping) or answer.get("run") != run:
         return None
+    best = answer.get("best") if isinstance(answer.get("best"), Mapping) else {}
     return Progress(
         at=now,
         pod_uid=pod_uid,
@@ -169,6 +170,9 @@ def read_progress(answer: Any, run: str, pod_uid: str, now: float) -> Progress |
         adapter_digest=read_text(answer, "adapter_digest", 128),
         checkpoint=read_text(answer, "last_checkpoint", 1024),
         checkpoint_step=read_count(answer, "last_checkpoint_step"),
+        best_step=read_count(best, "step"),
+        best_value=read_number(best, "value"),
+        best_evaluation=read_text(best, "evaluation", 63),
         tokens_per_second=read_number(answer, "tokens_per_second"),
         eta_seconds=read_seconds(answer, "eta_seconds"),
         resumed_from=read_count(answer, "resumed_from_step"),

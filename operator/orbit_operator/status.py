@@ -179,6 +179,10 @@ def _progress(observed: Observed, run: RunFacts) -> dict[str, Any]:
         "policyVersion": fresh.policy_version,
         "adapterDigest": fresh.adapter_digest,
         "checkpoint": checkpoint,
+        "best": _set(
+            {"step": fresh.best_step, "evaluation": fresh.best_evaluation, "value": _rounded(fresh.best_value)}
+        )
+        or None,
         "tokensPerSecond": _rounded(fresh.tokens_per_second),
         "secondsLeft": None if fresh.eta_seconds is None else round(fresh.eta_seconds),
         "execution": fresh.execution,
@@ -190,8 +194,8 @@ def _progress(observed: Observed, run: RunFacts) -> dict[str, Any]:
 
 
 PROGRESS_FIELDS = (
-    "step", "steps", "reward", "parity", "policyVersion", "adapterDigest", "checkpoint", "tokensPerSecond",
-    "secondsLeft", "execution", "lastReportTime",
+    "step", "steps", "reward", "parity", "policyVersion", "adapterDigest", "checkpoint", "best",
+    "tokensPerSecond", "secondsLeft", "execution", "lastReportTime",
 )  # fmt: skip
 """Fields that only a pod can fill. A change in these alone is written less often."""
 

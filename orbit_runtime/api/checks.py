@@ -5,6 +5,7 @@ Belongs here: finding the facts and calling `planner`. Does not belong here: its
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import sys
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING
 from orbit_runtime.api.machine import this_machine
 from orbit_runtime.errors import ModelError, OrbitError, StorageError, UnsupportedError
 from orbit_runtime.spec.storage import STORES
+from orbit_runtime.storage.cache import Cache, default_cache
 
 if TYPE_CHECKING:
     from orbit_runtime.model_info.weights import ModelFacts
+    from orbit_runtime.planner import Machine
     from orbit_runtime.planner.layout import Layout
     from orbit_runtime.spec import OrbitRun
 
@@ -66,6 +69,36 @@ def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] 
     verdict = judge(run, model, this_machine(run.spec.placement))
     check_verdict(verdict)
     return [*verdict.plan.cautions] if verdict.plan else []
+
+
+MEASURED_STEPS = 3
+"""Steps from which a step's time is known: much is used for the first time in the first."""
+
+
+def keep_pace(run: OrbitRun, folder: Path, start: float, step: float) -> None:
+    """Keeps the seconds of start and of a step, for later runs of this manifest on this machine."""
+    Cache(default_cache(os.environ)).save_pace(_pace_key(run, folder, this_machine(run.spec.placement)), start, step)
+
+
+def tell_pace(run: OrbitRun, folder: Path, machine: Machine) -> str:
+    """How long the run takes there, as `orbit try` or an earlier run of the same manifest measured it."""
+    from orbit_runtime.observability.progress import format_seconds
+
+    steps = run.spec.training.steps
+    pace = Cache(default_cache(os.environ)).load_pace(_pace_key(run, folder, machine))
+    if pace is None:
+        return f"{steps} steps; how long they take is unknown until {MEASURED_STEPS} were measured, as `orbit try` does"
+    whole, start = (format_seconds(each) for each in (pace[0] + steps * pace[1], pace[0]))
+    return f"{steps} steps, about {whole}, {start} of it start; evaluations not counted"
+
+
+def _pace_key(run: OrbitRun, folder: Path, machine: Machine) -> str:
+    """Digest of what the time of a step depends on, as far as a manifest and a machine say it."""
+    from orbit_runtime.spec import MachineFacts, resolve
+
+    resolved = resolve(run, MachineFacts(has_cuda=machine.gpu is not None, num_gpus=machine.num_gpus), folder=folder)
+    processes = resolved.run.spec.model.uri, resolved.trainer, resolved.engine, machine.name, os.cpu_count()
+    return hashlib.sha256(f"{resolved.identity} {processes}".encode()).hexdigest()
 
 
 def local_model(run: OrbitRun, folder: Path) -> Path | None:

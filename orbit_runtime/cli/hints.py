@@ -20,7 +20,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "validate": ("run.yaml", "run.yaml --set spec.training.learningRate=1e-4"),
     "plan": ("run.yaml", "run.yaml --gpu H100 --set spec.placement.gpus=8"),
     "try": ("run.yaml", "run.yaml --json --set spec.training.learningRate=1e-3"),
-    "init": ("run.yaml", "every-field.yaml --full"),
+    "init": ("run.yaml", "run.yaml --model models/smollm2", "every-field.yaml --full"),
     "inspect": ("hf://Qwen/Qwen3-0.6B", "runs/a/adapters/policy-v60"),
     "convert": ("models/qwen3 models/qwen3-int4 --precision INT4",),
     "merge": (

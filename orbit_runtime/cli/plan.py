@@ -32,12 +32,13 @@ def plan(
     Raises:
         UnsupportedError: (78) it does not fit, or is not supported; with the number.
     """
-    from orbit_runtime.api.checks import find_facts
+    from orbit_runtime.api.checks import find_facts, tell_pace
     from orbit_runtime.planner import check_verdict, judge
     from orbit_runtime.spec import load_manifest
 
     run = load_manifest(file, overrides or [])
-    verdict = judge(run, find_facts(run, file.resolve().parent), find_machine(run, gpu))
+    folder, machine = file.resolve().parent, find_machine(run, gpu)
+    verdict = judge(run, find_facts(run, folder), machine)
     if as_json:
         print_json(verdict.to_json())
         return UnsupportedError.exit_code if verdict.accepted is False else EXIT_DONE
@@ -47,6 +48,7 @@ def plan(
 
         print_plan(verdict.plan)
         print(describe_algorithm(run.spec.algorithm))
+        print(tell_pace(run, folder, machine))
     check_verdict(verdict)
     return EXIT_DONE
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,14 +56,25 @@ def sft(
 
 def _run(file: Path, out: str | None, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
     """Returns the exit code: 0 when the run is done, 75 when it was stopped on request."""
+    from orbit_runtime.api.checks import MEASURED_STEPS, keep_pace, tell_pace
+    from orbit_runtime.api.machine import this_machine
     from orbit_runtime.api.running import start_run
     from orbit_runtime.spec import load_manifest
 
-    manifest = load_manifest(file, overrides)
+    manifest, folder = load_manifest(file, overrides), file.resolve().parent
     if dry_run:
-        _print_processes(manifest, file.resolve().parent, as_json)
+        _print_processes(manifest, folder, as_json)
         return EXIT_DONE
-    return run_with(manifest, partial(start_run, manifest, file.resolve().parent, out), as_json=as_json)
+
+    def train(progress: Progress) -> RunResult:
+        progress.note(tell_pace(manifest, folder, this_machine(manifest.spec.placement)))
+        result = start_run(manifest, folder, out, progress)
+        steps, start = int(result.report["steps"]), sum(result.report["start_seconds"].values())
+        if steps >= MEASURED_STEPS:
+            keep_pace(manifest, folder, start, result.report["seconds"] / steps)
+        return result
+
+    return run_with(manifest, train, as_json=as_json)
 
 
 def run_with(manifest: OrbitRun, train: Callable[[Progress], RunResult], *, as_json: bool) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from orbit_runtime.api.checks import MEASURED_STEPS
 from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
 from orbit_runtime.cli.output import format_number, print_json
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     from orbit_runtime.api.report import Report
     from orbit_runtime.spec import OrbitRun
 
-STEPS = 3
 SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_CHARACTERS = 4, 2, 300
 
 
 def try_run(file: Manifest, overrides: Overrides = None, as_json: AsJson = False) -> int:
     """Try three steps of a run and keep nothing. Shows answers before training with their rewards, how many groups of
     them can be learned from, and how long the run will take."""
+    from orbit_runtime.api.checks import keep_pace
     from orbit_runtime.api.report import Report
     from orbit_runtime.api.running import start_run
     from orbit_runtime.observability.logs import configure_logs
@@ -47,6 +48,9 @@ def try_run(file: Manifest, overrides: Overrides = None, as_json: AsJson = False
             print("stopped on request; nothing is kept", file=sys.stderr)
             return EXIT_STOPPED
         facts = describe(Report(result.uri), manifest.spec.training.steps, time.monotonic() - began)
+    steps, later = facts["steps"], facts["step_seconds"]
+    if steps >= MEASURED_STEPS:
+        keep_pace(manifest, file.resolve().parent, facts["seconds"] - steps * later, later)
     if as_json:
         print_json(facts)
     else:
@@ -60,7 +64,7 @@ def shorten(manifest: OrbitRun) -> OrbitRun:
     decay = training.schedule.decay_steps or (None if training.schedule.type == "Constant" else training.steps)
     changes: dict[str, dict[str, Any]] = {
         "training": {
-            "steps": min(STEPS, training.steps),
+            "steps": min(MEASURED_STEPS, training.steps),
             "stop_when": None,
             "schedule": training.schedule.model_copy(update={"decay_steps": decay}),
         },

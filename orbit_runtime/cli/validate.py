@@ -35,7 +35,7 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.planner.verdict import check_support
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
-    from orbit_runtime.spec.description import dropout_warning
+    from orbit_runtime.spec.description import find_warnings
 
     run = load_manifest(file, overrides or [])
     # The identity is the same on every machine; only relative paths need a folder to start from.
@@ -55,14 +55,15 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
         unopened = [resolved.run.spec.model.uri, *unopened]
     if resolved.run.spec.environment.code is None or code_path(resolved.run.spec):
         unopened += check_own(resolved.run.spec.algorithm, [*code_path(resolved.run.spec), *folders])
-    unchecked, warning = _check_model(run, file.resolve().parent), dropout_warning(run.spec)
+    unchecked, warning = _check_model(run, file.resolve().parent), "; ".join(find_warnings(run.spec))
+    refused = _refusal(run, file.resolve().parent)
     if model is not None and absent is None:
         _check_tokens(resolved.run, model)
     if as_json:
         said = {"valid": True, "name": run.name, "identity": resolved.identity}
-        print_json(
-            {**said, "not_opened": unopened, "not_checked": unchecked, **({"warning": warning} if warning else {})}
-        )
+        told = {"warning": warning, "refused_here": refused}
+        found = {name: each for name, each in told.items() if each}
+        print_json({**said, "not_opened": unopened, "not_checked": unchecked, **found})
         return
     print(format_table(("field", "value"), [*_summary(run), ("identity", resolved.identity)]))
     if unopened:
@@ -72,6 +73,8 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
     if warning:
         print(f"\nwarning: {warning}")
     print(f"\n{file} is valid")
+    if refused:
+        print(f"but not on this machine: {refused}")
     if absent is not None:
         print(f"but its model is not on this machine: `orbit run` ends here until the folder {absent} exists")
 
@@ -122,6 +125,25 @@ def _check_model(run: OrbitRun, folder: Path) -> list[str]:
     if check_sizes(run, model):
         return []
     return ["whether parallel sizes suit the GPUs of the machine, which the manifest does not name"]
+
+
+def _refusal(run: OrbitRun, folder: Path) -> str:
+    """Why `orbit run` would refuse it here, in the words of `orbit plan`; empty if it would not, or if the model's
+    headers are not on this machine."""
+    from orbit_runtime.api.checks import local_facts, local_model
+    from orbit_runtime.cli.plan import find_machine
+    from orbit_runtime.planner import judge
+
+    place = local_model(run, folder)
+    if not (run.spec.model.uri.startswith("builtin://") or (place is not None and place.is_dir())):
+        return ""
+    try:
+        model = local_facts(run, folder)
+        verdict = judge(run, model, find_machine(run, None)) if model else None
+    except OrbitError:
+        return ""
+    problem = verdict.problem if verdict and verdict.accepted is False else None
+    return f"{problem.message} ({problem.where}: {problem.fix})" if problem else ""
 
 
 def _summary(run: OrbitRun) -> list[tuple[str, str]]:

@@ -213,8 +213,9 @@ def check_lengths(
     encode_many: Callable[[Sequence[Sequence[Mapping[str, Any]]]], list[list[int]]],
     *,
     max_prompt_tokens: int,
-) -> None:
-    """Checks that no prompt is longer than the model's context leaves beside the completion.
+) -> int:
+    """Checks that no prompt is longer than the model's context leaves beside the completion. Returns the most tokens
+    that one may have.
 
     The tokens of the first `ALL_ENCODED` prompts are all counted; of the others, only those of prompts that could be
     too long: a token covers at least a byte, and the template adds about as much as for the first prompt.
@@ -226,19 +227,23 @@ def check_lengths(
 
     added = len(encoded_rows(prompts_P[:1], encode, prompts_P.place_of)[0])
     long: list[tuple[str, int]] = []
+    longest = added
     for start in range(0, len(prompts_P), ENCODED_AT_ONCE):
         numbers: Iterable[int] = range(start, min(start + ENCODED_AT_ONCE, len(prompts_P)))
         if start >= ALL_ENCODED:
-            numbers = [number for number in numbers if prompts_P.bound(number) + added > max_prompt_tokens]
+            bounds = {number: prompts_P.bound(number) + added for number in numbers}
+            numbers = [number for number, bound in bounds.items() if bound > max_prompt_tokens]
+            longest = max(longest, *(min(bound, max_prompt_tokens) for bound in bounds.values()))
         asked = [prompts_P[number] for number in numbers]
         encoded = encoded_rows(asked, encode, prompts_P.place_of) if asked else []
+        longest = max(longest, *map(len, encoded), 0)
         long += [
             (prompt.prompt_id, len(ids))
             for prompt, ids in zip(asked, encoded, strict=True)
             if len(ids) > max_prompt_tokens
         ]
     if not long:
-        return
+        return longest
     raise DataError(
         f"prompts longer than {max_prompt_tokens} tokens:\n{listed_lengths(long, prompts_P.place_of)}",
         where="spec.data.prompts",

@@ -69,7 +69,14 @@ def build_parts(
     given.sides.load_loss(resolved, inputs.search_path, given.loss)
     show.stage("fetching the model")
     folder = inputs.model()
-    resolved = given.sides.settle(resolved, folder)
+
+    def longest_prompt() -> int:
+        from orbit_runtime.data.chat import ChatTokenizer
+
+        encode = ChatTokenizer(folder, spec.data.chat, started=inputs.started).encode_many
+        return check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length)
+
+    resolved = given.sides.settle(resolved, folder, None if pool else longest_prompt)
     run, spec = resolved.run, resolved.run.spec
     check_engine(spec)
     check_held_out_sampling(run)

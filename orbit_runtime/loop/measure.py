@@ -39,7 +39,7 @@ from orbit_runtime.loop.multiplexer import RequestMultiplexer
 from orbit_runtime.loop.parts import HeldOut, Parts, RunParts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
-from orbit_runtime.observability.run_folder import find_stop, read_evaluations
+from orbit_runtime.observability.run_folder import find_best, find_stop, read_own_evaluations
 from orbit_runtime.planner.support.sampling import check_engine
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.spec import OrbitRun
@@ -159,8 +159,8 @@ def measure(parts: Parts, state: RunState, collector: Collector, stop: StopFlag,
 
 
 def add_to_adapter(parts: Parts, state: RunState) -> None:
-    """Writes the newest scores into the manifest of their adapter, which carries them wherever it is copied. The
-    adapter must be durable."""
+    """Writes the newest scores into the manifest of their adapter, which carries them wherever it is copied, and tells
+    which adapter is the best now. The adapter must be durable."""
     found, state.evaluated = state.evaluated, None
     if found is None:
         return
@@ -170,6 +170,8 @@ def add_to_adapter(parts: Parts, state: RunState) -> None:
     scores = {score["environment"]: {each: score["average"][each] for each in INTERVAL} for score in found["scores"]}
     if facts.get(EVALUATION) != scores:
         restate_bundle(parts.store, parts.execution, prefix, {**facts, EVALUATION: scores})
+    if best := find_best(parts.store, state.step):
+        parts.show.status.update(best=asdict(best[0]))
 
 
 def ending(parts: RunParts, state: RunState) -> str | None:
@@ -182,7 +184,7 @@ def ending(parts: RunParts, state: RunState) -> str | None:
     every = (validation.every_steps if is_sft and validation else parts.spec.evaluation.every_steps) or 1
     if asked is None or (state.row is not None and state.step % every):
         return None
-    evaluations = {} if is_sft else read_evaluations(parts.store)
+    evaluations = {} if is_sft else read_own_evaluations(parts.store)
     losses = asdict(state.validated) if is_sft else {}
     why = find_stop(asked.model_dump(by_alias=True, exclude_none=True), every, evaluations, losses, state.step)
     if why:

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from orbit_runtime.sides.content import resolve_names
 from orbit_runtime.sides.inputs import Inputs, build_patience
 from orbit_runtime.spec import MachineFacts, OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
-from orbit_runtime.types import Request, Sampling
+from orbit_runtime.types import Probe, Request, Sampling
 from orbit_runtime.workers.child.signals import stop_on_signals
 
 if TYPE_CHECKING:
@@ -69,10 +69,22 @@ class ParityComparison:
 
 
 def measure_parity(parts: Parts, publication: Publication, when: str = "preflight") -> list[Preflight]:
-    """Measures every copy with the adapter that its slot holds now."""
+    """Measures every copy with the adapter that its slot holds now. At the start of a run, each part is a stage."""
+    is_start = when == parts.show.current
+
+    def tell(part: str) -> None:
+        if is_start:
+            parts.show.stage(f"{when}, {part}")
+
+    def probing(probe: Probe) -> AbstractContextManager[None]:
+        tell(f"both sides with an adapter of {probe} values")
+        return parts.side.probing(probe)
+
+    tell("the engine completes prompts")
     sequences, sampled = _sequences(parts, publication.name)
+    tell("both sides score them")
     return measure_preflight(
-        Sides(parts.engine, parts.trainer, parts.side.probing, parts.show.check),
+        Sides(parts.engine, parts.trainer, probing, parts.show.check),
         sequences,
         adapter=publication.name,
         limits=partial(_floor_limits, parts),

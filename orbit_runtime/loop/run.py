@@ -68,7 +68,7 @@ from orbit_runtime.sides.interface import Sides
 from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
-from orbit_runtime.spec.description import dropout_warning
+from orbit_runtime.spec.description import find_warnings
 from orbit_runtime.storage import Execution, NotFound, Store, claim_execution, compact_rows, open_store, read_run_file
 from orbit_runtime.storage.run_files import RUN_FILE
 from orbit_runtime.version import __version__
@@ -316,13 +316,13 @@ SMALLEST_USUAL_RATE = 5e-6
 
 
 def _warn(parts: Parts | SftParts, state: RunState, functions: Sequence[str]) -> None:
-    rate = parts.spec.training.learning_rate
+    rate = parts.spec.training.decided_rate
     if rate < SMALLEST_USUAL_RATE and parts.spec.adapter.type != "Full":
         state.warn(
             f"training.learningRate is {rate:g}, a rate for training all weights; adapters usually take 1e-5 to 2e-3, "
             "about ten times as much or more"
         )
-    if warning := dropout_warning(parts.spec):
+    for warning in find_warnings(parts.spec):
         state.warn(warning)
     if isinstance(parts, Parts):
         _warn_of_rollouts(parts, state)
@@ -337,8 +337,6 @@ def _warn(parts: Parts | SftParts, state: RunState, functions: Sequence[str]) ->
 
 def _warn_of_rollouts(parts: Parts, state: RunState) -> None:
     algorithm, objective = parts.spec.algorithm, parts.spec.algorithm.objective
-    if algorithm.group_size == 1 and objective.baseline not in ("Critic", "None", None):
-        state.warn("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
     kl = (algorithm.kl.coefficient > 0, objective.kl_placement, objective.kl_estimator)
     if kl == (True, "Loss", "K1") and not algorithm.kl.importance_weighted:
         state.warn(
@@ -427,7 +425,7 @@ def device_errors_with_stage(show: RunDisplay) -> Iterator[None]:
             raise GPUFaultError(f"{fault.message} (stage {show.current})", fix=fault.fix) from error
         if not is_out_of_memory(error):
             raise
-        where, fix = MEMORY_FIELDS.get(show.current, OTHER_MEMORY)
+        where, fix = MEMORY_FIELDS.get(show.current.split(",")[0], OTHER_MEMORY)
         said = str(error).strip().splitlines()
         raise OutOfMemoryError(
             f"memory ran out in stage {show.current}: {said[0][:300] if said else type(error).__name__}",

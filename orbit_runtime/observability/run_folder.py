@@ -154,7 +154,7 @@ def find_stop(asked: Json, every: int, evaluations: Mapping[int, Json], losses: 
     Args:
         asked: `training.stopWhen`.
         every: steps between evaluations.
-        evaluations: those of the run, by step.
+        evaluations: those of the run's own adapters, by step.
         losses: `ValidationHistory` of a run that learns from demonstrations; empty for others.
     """
     if losses:
@@ -316,6 +316,21 @@ def read_evaluations(source: FolderSource, steps: Collection[int] | None = None)
     keys = [key for key in keys if steps is None or _number(key) in steps]
     found = {_number(key): _read_json(source, key) for key in sorted(keys, key=_number)}
     return {step: each for step, each in found.items() if each is not None and isinstance(each.get("scores"), list)}
+
+
+def read_own_evaluations(source: FolderSource) -> dict[int, Json]:
+    """Summaries by step, in order, without those of another adapter than the one that the step's row names: a step
+    that is trained again may end in another."""
+    found = read_evaluations(source)
+    rows: dict[int, MetricsRow] = {}
+    for row in source.view_many([f"metrics/step-{step:06d}.json" for step in found]):
+        if not isinstance(row, NotFound):
+            _take_row(rows, bytes(row))
+    return {
+        step: each
+        for step, each in found.items()
+        if step not in rows or rows[step]["adapter_digest"] == each.get("adapter_digest")
+    }
 
 
 def _number(key: str) -> int:

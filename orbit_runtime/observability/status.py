@@ -45,6 +45,8 @@ class StatusFacts:
     last_checkpoint: str | None = None
     """Prefix of the newest durable checkpoint."""
     last_checkpoint_step: int | None = None
+    best: Mapping[str, Any] | None = None
+    """The best of the evaluated adapters: `step`, `evaluation` and its `value`."""
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
     resumed_from_step: int | None = None

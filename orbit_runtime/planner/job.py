@@ -113,6 +113,8 @@ class Job:
     """Most completions sampled at the same time."""
     is_micro_batch_fixed: bool
     """Whether the manifest sets the micro-batch; otherwise the planner may lower it."""
+    is_running_fixed: bool
+    """Likewise `running`, for an engine in the trainer's process."""
     replicas: int
     """Engine servers in one device's memory; on the CPU, main memory holds all of them."""
     devices: Devices
@@ -155,7 +157,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
 
     Args:
         devices: the devices, if they differ from what `placement` makes of the machine.
-        may_choose: whether a micro-batch that the manifest leaves at its default may be lowered.
+        may_choose: whether a micro-batch and running requests may be lowered where the manifest does not set them.
     """
     spec = run.spec
     training, adapter, rollout = spec.training, spec.adapter, spec.rollout
@@ -172,6 +174,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         attention=training.decided_attention(spec.model.max_sequence_length),
         running=min(rollout.max_running_requests, prompts * spec.algorithm.group_size),
         is_micro_batch_fixed=not may_choose or "micro_batch_tokens" in training.model_fields_set,
+        is_running_fixed=not may_choose or "max_running_requests" in rollout.model_fields_set,
         replicas=rollout.replicas if machine.gpu is None else 1,
         devices=devices,
         sleep=rollout.sleep,

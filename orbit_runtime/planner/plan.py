@@ -71,6 +71,10 @@ class Plan:
     trainer.
     """
     problems: tuple[Problem, ...]
+    waits: bool = False
+    """Whether an engine in the trainer's process samples fewer completions at a time than were asked for."""
+    is_lowered: bool = False
+    """Whether memory for sequences of full length is short, so that it matters how long they really are."""
 
     @property
     def fits(self) -> bool:
@@ -108,6 +112,7 @@ class Plan:
         fields = asdict(self)
         for problem in fields["problems"]:
             del problem["is_limit"]
+        del fields["waits"], fields["is_lowered"]
         fields["phases"] = {phase: {**parts, "total": self.total(phase)} for phase, parts in self.phases.items()}
         devices = {
             "trainer": list(self.devices.trainer),
@@ -151,10 +156,14 @@ def plan(
         *_short(machine.disk_bytes, disk, "disk", "placement.modelCache.sizeLimit"),
     )
     cautions = (*_of_kernels(model, job, machine), *_idle(model, job, size, gpus))
-    notes = (*_notes(choice, model, job, machine, support), *cautions)
     sizes, binding = choice.sizes, choice.binding
     per_token = sizes.kv_bytes_per_sequence / job.spec.model.max_sequence_length
     kv = sizes.phases["rollout"].get("KV cache", 0)
+    waits = job.in_process and kv < sizes.running * sizes.kv_bytes_per_sequence
+    fewer = waits or choice.setting.micro_batch_tokens < job.spec.training.micro_batch_tokens
+    full = job.spec.model.max_sequence_length
+    unknown = f"every sequence is counted with {full} tokens: a run, which knows its prompts, may need less"
+    notes = (*_notes(choice, model, job, machine, support), *[unknown] * (fewer and job.in_process), *cautions)
     return Plan(
         run=run.name, model=model.name, source=model.source, precision=model.precision, machine=machine.name,
         trainer=job.trainer, engine=job.engine, capacity=capacity_of(machine), layout=choice.setting.layout,
@@ -165,7 +174,8 @@ def plan(
         servers=job.spec.rollout.replicas if job.engine == "SGLang" else 0, server_gpus=size, devices=job.devices,
         server_memory=server_memory(choice),
         host_bytes=host, disk_bytes=disk, download_bytes=model.checkpoint_bytes, support=support, notes=notes,
-        cautions=cautions, problems=problems,
+        cautions=cautions, problems=problems, waits=waits,
+        is_lowered=fewer or (job.spec.training.recompute == "Auto" and choice.setting.recompute != "None"),
     )  # fmt: skip
 
 

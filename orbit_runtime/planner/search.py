@@ -38,7 +38,7 @@ class Candidate:
 
         def least(phase: Phase) -> int:
             cache = self.sizes.phases[phase].get("KV cache", 0)
-            if self.setting.job.in_process or not cache:
+            if not _may_cut(self.setting.job) or not cache:
                 return self.needed(phase)
             return self.needed(phase) - cache + self.sizes.kv_bytes_per_sequence
 
@@ -73,13 +73,14 @@ def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, 
 
 
 def try_setting(setting: Setting) -> Candidate:
-    """Sizes of one setting. SGLang's KV cache takes the remaining memory; the torch engine takes what it needs.
+    """Sizes of one setting. SGLang's KV cache takes the remaining memory; the torch engine's takes what it needs, or
+    what remains if fewer completions may be sampled at a time.
 
     The memory must be free in every phase in which the cache exists: a server that does not sleep keeps it in all.
     """
     capacity, sizes = capacity_of(setting.machine), size_parts(setting)
     holding = [phase for phase in PHASES if "KV cache" in sizes.phases[phase]]
-    if capacity is not None and not setting.job.in_process and holding:
+    if capacity is not None and _may_cut(setting.job) and holding:
         asked = sizes.phases[holding[0]]["KV cache"]
         left = min(capacity - (sizes.total(phase) - asked) for phase in holding)
         held = max(1, min(sizes.running, left // sizes.kv_bytes_per_sequence))
@@ -88,6 +89,10 @@ def try_setting(setting: Setting) -> Candidate:
             sizes, phases={**sizes.phases, **{phase: {**sizes.phases[phase], **cache} for phase in holding}}
         )
     return Candidate(setting, sizes, capacity)
+
+
+def _may_cut(job: Job) -> bool:
+    return not (job.in_process and job.is_running_fixed)
 
 
 def _settings(

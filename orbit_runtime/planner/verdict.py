@@ -100,7 +100,7 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
     """The plan of the processes that would be started.
 
     `Auto` is the torch trainer on one GPU if that is enough with the manifest's micro-batch; otherwise it is ranks on
-    all GPUs that the trainer may use.
+    all GPUs that the trainer may use. With one device, what the manifest leaves open is lowered until it fits.
     """
     if run.spec.training.trainer == "Megatron" or machine.nodes > 1:
         return _with_device_problem(plan(run, model, machine), run, machine)
@@ -109,8 +109,11 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
     used = replace(machine, num_gpus=min(2 if whole.are_apart else 1, machine.num_gpus))
     made = plan(run, model, used, may_choose=False, devices=one_trainer)
     can_do = all(problem.fix_suffices for problem in made.problems)
-    is_alone = run.spec.training.trainer == "Torch" or run.spec.adapter.type == "Full"
-    if is_alone or len(whole.trainer) <= 1 or can_do:
+    is_alone = run.spec.training.trainer == "Torch" or run.spec.adapter.type == "Full" or len(whole.trainer) <= 1
+    if is_alone and made.is_too_big:
+        lowered = plan(run, model, used, devices=one_trainer)
+        made = made if lowered.is_too_big else lowered
+    if is_alone or can_do:
         idle = () if (found := _idle(made, machine.num_gpus, whole)) is None else (found,)
         notes, cautions = (*made.notes, *idle), (*made.cautions, *idle)
         made = replace(made, machine=machine.name, notes=notes, cautions=cautions)

@@ -15,6 +15,7 @@ from orbit_runtime.sides.content import resolve_names
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.teacher import CONTENT, open_teacher, teacher_digest
+from orbit_runtime.sides.trainers import decide_rate
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, resolve
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
@@ -61,7 +62,8 @@ def open_manifest(manifest: OrbitRun, folder: Path, patience: RetryPolicy) -> Si
     search_path = [str(each) for each in (folder, Path.cwd())]
     inputs = Inputs(resolved.run.spec, {}, patience, search_path)
     teacher = open_teacher(resolved.run.spec)
-    return SideManifest(resolved, inputs, inputs.model(), teacher)
+    model = inputs.model()
+    return SideManifest(decide_rate(resolved, model), inputs, model, teacher)
 
 
 def common_facts(kind: str, asked: SideManifest, base_digest: str, rounding: Mapping[str, str]) -> dict[str, Any]:

@@ -138,8 +138,11 @@ class Sides(Protocol):
         """Loads the loss where it will be computed. Args: given: replaces the function that the manifest names."""
         ...
 
-    def settle(self, resolved: Resolved, folder: Path) -> Resolved:
-        """Decides what the manifest left to the plan, once the model's folder is there."""
+    def settle(self, resolved: Resolved, folder: Path, longest_prompt: Callable[[], int] | None = None) -> Resolved:
+        """Decides what the manifest left to the plan, once the model's folder is there.
+
+        Args: longest_prompt: its tokens, counted only where memory is short; None if episodes have several turns.
+        """
         ...
 
     @property

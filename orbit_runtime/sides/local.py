@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from orbit_runtime.sides.trainers import (
     build_side,
     check_rank_packages,
     decide_division,
+    decide_rate,
     load_loss,
 )
 from orbit_runtime.spec import MachineFacts, Resolved
@@ -57,9 +59,18 @@ class LocalSides:
     ) -> None:
         self._loss = load_loss(resolved, search_path, given)
 
-    def settle(self, resolved: Resolved, folder: Path) -> Resolved:
-        self._division = decide_division(resolved, folder)
-        resolved = with_trainer(resolved, self._division.trainer)
+    def settle(self, resolved: Resolved, folder: Path, longest_prompt: Callable[[], int] | None = None) -> Resolved:
+        self._division = decide_division(resolved, folder, longest_prompt)
+        spec = resolved.run.spec
+        for field, asked, taken in (
+            ("training.microBatchTokens", spec.training.micro_batch_tokens, self._division.micro_batch_tokens),
+            ("rollout.maxRunningRequests", spec.rollout.max_running_requests, self._division.running),
+        ):
+            if taken < asked and self._division.trainer == "Torch":
+                self._note(f"{asked} do not fit in the memory of this machine: {field} is {taken}")
+        resolved = decide_rate(with_trainer(resolved, self._division.trainer), folder)
+        if resolved.asked.spec.training.learning_rate is None:
+            self._note(f"training.learningRate is not set: this run takes {resolved.run.spec.training.learning_rate:g}")
         self.starts_engine = may_start_ahead(resolved, self._division)
         return resolved
 
@@ -77,4 +88,9 @@ class LocalSides:
         return side
 
     def build_engine(self, order: EngineOrder, facts: PolicyFacts) -> Engine:
-        return build_engine(order, facts, self._policy) if self._ahead is None else self._ahead.take()
+        if self._ahead is not None:
+            return self._ahead.take()
+        if self._division is not None and order.settings.rollout.engine == "Torch":
+            rollout = order.settings.rollout.model_copy(update={"max_running_requests": self._division.running})
+            order = replace(order, settings=replace(order.settings, rollout=rollout))
+        return build_engine(order, facts, self._policy)

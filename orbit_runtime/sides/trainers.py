@@ -7,9 +7,10 @@ belong here: the engine (`engines`), what trainers do (`training`).
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from orbit_runtime.sides.interface import TrainerOrder, TrainerSide
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
+from orbit_runtime.spec.resolve import with_rate, with_sequences
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import TEACHER_SLOT, Probe, Sampling, Trainer
 from orbit_runtime.workers.system import joined_nodes, ray_address
@@ -53,6 +55,8 @@ class TrainerLayout:
     """`Torch` or `Megatron`."""
     layout: Layout
     micro_batch_tokens: int
+    running: int
+    """Completions that an engine in the trainer's process samples at the same time."""
     recompute: Recompute
     gpus: tuple[int, ...] | None
     """GPU index of each rank; None on a CPU."""
@@ -64,8 +68,22 @@ class TrainerLayout:
     """Whether the plan has room for BF16 linears in fp32, so that passes in fp32 do not cast them again."""
 
 
-def decide_division(resolved: Resolved, folder: Path) -> TrainerLayout:
-    """Fills what the manifest leaves open from the plan of this machine; a torch trainer keeps the manifest's values.
+def decide_rate(resolved: Resolved, folder: Path) -> Resolved:
+    """Fills a learning rate that the manifest leaves open; a model of unknown size gets that of a large one."""
+    if resolved.run.spec.training.learning_rate is not None:
+        return resolved
+    from orbit_runtime.model_info.checkpoint import folder_facts
+
+    size = math.inf
+    with suppress(OrbitError):
+        size = folder_facts(folder).architecture.num_parameters()
+    return with_rate(resolved, size)
+
+
+def decide_division(resolved: Resolved, folder: Path, longest_prompt: Callable[[], int] | None = None) -> TrainerLayout:
+    """Fills what the manifest leaves open from the plan of this machine.
+
+    Args: longest_prompt: where sequences of full length do not fit, those of the prompts' real lengths are planned.
 
     Raises:
         UnsupportedError: (78) torch is not installed; or see `check_alone`.
@@ -82,14 +100,15 @@ def decide_division(resolved: Resolved, folder: Path) -> TrainerLayout:
         "Torch",
         Layout(),
         training.micro_batch_tokens,
+        resolved.run.spec.rollout.max_running_requests,
         "None" if training.recompute == "Auto" else training.recompute,
         None,
     )
-    if resolved.asked.spec.training.trainer == "Torch" and training.recompute != "Auto":
-        return alone
     try:
-        machine = planned_machine(resolved.run.spec.placement, resolved.device)
-        made = plan_as_run(resolved.asked, folder_facts(folder), machine)
+        machine, facts = planned_machine(resolved.run.spec.placement, resolved.device), folder_facts(folder)
+        made = plan_as_run(resolved.asked, facts, machine)
+        if longest_prompt and made.is_lowered and made.engine == made.trainer == "Torch":
+            made = plan_as_run(with_sequences(resolved.asked, longest_prompt()), facts, machine)
     except OrbitError:
         if training.trainer == "Torch":
             # A model that cannot be planned keeps everything.
@@ -98,12 +117,18 @@ def decide_division(resolved: Resolved, folder: Path) -> TrainerLayout:
     if training.trainer == "Torch":
         check_alone(made)
     if made.trainer == "Torch":
-        return replace(alone, recompute=made.recompute, widened=made.widens_base)
+        return replace(
+            alone,
+            micro_batch_tokens=made.micro_batch_tokens,
+            running=made.kv_sequences if made.waits else alone.running,
+            recompute=made.recompute,
+            widened=made.widens_base,
+        )
     check_missing(made)
     check_rank_packages()
     gpus = tuple(made.devices.trainer) if resolved.device == "cuda" else None
     nodes = joined_nodes(resolved.run.spec.placement.nodes)
-    return TrainerLayout("Megatron", made.layout, made.micro_batch_tokens, made.recompute, gpus, nodes)
+    return TrainerLayout("Megatron", made.layout, made.micro_batch_tokens, alone.running, made.recompute, gpus, nodes)
 
 
 def build_side(
@@ -210,9 +235,10 @@ def _build_alone(
 
     resolved, teacher = order.resolved, order.teacher
     policy = build_policy(resolved, order.folder, division.recompute, note, widened=division.widened)
+    micro = division.micro_batch_tokens
     if teacher is not None:
         load_foreign(policy.injected.layers, TEACHER_SLOT, teacher.config, teacher.files, teacher.place)
-    trainer = TorchTrainer(policy, _trainer_settings(resolved, order.model), loss)
+    trainer = TorchTrainer(policy, _trainer_settings(resolved, order.model, micro_batch_tokens=micro), loss)
     return TrainerSide(
         trainer,
         describe(policy),
@@ -249,7 +275,8 @@ def _build_whole(
         announce=lambda report: note(report.text()),
     )
     policy.recompute(division.recompute)
-    trainer = TorchTrainer(policy, _trainer_settings(order.resolved, order.model), loss)
+    micro = division.micro_batch_tokens
+    trainer = TorchTrainer(policy, _trainer_settings(order.resolved, order.model, micro_batch_tokens=micro), loss)
     began_with = publishable(trainer, 0).digest
     return TrainerSide(
         trainer,
@@ -411,7 +438,7 @@ def _critic_settings(spec: RunSpec) -> CriticSettings | None:
     critic = spec.algorithm.decided_critic
     if critic is None:
         return None
-    peak = critic.learning_rate or spec.training.learning_rate
+    peak = critic.learning_rate or spec.training.decided_rate
     return CriticSettings(peak, critic.value_clip, critic.warmup_steps, critic.rank)
 
 

@@ -23,15 +23,22 @@ _NORMALIZE = {"Group": ", / deviation of the group", "Batch": ", normalised over
 REDUCTION = {"Token": "mean of tokens", "Sequence": "mean of answers", "Constant": "sum / `maxNewTokens`"}
 
 
-def dropout_warning(spec: RunSpec) -> str | None:
-    """In words, if the gate of parity will take the adapter's dropout for a fault; None if not."""
-    lora, enforced = spec.adapter.lora, spec.parity.preflight == "Enforce"
-    if lora is None or not lora.dropout or not enforced or spec.algorithm.type == "SFT":
-        return None
-    return (
-        f"spec.adapter.lora.dropout is {lora.dropout:g}: the trainer drops values and the engine does not. Log-probs "
-        "then differ by more than the limit of parity, which ends the run (84): write 0, or parity.preflight: Report"
-    )
+def find_warnings(spec: RunSpec) -> list[str]:
+    """What a manifest says that is allowed and of no use: dropout that the gate of parity takes for a fault, and groups
+    in which no answer is compared with another."""
+    lora, enforced, algorithm = spec.adapter.lora, spec.parity.preflight == "Enforce", spec.algorithm
+    found: list[str] = []
+    if algorithm.type == "SFT":
+        return found
+    if lora is not None and lora.dropout and enforced:
+        found.append(
+            f"spec.adapter.lora.dropout is {lora.dropout:g}: the trainer drops values and the engine does not. "
+            "Log-probs then differ by more than the limit of parity, which ends the run (84): write 0, or "
+            "parity.preflight: Report"
+        )
+    if algorithm.group_size == 1 and algorithm.objective.baseline not in ("Critic", "None", None):
+        found.append("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
+    return found
 
 
 def describe_algorithm(settings: Algorithm) -> str:

@@ -19,7 +19,7 @@ from orbit_runtime.spec.block import Block, FieldSet, inner_blocks
 from orbit_runtime.spec.fields import field_sets, later_defaults
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import ComputePrecision, OrbitRun, RunSpec
-from orbit_runtime.spec.training import StopWhen
+from orbit_runtime.spec.training import StopWhen, usual_rate
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 AUTO_BUILTIN_PRECISION: Literal["INT4"] = "INT4"
@@ -48,7 +48,8 @@ class Resolved:
 
     What stays `Auto`: `precision` of a model folder, where the manifest does not claim one, as the checkpoint says it;
     `training.recompute`, and on several GPUs trainer and engine, as the plan says them (`with_trainer`);
-    `observability.logFormat`, which depends on who watches each start.
+    `observability.logFormat`, which depends on who watches each start. `training.learningRate` may be unset until the
+    model is there (`with_rate`).
     """
     device: Literal["cpu", "cuda"]
 
@@ -149,6 +150,13 @@ def in_one_process(run: OrbitRun, **blocks: Block) -> OrbitRun:
     return _with_spec(run, training=_changed(run.spec.training, trainer="Torch"), **blocks)
 
 
+def with_sequences(run: OrbitRun, longest_prompt: int) -> OrbitRun:
+    """The manifest with no longer sequences than its prompts and completions make, for who plans memory."""
+    spec = run.spec
+    longest = min(spec.model.max_sequence_length, longest_prompt + spec.rollout.sampling.max_new_tokens)
+    return _with_spec(run, model=_changed(spec.model, max_sequence_length=longest))
+
+
 def with_trainer(resolved: Resolved, trainer: str) -> Resolved:
     """The manifest with the plan's `training.trainer`, and what follows from it; unchanged if nothing was left to the
     plan.
@@ -167,6 +175,15 @@ def with_trainer(resolved: Resolved, trainer: str) -> Resolved:
     return replace(resolved, run=decided)
 
 
+def with_rate(resolved: Resolved, num_parameters: float) -> Resolved:
+    """The manifest with a learning rate that suits a model of that size; unchanged if it has one."""
+    training = resolved.run.spec.training
+    if training.learning_rate is not None:
+        return resolved
+    rate = usual_rate(resolved.run.spec.adapter.type, num_parameters)
+    return replace(resolved, run=_with_spec(resolved.run, training=_changed(training, learning_rate=rate)))
+
+
 def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
     """Keeps the first start's decisions on resume, even if `steps` has changed since, or the model has moved."""
     run, spec = resolved.run, earlier.get("spec", {})
@@ -177,6 +194,9 @@ def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
     if run.spec.model.precision == "Auto" and precision is not None:
         # A folder that is left to say what it is: it must be what it was then, and is checked against it.
         run = _with_spec(run, model=_changed(run.spec.model, precision=precision))
+    rate = spec.get("training", {}).get("learningRate")
+    if run.spec.training.learning_rate is None and rate is not None:
+        run = _with_spec(run, training=_changed(run.spec.training, learning_rate=rate))
     asked = resolved.asked.spec.training.schedule
     decay = spec.get("training", {}).get("schedule", {}).get("decaySteps")
     if asked.type != "Constant" and asked.decay_steps is None and decay is not None:

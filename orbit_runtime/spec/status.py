@@ -57,6 +57,17 @@ class CheckpointStatus(Block):
     """When it was first seen."""
 
 
+class BestStatus(Block):
+    """The best of the run's adapters by its own evaluations."""
+
+    step: Count | None = None
+    """Step after which it was published; `RUN@best` names it."""
+    evaluation: Annotated[str, Field(max_length=63)] | None = None
+    """Evaluation that decides."""
+    value: Number | None = None
+    """What that evaluation found."""
+
+
 class GPUSeconds(Block):
     """GPUs multiplied by seconds, over all attempts."""
 
@@ -166,6 +177,8 @@ class RunStatus(Block):
     """Digest of that adapter."""
     checkpoint: CheckpointStatus | None = None
     """The newest checkpoint, from which a new attempt continues."""
+    best: BestStatus | None = None
+    """The best of its adapters; unset if none was evaluated."""
     tokens_per_second: Number | None = None
     """Throughput of the last step."""
     seconds_left: Count | None = None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from orbit_runtime.spec.fields import Schema, is_block, is_left_out, schema_tree
+from orbit_runtime.spec.training import usual_rate
 
 _WIDTH = 100
 
@@ -25,29 +26,40 @@ metadata:
   name: my-run
 spec:
   model:
-    uri: builtin://tiny-adder  # or a folder, hf://org/name, s3://bucket/prefix
-    precision: INT4
-  adapter:
+    uri: {uri}
+    precision: {precision}
+{length}  adapter:
     type: LoRA
   data:
     prompts:
       - uri: builtin://two-digit-addition  # or a file of lines such as {{"prompt": "12+34=", "answer": "46"}}
   environment:
     rewards:
-      - {{name: correct, type: ExactMatch, arguments: {{field: answer}}}}
+      - {{name: correct, type: {reward}, arguments: {{field: answer}}}}
   rollout:
     sampling:
-      maxNewTokens: 4
+      maxNewTokens: {tokens}
   training:
-    steps: 60
-    promptsPerStep: 32
-    learningRate: 2e-3
+    steps: {steps}
+    promptsPerStep: {prompts}
+    learningRate: {rate}
 """
 
 
 def render_start(file: str) -> str:
     """A short manifest that runs as it is, on any machine."""
-    return START.format(file=file)
+    return START.format(
+        file=file, uri="builtin://tiny-adder  # or a folder, hf://org/name, s3://bucket/prefix", precision="INT4",
+        length="", reward="ExactMatch", tokens=4, steps=60, prompts=32, rate="2e-3",
+    )  # fmt: skip
+
+
+def render_start_of(file: str, uri: str, precision: str, num_parameters: int) -> str:
+    """Likewise for a model that others made, which answers in sentences: a few answers of some length to a step."""
+    return START.format(
+        file=file, uri=format_value(uri), precision=precision, length="    maxSequenceLength: 256\n", reward="Math",
+        tokens=32, steps=30, prompts=8, rate=f"{usual_rate('LoRA', num_parameters):g}",
+    )  # fmt: skip
 
 
 def render_template(file: str) -> str:

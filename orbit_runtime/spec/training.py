@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,6 +12,21 @@ from orbit_runtime.spec.rule import Rule
 
 LONG_SEQUENCE = 8192
 """Tokens from which masks of attention take more memory than all else that a layer keeps."""
+
+
+USUAL_RATES: tuple[tuple[float, Mapping[str, float]], ...] = (
+    (10_000_000, {"LoRA": 2e-3, "OFT": 1e-3}),
+    (1_000_000_000, {"LoRA": 1e-3, "OFT": 1e-3}),
+)
+"""Most parameters of a model, and the rates by which one below it was measured to learn: docs/guides/real_model.md."""
+CAUTIOUS_RATE = 1e-4
+"""For whatever was not measured. One that is too low is told in the report; one that is too high ruins a run."""
+
+
+def usual_rate(adapter: str, num_parameters: float) -> float:
+    """The learning rate of a run whose manifest names none."""
+    fitting = (rates for most, rates in USUAL_RATES if num_parameters <= most)
+    return next(fitting, {}).get(adapter, CAUTIOUS_RATE)
 
 
 class Schedule(Block):
@@ -107,8 +123,9 @@ class Training(Block):
     """Prompts per optimiser update; it must divide `promptsPerStep`. If unset, one update per step."""
     update_epochs: Annotated[int, IDENTITY, Field(ge=1, le=1000)] = 1
     """Number of times that a step's samples are trained on."""
-    learning_rate: Annotated[float, IDENTITY, Field(gt=0, le=1)] = 1e-4
-    """Peak learning rate; adapters usually take 1e-5 to 2e-3."""
+    learning_rate: Annotated[float | None, IDENTITY, Field(gt=0, le=1)] = None
+    """Peak learning rate; adapters usually take 1e-5 to 2e-3. If unset, the first start takes a rate that was measured
+    for the adapter's type and the model's size, or 1e-4; `run.json` keeps it: docs/guides/real_model.md."""
     schedule: Schedule = Schedule()
     """The learning rate over the steps."""
     weight_decay: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 0.0
@@ -126,6 +143,12 @@ class Training(Block):
     recompute: Annotated[Literal["Auto", "None", "Selective", "PerLayer"], LAYOUT] = "Auto"
     """What the backward pass recomputes to save memory: nothing, everything except products with packed weights, or
     whole layers. `Auto` takes the first of these that fits, according to the plan. The result stays the same."""
+
+    @property
+    def decided_rate(self) -> float:
+        """`learningRate` of a run that has begun."""
+        assert self.learning_rate is not None, "a run decides it once its model is there"
+        return self.learning_rate
 
     def decided_attention(self, max_sequence: int) -> Literal["Eager", "SDPA", "Chunked"]:
         """`Auto` resolved for sequences of at most so many tokens."""

@@ -6,7 +6,8 @@ retries (`download`).
 `blobs/<sha256>` finished files · `parts/<key>` unfinished ones · `known/<key>` SHA-256 of files that announce none ·
 `folders/<digest>/` names that point at blobs · `listings/<key>.json` what a hub's revision holds, and
 what passes of a small copy of a model showed · `locks/` ·
-`digests/<key>` of models whose files are as they were when they were hashed.
+`digests/<key>` of models whose files are as they were when they were hashed · `paces/<key>` seconds of start and of a
+step of runs that were measured here.
 Nothing here expires: delete the folder, or any part of it, while no run starts.
 """
 
@@ -86,6 +87,18 @@ class Cache:
         """Does nothing if the folder cannot be written: the digest is then computed again."""
         with suppress(OSError):
             self._write("digests", key, digest)
+
+    def load_pace(self, key: str) -> tuple[float, float] | None:
+        """Seconds of start and of a step, as measured; None if they were not."""
+        with suppress(OSError, ValueError):
+            start, step = map(float, (self.root / "paces" / key).read_text().split())
+            return start, step
+        return None
+
+    def save_pace(self, key: str, start: float, step: float) -> None:
+        """Does nothing if the folder cannot be written: how long a run takes is then unknown."""
+        with suppress(OSError):
+            self._write("paces", key, f"{start} {step}")
 
     def build_folder(self, files: Mapping[str, str]) -> tuple[Path, str]:
         """A folder with these files (name → SHA-256), and the digest of all of them."""

@@ -151,7 +151,7 @@ class Updater:
         self.optimizer = torch.optim.AdamW(
             # A rank may own nothing: a group of parameters may be empty, a list of them may not.
             [{"params": list(passes.owned.values())}],
-            lr=settings.training.learning_rate,
+            lr=settings.training.decided_rate,
             weight_decay=settings.training.weight_decay,
             fused=True,
         )
@@ -302,7 +302,7 @@ class Updater:
         return learning_rate(
             self.steps,
             settings.training.schedule,
-            peak=settings.training.learning_rate if peak is None else peak,
+            peak=settings.training.decided_rate if peak is None else peak,
             decay_steps=settings.decay_steps,
         )
 

@@ -71,7 +71,14 @@ def test_a_moved_page_keeps_its_links_and_loses_those_to_code() -> None:
     diagram = "[n](m)\n```"
     text = (
         "[log](../../CHANGELOG.md#x) [`run`](../../run.py) [host](https://example.com) "
-        "![p](../pictures/p.png)\n```mermaid\n" + diagram
+        "![p](../pictures/p.svg)\n```text\n" + diagram
     )
-    expected = "[log](../changelog.md#x) `run` [host](https://example.com) ![p](../pictures/p.png)\n```text\n" + diagram
+    expected = "[log](../changelog.md#x) `run` [host](https://example.com) ![p](../pictures/p.svg)\n```text\n" + diagram
     assert moved(text, "docs/guides/a.md", places) == expected
+
+
+def test_diagrams_are_pictures_that_the_site_shows_as_well() -> None:
+    """It has no program that would draw them."""
+    for page in find_pages():
+        assert "```mermaid" not in (ROOT / page).read_text("utf-8"), page
+    assert "(docs/pictures/step.svg)" in (ROOT / "README.md").read_text("utf-8")

@@ -25,7 +25,7 @@ def test_a_sequence_that_is_too_long_is_told_with_the_field_to_lower(tmp_path: P
             "spec.training.attention=Eager",
         ],
     )  # fmt: skip
-    with pytest.raises(OutOfMemoryError, match=r"memory ran out in stage preflight: .*llocate memory") as caught:
+    with pytest.raises(OutOfMemoryError, match=r"memory ran out in stage preflight, .*llocate memory") as caught:
         run(spec, out=str(tmp_path / "run"))
     assert (caught.value.exit_code, caught.value.where) == (79, "spec.model.maxSequenceLength")
     # The folder is free again, and says how it ended.

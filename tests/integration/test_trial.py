@@ -66,6 +66,34 @@ def test_a_trial_shows_scored_answers_and_the_time_of_the_whole_run_and_keeps_no
     assert left() == ["my_rewards.py", "run.yaml"]
 
 
+def test_what_a_trial_measured_is_told_by_plan_and_in_the_first_line_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ORBIT_CACHE", str(tmp_path / "cache"))
+    file, made = "run.yaml", small_manifest(steps=3)
+    del made["spec"]["training"]["learningRate"]
+    write(made)
+    assert run_command(["plan", file]) == 0
+    assert "3 steps; how long they take is unknown until 3 were measured" in capsys.readouterr().out
+    assert run_command(["try", file, "--json"]) == 0
+    (measured,) = (tmp_path / "cache/paces").iterdir()
+    start, step = map(float, measured.read_text().split())
+    facts = json.loads(capsys.readouterr().out)
+    assert start + 3 * step == pytest.approx(facts["seconds"])
+    assert run_command(["plan", file, "--set", "spec.training.steps=4000"]) == 0
+    assert "4000 steps, about" in capsys.readouterr().out
+    assert run_command(["plan", file, "--set", "spec.algorithm.groupSize=5"]) == 0
+    assert "unknown" in capsys.readouterr().out, "of another manifest"
+    measured.unlink()
+    assert run_command(["run", file, "--out", "run"]) == 0
+    said = capsys.readouterr()
+    assert "3 steps; how long they take is unknown" in (said.err + said.out).splitlines()[0]
+    assert "training.learningRate is not set: this run takes 0.002" in said.err + said.out
+    assert "preflight, both sides with an adapter of random values" in said.err + said.out
+    assert measured.exists(), "a run measures as well"
+    assert json.loads(Path("run/run.json").read_text())["identity"]["spec.training.learningRate"] == 0.002
+
+
 def test_a_trial_is_told_in_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["try", write(small_manifest(steps=40))]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -35,6 +35,7 @@ GOOD: dict[str, Any] = {
     "adapter_digest": "sha256:ab",
     "last_checkpoint": "checkpoints/step-000003",
     "last_checkpoint_step": 3,
+    "best": {"step": 2, "evaluation": "held-out", "value": 0.75},
     "tokens_per_second": 100.5,
     "eta_seconds": 12.5,
     "resumed_from_step": 2,
@@ -303,6 +304,21 @@ def test_a_value_that_cannot_be_true_is_left_out(field: str, value: Any, expecte
     heard = read_progress({**GOOD, field: value}, "adder", "p", 1.0)
     assert heard is not None
     assert getattr(heard, field) == expected
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"),
+    [
+        (GOOD["best"], (2, "held-out", 0.75)),
+        ({"step": 0, "value": 10**400}, (0, None, None)),
+        ([2], (None, None, None)),
+        (None, (None, None, None)),
+    ],
+)
+def test_the_best_adapter_is_read(best: Any, expected: tuple[Any, ...]) -> None:
+    heard = read_progress({**GOOD, "best": best}, "adder", "p", 1.0)
+    assert heard is not None
+    assert (heard.best_step, heard.best_evaluation, heard.best_value) == expected
 
 
 def test_the_limits_are_what_is_documented() -> None:

@@ -23,7 +23,7 @@ from orbit_runtime.spec.status import LARGEST_NUMBER, MAX_COUNT, RunStatus
 
 NAMES = (
     "phase", "step", "total", "reward", "parity", "parity_limit", "policy_version", "adapter_digest", "last_checkpoint",
-    "last_checkpoint_step", "tokens_per_second", "eta_seconds", "execution", "resumed_from_step",
+    "last_checkpoint_step", "tokens_per_second", "eta_seconds", "execution", "resumed_from_step", "best",
     "live", "reason", "message", "where", "fix",
 )  # fmt: skip
 EDGES = (0, -1, MAX_COUNT, MAX_COUNT + 1, 2**63, 10**18, 10**19, 1e18, 1.1e18, -1e19, 1e308, float("nan"), float("inf"))
@@ -32,7 +32,8 @@ HALF = "\ud800"
 WORDS = (f"a{HALF}b", HALF * 40, "x" * 900, "x" * 3900, "Running", "")
 NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(), st.floats())
 TEXTS = st.one_of(st.sampled_from(WORDS), st.text(max_size=20))
-OTHERS = st.one_of(st.none(), st.booleans(), st.lists(st.integers(), max_size=2))
+BEST = st.fixed_dictionaries({"step": NUMBERS, "evaluation": TEXTS, "value": NUMBERS})
+OTHERS = st.one_of(st.none(), st.booleans(), st.lists(st.integers(), max_size=2), BEST)
 SAID = st.fixed_dictionaries(
     {"run": st.just("adder")}, optional={name: st.one_of(NUMBERS, TEXTS, OTHERS) for name in NAMES}
 )

@@ -53,7 +53,7 @@ def write_pages(target: Path, root: Path = ROOT) -> None:
 
 
 def moved(text: str, source: str, places: Mapping[str, str], root: Path = ROOT) -> str:
-    """A page's text where the site has it: links follow, those to code become its path, diagrams become text."""
+    """A page's text where the site has it: links follow, those to code become its path."""
     here = places[source]
 
     def follow(match: re.Match[str]) -> str:
@@ -63,7 +63,7 @@ def moved(text: str, source: str, places: Mapping[str, str], root: Path = ROOT) 
         path, hash_, anchor = target.partition("#")
         repository = os.path.normpath(os.path.join(os.path.dirname(source), path))
         place = places.get(repository) or FOLDERS.get(repository)
-        if repository.endswith(".png"):
+        if repository.endswith((".png", ".svg")):
             place = repository.removeprefix("docs/")
         if place is None:
             return words if "`" in words else f"{words} (`{repository}`)"
@@ -72,7 +72,7 @@ def moved(text: str, source: str, places: Mapping[str, str], root: Path = ROOT) 
 
     pieces, start = [], 0
     for fence in _FENCE.finditer(text):
-        pieces += [_LINK.sub(follow, text[start : fence.start()]), fence[0].replace("```mermaid", "```text")]
+        pieces += [_LINK.sub(follow, text[start : fence.start()]), fence[0]]
         start = fence.end()
     return "".join([*pieces, _LINK.sub(follow, text[start:])])
 

@@ -54,6 +54,20 @@ def test_dropout_that_the_gate_of_parity_takes_for_a_fault_is_told(capsys: pytes
         assert "warning" not in capsys.readouterr().out
 
 
+def test_a_group_of_one_and_what_this_machine_would_refuse_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    huge = "model.maxSequenceLength=1000000", "rollout.maxRunningRequests=1000", "algorithm.groupSize=64"
+    validate(EXAMPLE, ["algorithm.groupSize=1"], as_json=False)
+    assert "\nwarning: a group of one has no gradient" in capsys.readouterr().out
+    validate(EXAMPLE, [*huge], as_json=False)
+    said = capsys.readouterr().out
+    assert "is valid\nbut not on this machine: builtin://tiny-adder needs" in said
+    assert "write rollout.maxRunningRequests" in said
+    validate(EXAMPLE, [*huge], as_json=True)
+    assert "needs" in json.loads(capsys.readouterr().out)["refused_here"]
+
+
 def test_problems_are_raised_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ManifestError, match=r"spec\.training\.steps"):
         validate(EXAMPLE, ["training.steps=0"], as_json=True)

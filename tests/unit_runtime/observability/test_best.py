@@ -15,7 +15,13 @@ from orbit_runtime.cli.output import outcomes
 from orbit_runtime.errors import UsageError
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
-from orbit_runtime.observability.run_folder import BestVersion, find_best, find_stop, read_evaluations
+from orbit_runtime.observability.run_folder import (
+    BestVersion,
+    find_best,
+    find_stop,
+    read_evaluations,
+    read_own_evaluations,
+)
 from orbit_runtime.storage import open_store
 from tests.fakes.run_folder import SyntheticRun, write_run_folder
 
@@ -98,6 +104,17 @@ def test_an_evaluation_without_a_score_ends_no_run(asked: dict[str, Any], tmp_pa
     store = open_store(str(write(tmp_path, {0: None, 6: math.nan}, kept=[])))
     assert find_stop(asked, 6, read_evaluations(store), {}, 6) is None
     assert find_stop(asked, 6, {}, {"first": math.nan, "best": math.inf, "best_step": 0}, 6) is None
+
+
+@pytest.mark.parametrize(("asked", "ends"), [(digest(12), True), ("tree:another", False)])
+def test_an_evaluation_of_another_adapter_ends_no_run(asked: str, ends: bool, tmp_path: Path) -> None:
+    folder = write(tmp_path, {12: 0.9}, kept=[])
+    row = {"step": 12, "adapter_digest": digest(12)}
+    (folder / "metrics").mkdir(exist_ok=True)
+    (folder / "metrics/step-000012.json").write_text(json.dumps(row))
+    evaluate(folder, 12, 0.9, adapter=asked)
+    found = read_own_evaluations(open_store(str(folder)))
+    assert bool(find_stop({"atLeast": 0.8}, 6, found, {}, 12)) == ends
 
 
 def test_an_evaluation_counts_for_the_adapter_that_it_asked_and_with_the_settings_of_the_newest(tmp_path: Path) -> None:

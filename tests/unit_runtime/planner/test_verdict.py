@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, check_verdict, judge
 from orbit_runtime.planner.verdict import check_alone, plan_as_run
 from orbit_runtime.spec import OrbitRun, load_manifest
+from orbit_runtime.spec.resolve import with_sequences
 from tests.unit_runtime.planner.test_planner import build
 
 GIB = 2**30
@@ -185,13 +187,34 @@ def test_the_torch_trainer_and_a_server_cannot_share_one_copy_of_the_base() -> N
     assert verdict.problem.where == "spec.placement.baseCopies"
 
 
-def test_the_change_with_which_one_gpu_would_do_is_the_advice_on_eight_as_well() -> None:
-    run = build(training={"microBatchTokens": 65536}, model={"maxSequenceLength": 2048})
-    for gpus in (1, 8):
-        verdict = judge(run, card_facts("Qwen/Qwen3-4B"), Machine(find_gpu("H100"), gpus, 2048 * GIB))
-        assert verdict.reason == SMALL
-        assert verdict.problem is not None
-        assert verdict.problem.fix == "write rollout.maxRunningRequests: 128", gpus
+def test_one_device_samples_fewer_at_a_time_where_eight_gpus_are_asked_to_choose() -> None:
+    fields: dict[str, Any] = {"training": {"microBatchTokens": 65536}, "model": {"maxSequenceLength": 2048}}
+    run, fixed = build(**fields), build(**fields, rollout={"maxRunningRequests": 512})
+    for manifest, gpus, reason in ((run, 1, YES), (run, 8, SMALL), (fixed, 1, SMALL), (fixed, 8, SMALL)):
+        verdict = judge(manifest, card_facts("Qwen/Qwen3-4B"), Machine(find_gpu("H100"), gpus, 2048 * GIB))
+        assert verdict.reason == reason
+        if verdict.problem is not None:
+            assert verdict.problem.fix == "write rollout.maxRunningRequests: 128", gpus
+        elif verdict.plan is not None:
+            assert 128 <= verdict.plan.kv_sequences < 256
+
+
+def test_a_small_machine_takes_smaller_micro_batches_and_fewer_requests_by_itself() -> None:
+    """Of a small real model with defaults, more was planned than a laptop has."""
+    small = Machine(None, 0, 8 * GIB)
+    run, facts = build(), card_facts("HuggingFaceTB/SmolLM2-135M-Instruct")
+    verdict = judge(run, facts, small)
+    assert verdict.reason == YES
+    made = verdict.plan
+    assert made is not None
+    assert made.waits
+    assert made.micro_batch_tokens < 16384
+    assert any("a run, which knows its prompts, may need less" in note for note in made.notes)
+    short = plan_as_run(with_sequences(run, 40), facts, small)
+    assert not short.waits
+    assert short.micro_batch_tokens > made.micro_batch_tokens
+    fixed = plan_as_run(build(training={"microBatchTokens": 16384}, rollout={"maxRunningRequests": 512}), facts, small)
+    assert (fixed.micro_batch_tokens, fixed.waits) == (16384, False), "what the manifest sets is not lowered"
 
 
 def test_oft_on_a_dense_model_is_not_refused_for_what_only_experts_cannot_do() -> None:

@@ -25,8 +25,8 @@ from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 CPU, GPUS = MachineFacts(has_cuda=False, num_gpus=0), MachineFacts(has_cuda=True, num_gpus=8)
-RANKS = TrainerLayout("Megatron", Layout(), 1024, "None", None)
-ALONE = TrainerLayout("Torch", Layout(), 1024, "None", None)
+RANKS = TrainerLayout("Megatron", Layout(), 1024, 512, "None", None)
+ALONE = TrainerLayout("Torch", Layout(), 1024, 512, "None", None)
 
 
 def asked(machine: MachineFacts = CPU, *overrides: str) -> Resolved:

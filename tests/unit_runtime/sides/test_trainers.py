@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.sides.trainers import check_rank_packages, visible_gpus
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.sides.machine import machine_facts
+from orbit_runtime.sides.trainers import check_rank_packages, decide_division, decide_rate, visible_gpus
+from orbit_runtime.spec import parse_manifest, resolve
 
 
 @pytest.mark.parametrize(
@@ -28,3 +31,22 @@ def test_all_that_ranks_lack_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
         check_rank_packages()
     assert (caught.value.exit_code, caught.value.where) == (78, "spec.training.trainer")
     assert "orbit-rl[megatron,ray]" in str(caught.value.fix)
+
+
+def test_what_memory_lacks_is_lowered_unless_prompts_are_short_and_an_open_rate_suits_the_size() -> None:
+    text = """
+apiVersion: orbitrl.dev/v1alpha1
+kind: OrbitRun
+metadata: {name: run}
+spec:
+  model: {uri: builtin://tiny-adder, maxSequenceLength: 1000000}
+  data: {prompts: [{uri: p.jsonl}]}
+  environment: {rewards: [{name: correct, type: ExactMatch}]}
+  training: {steps: 5}
+"""
+    folder = builtin_folder("tiny-adder", "INT4")
+    asked = resolve(parse_manifest(text, name="run.yaml", overrides=[], environ={}), machine_facts())
+    lowered, short = decide_division(asked, folder), decide_division(asked, folder, lambda: 8)
+    assert 1 <= lowered.running < 256 < short.running == 512
+    assert decide_rate(asked, folder).run.spec.training.decided_rate == 2e-3
+    assert decide_rate(asked, folder / "missing").run.spec.training.decided_rate == 1e-4

@@ -56,7 +56,7 @@ def test_a_good_manifest_loads_with_its_defaults() -> None:
     assert run.spec.adapter.lora is not None
     assert run.spec.adapter.lora.rank == 16
     assert run.spec.adapter.oft is None
-    assert run.spec.training.learning_rate == 1e-4
+    assert run.spec.training.learning_rate is None
     assert run.spec.storage.uri == "runs"
 
 

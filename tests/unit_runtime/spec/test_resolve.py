@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from orbit_runtime.spec import (
 )
 from orbit_runtime.spec.fields import all_fields, field_sets
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
-from orbit_runtime.spec.resolve import with_trainer
+from orbit_runtime.spec.resolve import with_rate, with_trainer
 from orbit_runtime.spec.run import upgrade_manifest
 
 TEXT = """\
@@ -113,6 +114,26 @@ def test_decay_steps_that_were_asked_for_are_not_replaced_by_those_of_the_first_
     assert keep_decisions(asked, first).decay_steps == 7
     constant = resolved()
     assert keep_decisions(constant, first) == constant
+
+
+@pytest.mark.parametrize(
+    ("adapter", "parameters", "rate"),
+    [
+        ("LoRA", 1e6, 2e-3), ("OFT", 1e6, 1e-3), ("LoRA", 134e6, 1e-3), ("OFT", 134e6, 1e-3),
+        ("LoRA", 8e9, 1e-4), ("Full", 1e6, 1e-4), ("LoRA", math.inf, 1e-4),
+    ],
+)  # fmt: skip
+def test_a_rate_that_is_not_set_suits_adapter_and_size_and_is_that_of_the_first_start(
+    adapter: str, parameters: float, rate: float
+) -> None:
+    precision = "model={uri: builtin://tiny-adder, precision: BF16}"
+    open_, asked = resolved(f"adapter.type={adapter}", precision), resolved("training.learningRate=0.5")
+    assert "spec.training.learningRate" not in identity_fields(open_.run)
+    first = with_rate(open_, parameters)
+    assert first.run.spec.training.decided_rate == rate
+    assert with_rate(asked, parameters) == asked
+    kept = with_rate(keep_decisions(open_, first.run.to_manifest()), 1.0)
+    assert (kept.run.spec.training.decided_rate, kept.identity) == (rate, first.identity)
 
 
 def test_a_model_that_moved_out_of_the_package_keeps_its_precision() -> None:
@@ -234,7 +255,6 @@ def test_the_sets_are_those_of_the_design() -> None:
         "training.recompute=PerLayer",
         "model.precision=INT4",
         "data.prompts=[{uri: moved/p.jsonl}]",
-        "training.learningRate=0.0001",
         "algorithm={clip: {low: 0.2, high: 0.2}, reduction: Token, kl: {placement: Loss, estimator: K3}}",
         "algorithm.advantage={baseline: GroupMean, normalize: Group}",
         "algorithm={overlong: {penalty: 0}, dynamicSampling: {maxRounds: 0}}",
@@ -263,6 +283,7 @@ def test_display_layout_and_defaults_written_out_leave_the_identity_alone(overri
         "environment.rewards[0].arguments={a: 1}",
         "rollout.sampling.stop=[x]",
         "rollout.overSampling=4",
+        "training.learningRate=0.0001",
         "training.promptsPerStep=16",
         "training.schedule.type=Cosine",
         "parity.floorFactor=5",
@@ -275,7 +296,7 @@ def test_what_changes_the_maths_changes_the_identity(override: str) -> None:
 
 def test_the_digest_is_stable() -> None:
     """It stands in checkpoints: a change here makes every older one unreadable, so it must be meant."""
-    run = build("model.uri=/m", "data.prompts[0].uri=/p", "model.precision=INT4")
+    run = build("model.uri=/m", "data.prompts[0].uri=/p", "model.precision=INT4", "training.learningRate=1e-4")
     assert identity_digest(run) == "sha256:560f8e5b92cf58af785c397d3a75fac376dcc8ade04f6b1cf7cad031d592eafc"
 
 
