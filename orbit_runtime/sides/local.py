@@ -70,7 +70,7 @@ class LocalSides:
                 self._note(f"{asked} do not fit in the memory of this machine: {field} is {taken}")
         resolved = decide_rate(with_trainer(resolved, self._division.trainer), folder)
         if resolved.asked.spec.training.learning_rate is None:
-            self._note(f"training.learningRate is not set: this run takes {resolved.run.spec.training.learning_rate:g}")
+            self._note(f"training.learningRate is not set: this run takes {resolved.run.spec.training.decided_rate:g}")
         self.starts_engine = may_start_ahead(resolved, self._division)
         return resolved
 
