@@ -23,6 +23,7 @@ from orbit_runtime.sglang_plugin import deepseek_v4
 from orbit_runtime.sglang_plugin.mxfp4_experts import PACKED_AS
 from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
+ROOT = Path(__file__).parents[2]
 QUANTIZATION = "srt/layers/quantization"
 SCHEMES = f"{QUANTIZATION}/compressed_tensors/schemes/compressed_tensors"
 CLASSES = {
@@ -65,6 +66,27 @@ def test_gpt_oss_is_deterministic_on_a_b200_with_the_attention_that_it_is_told_t
     assert 'is_sm100:\n            overrides["attention_backend"] = "trtllm_mha"' in chosen
     served = [each for each in assigned(package / "srt/arg_groups/model_hook.py", "supported_backends") if told in each]
     assert any("trtllm_mha" in each for each in served)
+
+
+def test_the_guide_says_what_flashinfer_downloads_for_blackwell_and_how_to_bring_it(package: Path) -> None:
+    """The attention that SGLang chooses there comes as files that no wheel holds: without them no server comes up."""
+    flashinfer = package.parent / "flashinfer"
+    (installed,) = package.parent.glob("flashinfer_python-*.dist-info")
+    version = installed.stem.rpartition("-")[2]
+    guide, pins, image = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("docs/guides/sglang.md", "images/constraints/node.txt", "Dockerfile")
+    )
+    assert f"FlashInfer {version} downloads" in " ".join(guide.split())
+    assert f"flashinfer-python=={version}" in pins
+    assert "get_artifact" in (flashinfer / "jit/attention/modules.py").read_text()
+    reads = {"FLASHINFER_CUBIN_DIR": "jit/env.py", "FLASHINFER_CUBINS_REPOSITORY": "jit/cubin_loader.py"}
+    for variable, file in reads.items():
+        assert f'"{variable}"' in (flashinfer / file).read_text()
+        assert variable in guide
+    assert '@cli.command("download-cubin")' in (flashinfer / "__main__.py").read_text()
+    assert "-m flashinfer download-cubin" in guide
+    assert "-m flashinfer download-cubin" in image
 
 
 def assigned(file: Path, name: str) -> list[list[str]]:

@@ -60,6 +60,17 @@ def test_one_device_runs_torch_and_several_run_megatron_and_sglang() -> None:
     assert (eight.trainer, eight.engine, eight.base_copies) == ("Megatron", "SGLang", "Two")
 
 
+def test_beside_servers_there_are_two_copies_of_the_base_and_the_documents_say_so() -> None:
+    """Servers are processes of their own: only the torch engine multiplies by the trainer's tensors."""
+    beside = planned(Machine(B200, 1), rollout={"engine": "SGLang"})
+    assert (beside.trainer, beside.engine, beside.base_copies) == ("Torch", "SGLang", "Two")
+    architecture, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "README.md"))
+    said = re.search(r"\n([^.]*)the base exists once.*?: two copies\.", architecture, re.DOTALL)
+    assert said is not None
+    assert said[1].endswith("With the torch engine ")
+    assert "one copy, or two of the same bytes" in readme
+
+
 def test_a_model_that_fits_whole_is_replicated_and_not_divided() -> None:
     recomputed = {"recompute": "PerLayer"}
     assert planned(Machine(H100, 8), training=recomputed).layout.text() == "TP1 EP1 PP1 CP1 DP8"
