@@ -168,7 +168,7 @@ class Masters:
         if config.type != "OFT":
             return 0.0
         values = self.parameters.values()
-        return max(series_error(p, config.block_size, config.parametrization, config.neumann_terms) for p in values)
+        return series_error(values, config.block_size, config.parametrization, config.neumann_terms)
 
     def after_update(self) -> None:
         """Applies COFT's bound on Q after an optimiser update. PEFT does the same before every pass."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -92,7 +93,7 @@ def rotations(parameters: Tensor, block_size: int, parametrization: str, neumann
     return R
 
 
-def series_error(parameters: Tensor, block_size: int, parametrization: str, neumann_terms: int) -> float:
+def series_error(parameters: Iterable[Tensor], block_size: int, parametrization: str, neumann_terms: int) -> float:
     """A bound on `|R - C|` over all blocks, with C the exact rotation that the series approximates; 0 for Cayley.
 
     The series of n terms is `C (I - Q^m)` with m = 3 for n = 3 and 4, else n - 1, and C preserves lengths, so the error
@@ -101,7 +102,7 @@ def series_error(parameters: Tensor, block_size: int, parametrization: str, neum
     """
     if parametrization == "Cayley":
         return 0.0
-    squares = parameters.detach().float().square().sum(-1)
+    squares = torch.stack([each.detach().float().square().sum(-1).max() for each in parameters])
     # |Q|_F² is twice the sum over its upper triangle.
     largest = float(squares.max().sqrt())
     if neumann_terms < 3:

@@ -141,11 +141,11 @@ def policy_loss(
     with torch.no_grad():
         metrics = {
             "loss": loss.detach(),
-            "tokens": torch.tensor(float(logprobs_T.numel()), device=logprobs_T.device),
+            "tokens": torch.full((), float(logprobs_T.numel()), device=logprobs_T.device),
             "kl_old": k3_sum(logprobs_T, old_T),
         }
         if losses.clipped_T is not None:
-            metrics["clip_fraction"] = losses.clipped_T.sum().float()
+            metrics["clip_fraction"] = losses.clipped_T.to(loss.device).sum().float()
         if inputs.importance_T is not None:
             metrics["dropped_fraction"] = (inputs.importance_T == 0).sum().float()
         if reference_T is not None:

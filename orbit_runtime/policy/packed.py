@@ -35,6 +35,12 @@ OWN_RATIO = 1.25
 """The same for sequences in rows of their own: all of a layer computes their padding, not only attention."""
 
 
+def to_device(values: np.ndarray | Sequence[int], device: torch.device) -> torch.Tensor:
+    """A copy of the values. The host does not wait for the device: CUDA takes them from the host's memory before this
+    returns."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Branch:
     """One sequence as prefix + continuation; an equal `prefix_id` means an equal, shared prefix."""
@@ -153,7 +159,7 @@ def build_packed(branches: Sequence[Branch], device: torch.device, context: Proc
         longest = max(longest, prefix_row.length + inputs)
 
     def tensor(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device)
+        return to_device(values.astype(np.int64), device)
 
     places = None
     laid_out = rows
@@ -243,7 +249,7 @@ def lay_out_experts(
                 laid_out[first : first + prefix] = routed_TLC[:prefix]
             laid_out[end : end + inputs] = routed_TLC[prefix:]
         end += inputs
-    whole = torch.from_numpy(laid_out).to(batch.token_ids_T.device)
+    whole = to_device(laid_out, batch.token_ids_T.device)
     return whole if batch.places_T is None else whole[batch.places_T]
 
 
@@ -303,7 +309,7 @@ def _seen(row: Row) -> int:
 
 def _build_bucket(rows: list[Row], device: torch.device) -> Bucket:
     first, length, prefix_first, prefix_length, before, own_first = (
-        torch.tensor([getattr(row, name) for row in rows], dtype=torch.long, device=device)[:, None]
+        to_device([getattr(row, name) for row in rows], device)[:, None]
         for name in ("first", "length", "prefix_first", "prefix_length", "before", "own_first")
     )
     queries = torch.arange(max(row.length for row in rows), device=device)[None]

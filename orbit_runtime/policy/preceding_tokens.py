@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from orbit_runtime.policy.packed import Branch
+from orbit_runtime.policy.packed import Branch, to_device
 
 _NEVER = torch.iinfo(torch.int32).max
 
@@ -66,9 +66,9 @@ def build_preceding(branches: Sequence[Branch], device: torch.device) -> Precedi
         positions.append(np.arange(prefix, len(whole), dtype=np.int32))
 
     def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
+        return to_device(np.concatenate(parts), device)
 
-    branch_R = torch.tensor(targets, dtype=torch.long, device=device)
+    branch_R = to_device(targets, device)
     return PrecedingTokens(
         branch_R, tensor(positions), tensor(tokens), tensor(owners), tensor(firsts), tuple(starts), tuple(targets)
     )

@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 )
 
 from orbit_runtime.adapters.layer import Selection
-from orbit_runtime.policy.packed import PackedBatch, gather_rows, own_buckets
+from orbit_runtime.policy.packed import PackedBatch, gather_rows, own_buckets, to_device
 
 
 class Decoder(Protocol):
@@ -231,7 +231,7 @@ class OwnCache:
             for layer in self._cache.layers:
                 _each_sequence(layer, lambda x: x[..., self._width - longest :, :])
             self._width = longest
-        position_B = torch.from_numpy(positions_B).to(token_B.device)
+        position_B = to_device(positions_B, token_B.device)
         mask_BS = None
         if int(positions_B.min()) < longest and any(hasattr(layer, "keys") for layer in self._cache.layers):
             places = torch.arange(longest + 1, device=token_B.device)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from orbit_runtime.policy.attention import AttentionSettings, Kernel, attend_rows, fp32_product, softmax_with_sinks
-from orbit_runtime.policy.packed import PackedBatch, PackedPlan
+from orbit_runtime.policy.packed import PackedBatch, PackedPlan, to_device
 from orbit_runtime.policy.whole_rows import OwnRows, WholeRows
 
 
@@ -125,7 +125,7 @@ class DecodePlan:
             heads, size = block.shape[3], block.shape[5]
             self._newest = block.view(len(block), -1, size).unbind(0)
             rows = np.arange(2 * cache.num_rows * heads).reshape(2, -1)[:, : num_rows * heads] * cache.num_positions
-            self._index = torch.from_numpy((rows + positions_B.repeat(heads)).reshape(-1)).to(block.device)
+            self._index = to_device((rows + positions_B.repeat(heads)).reshape(-1), block.device)
 
     @property
     def longest(self) -> int:
@@ -140,10 +140,11 @@ class DecodePlan:
             visible = keys <= newest
             if window is not None:
                 visible &= keys > newest - window
-            made = torch.from_numpy(visible).to(self._device)
-            whole = bool(visible.all())
-            hidden = (~made).repeat_interleave(self._heads, 0).unsqueeze(1)
-            self._masks[window] = None if whole else (made[:, None, None], hidden)
+            self._masks[window] = None
+            if not visible.all():
+                made = to_device(visible, self._device)
+                hidden = (~made).repeat_interleave(self._heads, 0).unsqueeze(1)
+                self._masks[window] = (made[:, None, None], hidden)
         return self._masks[window]
 
     def attend(
@@ -229,7 +230,7 @@ class TokenHistory:
 
     def plan(self, token_B: torch.Tensor, positions_B: np.ndarray, _kernel: Kernel) -> WholeRows:
         """The rows with their newest tokens appended."""
-        newest_B = torch.from_numpy(positions_B).to(token_B.device)
+        newest_B = to_device(positions_B, token_B.device)
         rows = self._tokens_BS[: len(token_B)]
         rows[torch.arange(len(rows), device=rows.device), newest_B] = token_B
         return WholeRows(rows[:, : int(positions_B.max()) + 1], newest_B, self._is_single)

@@ -23,7 +23,7 @@ import torch
 from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.logprobs import token_scores
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.packed import Branch
+from orbit_runtime.policy.packed import Branch, to_device
 from orbit_runtime.policy.routing import Routing
 from orbit_runtime.policy.whole_rows import OwnCache
 from orbit_runtime.rollout.cache import KVCache, TokenHistory
@@ -127,7 +127,7 @@ class DecodingBatch:
         sources, targets = rows.remove([row for row, _ in done])
         if sources:
             device = self._policy.device
-            self._cache.move_rows(torch.tensor(sources, device=device), torch.tensor(targets, device=device), length)
+            self._cache.move_rows(to_device(sources, device), to_device(targets, device), length)
         return finished
 
     def _make_room(self) -> None:
@@ -188,8 +188,7 @@ class DecodingBatch:
         adapters = [adapter for adapter, _ in prompts]
         with policy.injected.selection.use(_selected(merge_segments(adapters, starts, ends))):
             hidden = policy.sampled_hidden(batch.token_ids_T, batch.position_T, plan)
-        index = torch.tensor(prompt_of_row, device=policy.device)
-        starts_P, lengths_P = torch.tensor(starts, device=policy.device), torch.tensor(lengths, device=policy.device)
+        index, starts_P, lengths_P = (to_device(each, policy.device) for each in (prompt_of_row, starts, lengths))
         self._cache.keep_prompts(first_row, index, starts_P, lengths_P, plan)
         if told is not None:
             for identity, start, end in zip(prompts, starts, ends, strict=True):
@@ -204,7 +203,7 @@ class DecodingBatch:
         rows = self._rows
         n = len(rows)
         policy, device = self._policy, self._policy.device
-        last_B, position_B = (torch.tensor(column[:n], device=device) for column in (rows.last_C, rows.position_C))
+        last_B, position_B = (to_device(column[:n], device) for column in (rows.last_C, rows.position_C))
         plan = self._cache.plan(last_B, rows.position_C[:n], self._kernel)
         with policy.injected.selection.use(_selected(rows.segments())), self._noting() as noted:
             hidden = policy.sampled_hidden(last_B, position_B, plan)
@@ -222,14 +221,14 @@ class DecodingBatch:
         if rows.work[which.start].forced_T is not None:
             # Scoring never mixes with sampling: `score` runs alone.
             forced = [item.forced_T for item in rows.work[which]]
-            tokens = torch.tensor([f[t] for f, t in zip(forced, generated, strict=True) if f], device=device)
+            tokens = to_device([f[t] for f, t in zip(forced, generated, strict=True) if f], device)
             logprobs = torch.log_softmax(logits_BV, -1).gather(-1, tokens[:, None])[:, 0]
             if told is not None:
                 for item, top in zip(rows.work[which], logits_BV.argmax(-1).tolist(), strict=True):
                     told.forced_top.setdefault(item.request.request_id, []).append(top)
         else:
-            uniforms_B = torch.from_numpy(uniforms(rows.keys_C[which], generated)).to(device)
-            temperature = torch.tensor(rows.temperature_C1[which], device=device) if rows.any_temperature else None
+            uniforms_B = to_device(uniforms(rows.keys_C[which], generated), device)
+            temperature = to_device(rows.temperature_C1[which], device) if rows.any_temperature else None
             truncation = rows.truncation(which, device)
             logits_BV = rows.logits.apply(logits_BV, which)
             tokens, logprobs = draw(logits_BV, uniforms_B, temperature, truncation)

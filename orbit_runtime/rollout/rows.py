@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from orbit_runtime.policy.packed import to_device
 from orbit_runtime.rollout.requests import end_ids
 from orbit_runtime.rollout.sampling import RowLogits, Truncation
 from orbit_runtime.rollout.streaming import NONE, Alternatives, TokenDeltas, part_of
@@ -161,9 +162,9 @@ class Rows:
     def record(self, rows: slice, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Appends one token to each of `rows`."""
         index, generated = np.arange(rows.start, rows.stop), self.generated_C[rows]
-        self.last_C[rows] = tokens.cpu().numpy()
+        # fp64 holds both as they are: one copy, which waits once for the device.
+        self.last_C[rows], self.logprobs_CT[index, generated] = torch.stack((tokens.double(), logprobs)).cpu().numpy()
         self.tokens_CT[index, generated] = self.last_C[rows]
-        self.logprobs_CT[index, generated] = logprobs.cpu().numpy()
         self.logits.record(rows, tokens)
         generated += 1
         self.position_C[rows] += 1
@@ -281,10 +282,13 @@ class Rows:
 
     def truncation(self, rows: slice, device: torch.device) -> Truncation:
         def column(values_C1: np.ndarray) -> torch.Tensor:
-            return torch.tensor(values_C1[rows], device=device)
+            return to_device(values_C1[rows], device)
 
+        # One value for all rows needs no answer of the device to how many tokens are looked at.
+        top_k = self.top_k_C1[rows]
+        is_one = 0 < top_k.min() == top_k.max()
         return Truncation(
-            column(self.top_k_C1) if self.any_top_k else None,
+            (int(top_k.max()) if is_one else column(self.top_k_C1)) if self.any_top_k else None,
             column(self.top_p_C1) if self.any_top_p else None,
             column(self.min_p_C1) if self.any_min_p else None,
         )

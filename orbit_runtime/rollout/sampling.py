@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from orbit_runtime.algorithms.distribution import add_bias, penalise, truncate
+from orbit_runtime.policy.packed import to_device
 from orbit_runtime.types import Request
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -41,7 +42,8 @@ def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
 class Truncation:
     """`[B, 1]` each, or `None` if it truncates no row (`algorithms.distribution.truncate`)."""
 
-    top_k: torch.Tensor | None = None
+    top_k: torch.Tensor | int | None = None
+    """A number: that of every row."""
     top_p: torch.Tensor | None = None
     min_p: torch.Tensor | None = None
 
@@ -71,7 +73,7 @@ def draw(
     columns = (temperature_B1, truncation.top_k, truncation.top_p, truncation.min_p)
     drawn = []
     for part in (slice(first, first + most) for first in range(0, rows, most)):
-        temperature, *cuts = (None if column is None else column[part] for column in columns)
+        temperature, *cuts = (each[part] if isinstance(each, torch.Tensor) else each for each in columns)
         drawn.append(_draw(logits_BV[part], uniforms_B[part], temperature, Truncation(*cuts)))
     tokens, logprobs = zip(*drawn, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
@@ -165,7 +167,7 @@ class RowLogits:
             logits_BV = self._add_biases(logits_BV, rows)
         if self._any_penalty:
             seen_CV = self._mark_prompts(logits_BV)
-            penalty_B1 = torch.tensor(self._penalty_C1[rows], device=logits_BV.device)
+            penalty_B1 = to_device(self._penalty_C1[rows], logits_BV.device)
             logits_BV = penalise(logits_BV, seen_CV[rows], penalty_B1)
         return logits_BV
 
@@ -176,7 +178,7 @@ class RowLogits:
         device, biased = logits_BV.device, logits_BV.clone()
         for bias, members in grouped.items():
             if bias:
-                index = torch.tensor(members, device=device)
+                index = to_device(members, device)
                 token_ids, values = zip(*bias, strict=True)
                 biased[index] = add_bias(
                     logits_BV[index],
@@ -192,6 +194,6 @@ class RowLogits:
             self._seen_CV = torch.zeros(shape, dtype=torch.bool, device=device)
         for row, prompt in self._new.items():
             self._seen_CV[row] = False
-            self._seen_CV[row, torch.tensor(prompt, device=device)] = True
+            self._seen_CV[row, to_device(prompt, device)] = True
         self._new.clear()
         return self._seen_CV

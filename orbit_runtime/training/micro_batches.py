@@ -15,7 +15,7 @@ import torch
 from orbit_runtime.data.routing import unpack_experts
 from orbit_runtime.data.samples import count_trained
 from orbit_runtime.policy.distance import TeacherReport
-from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
+from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts, to_device
 from orbit_runtime.policy.preceding_tokens import PrecedingTokens, build_preceding
 from orbit_runtime.types import ColumnName, Sample, Sampling
 
@@ -57,7 +57,7 @@ class MicroBatch:
                 assert sample.teacher_top is not None, "a teacher is asked about all rollouts of a run"
                 rows = count_trained(sample.loss_mask_T)
                 parts.append(np.frombuffer(sample.teacher_top[column], dtype).reshape(rows, -1))
-            found.append(torch.from_numpy(np.concatenate(parts)).to(self.weights_R.device))
+            found.append(to_device(np.concatenate(parts), self.weights_R.device))
         return TeacherReport(*found)
 
 
@@ -99,21 +99,21 @@ def build_micro_batch(
         offset += len(tokens_T) - cut
 
     def joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
+        return to_device(np.concatenate(parts), device)
 
     columns_R = {
         name: joined([np.asarray(each.columns[name])[kept] for each, kept in zip(samples, kept_D, strict=True)])
         for name in samples[0].columns
     }
     counts_D = [len(kept) for kept in kept_D]
-    weights_R = torch.from_numpy(np.repeat(np.asarray(weights, np.float32), counts_D)).to(device)
+    weights_R = to_device(np.repeat(np.asarray(weights, np.float32), counts_D), device)
     return MicroBatch(
         samples,
         branches,
         pack(branches),
         columns_R,
         weights_R,
-        torch.tensor(counts_D, device=device),
+        to_device(counts_D, device),
         joined(trained),
         build_preceding(branches, device) if sampling.repetition_penalty != 1.0 else None,
         number,

@@ -39,6 +39,11 @@ K3_CLAMP = 10.0
 RATIOS = (0.9, 1.1)
 
 
+def as_floats(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Single values, for all of which the host waits once."""
+    return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))
+
+
 class ParitySums:
     """Collects `d = logp_trainer - logp_sampler` over the first mini-batch, where both sides hold the same policy."""
 
@@ -66,14 +71,14 @@ class ParitySums:
         low, high = (math.log(ratio) for ratio in RATIOS)
         inside = (d >= low) & (d <= high)
         clamped = d.clamp(-K3_CLAMP, K3_CLAMP)
-        return {
-            "parity_mean": float(size.mean()),
-            "parity_p99": float(torch.quantile(size, 0.99)) if size.numel() < 1 << 24 else float(size.max()),
-            "parity_max": float(size.max()),
-            "parity_k3": float((torch.expm1(clamped) - clamped).mean()),
-            "parity_outside": float((~inside).double().mean()),
-            "parity_tokens": d.numel(),
+        found = {
+            "parity_mean": size.mean(),
+            "parity_p99": torch.quantile(size, 0.99) if size.numel() < 1 << 24 else size.max(),
+            "parity_max": size.max(),
+            "parity_k3": (torch.expm1(clamped) - clamped).mean(),
+            "parity_outside": (~inside).double().mean(),
         }
+        return as_floats(found) | {"parity_tokens": d.numel()}
 
 
 class MiniBatchLoss:
@@ -123,8 +128,7 @@ class MiniBatchLoss:
             return 0.0 * loss  # type: ignore[no-any-return]
         if self._parity is not None and "sampled" in micro.columns_R:
             self._parity.add(logprobs_R.detach(), sampled_R, micro.columns_R.get("stale"))
-        values = {name: float(value) for name, value in sums.items()}
-        values["entropy"] = float(entropy_R.detach()[micro.trained_R].sum())
+        values = as_floats(sums | {"entropy": entropy_R.detach()[micro.trained_R].sum()})
         for name, value in values.items():
             self.totals[name] = self.totals.get(name, 0.0) + value
         self.is_finite = self.is_finite and math.isfinite(values["loss"])

@@ -3,13 +3,15 @@
 Tensors on the device are torch's own, so that views, autograd, saving and generators are torch's too. What a device
 would refuse is refused: an operation on several devices, a generator of another device, memory that is pinned for
 nothing. What makes the host wait for the device is counted by the function of Orbit that asked for it (`waits`), and
-each wait is a line of the file PRETENDED_WAITS, if that is set.
+each wait is a line of the file PRETENDED_WAITS, if that is set. PRETENDED_FAULT, such as `{"rollout/rows.py record 9":
+"OutOfMemoryError"}`, is the error of torch's that this function's ninth wait is told.
 
 Belongs here: what a device does. Does not belong here: starting a process that has one (`pretended_cuda`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
@@ -81,6 +83,8 @@ def _wait() -> None:
             break
         frame = frame.f_back  # type: ignore[assignment]
     waits[place] += 1
+    if fault := json.loads(os.environ.get("PRETENDED_FAULT", "{}")).get(f"{place} {waits[place]}"):
+        raise getattr(torch, fault)("CUDA error: out of memory" if "Memory" in fault else "CUDA error: unspecified")
     if file := os.environ.get("PRETENDED_WAITS"):
         # At once: a process that forked may end without a word.
         with open(file, "a") as lines:

@@ -248,7 +248,7 @@ def test_the_error_bound_of_the_series_holds_and_is_not_idle(terms: int, size: f
     exact = (identity + Q) @ torch.linalg.inv(identity - Q)
     error = rotations(parameters, 8, "CayleyNeumann", terms).double() - exact
     worst = float(torch.linalg.matrix_norm(error, ord=2).max())
-    bound = series_error(parameters, 8, "CayleyNeumann", terms)
+    bound = series_error([parameters], 8, "CayleyNeumann", terms)
     assert worst <= bound + 1e-6
     # A matrix with one plane of rotation reaches the bound.
     plane = torch.zeros(1, 28)
@@ -257,8 +257,8 @@ def test_the_error_bound_of_the_series_holds_and_is_not_idle(terms: int, size: f
     exact = (identity + Q) @ torch.linalg.inv(identity - Q)
     error = rotations(plane, 8, "CayleyNeumann", terms).double() - exact
     reached = float(torch.linalg.matrix_norm(error, ord=2).max())
-    assert reached > 0.8 * series_error(plane, 8, "CayleyNeumann", terms) - 1e-6
-    assert series_error(plane, 8, "Cayley", terms) == 0.0
+    assert reached > 0.8 * series_error([plane], 8, "CayleyNeumann", terms) - 1e-6
+    assert series_error([plane], 8, "Cayley", terms) == 0.0
 
 
 def test_coft_brings_blocks_back_as_peft_does() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 
 class TorchFinder(MetaPathFinder):
-    """Loads the pretended runtime before torch, and torch's kernels for it after torch."""
+    """Loads the pretended runtime before torch, and torch's kernels for it after torch. Stays: who only asks whether
+    torch is there finds it here as well."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         ctypes.CDLL(os.environ["PRETENDED_RUNTIME"], ctypes.RTLD_GLOBAL)
         spec = PathFinder.find_spec(name)
         if spec is not None and spec.loader is not None:
