@@ -122,6 +122,7 @@ def _draw(plan: ChartPlan, steps: Sequence[int], rows: Sequence[MetricsRow]) -> 
     series = [
         Series(label, [row.number(field) for row in rows], LIMIT if field == "parity_limit" else style)
         for style, (field, label) in enumerate(plan.lines)
+        if any(row.number(field) is not None for row in rows)
     ]
     if plan.deviation:
         spread = [row.number(plan.deviation) for row in rows]

@@ -282,6 +282,13 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert "default-src 'none'" in unescape(text)
 
 
+def test_a_legend_names_no_line_without_a_value() -> None:
+    rows = [build_row(step=step, kl_base=0.1 * step) for step in (1, 2)]
+    (chart,) = [each for each in build_charts(rows) if each.title.startswith("KL")]
+    assert [line.name for line in chart.legend] == ["of a few samples"]
+    assert "KL term" not in chart.svg
+
+
 def test_every_chart_says_in_words_what_it_shows(tmp_path: Path) -> None:
     text = render_html(report_of(tmp_path, SyntheticRun()))
     labels = re.findall(r'<svg[^>]*aria-label="([^"]*)"', text)
