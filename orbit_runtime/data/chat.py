@@ -454,7 +454,10 @@ class ChatTokenizer:
         if self._runs_away is not None:
             raise self._runs_away
         try:
+            too_much = _RunsAwayError(f"more than {MAX_ROW >> 20} million characters")
             with _TEMPLATES.limited():
+                if self._num_folded > MAX_ROW:
+                    raise too_much
                 text = str(
                     self._tokenizer.apply_chat_template(
                         messages,
@@ -466,7 +469,7 @@ class ChatTokenizer:
                     )
                 )
             if len(text) > MAX_ROW:
-                raise _RunsAwayError(f"more than {MAX_ROW >> 20} million characters")
+                raise too_much
             return text
         except _RunsAwayError as error:
             self._runs_away = ModelError(
@@ -482,6 +485,20 @@ class ChatTokenizer:
                 fix="use the roles that the template knows, in the order it expects, and arguments that it takes "
                 f"({ARGUMENTS})",
             ) from error
+
+    @cached_property
+    def _num_folded(self) -> int:
+        """Characters of all texts that Jinja computes while it compiles the template: Python then reads them as source,
+        for seconds in which nothing can stop it."""
+        from jinja2 import TemplateError, nodes, optimizer
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+        text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(self._tokenizer.chat_template))
+        with suppress(TemplateError):  # it is refused where it is used
+            tree = optimizer.optimize(environment.parse(text), environment)
+            return sum(len(each.value) for each in tree.find_all(nodes.Const) if isinstance(each.value, str))
+        return 0
 
 
 class _RunsAwayError(Exception):
