@@ -116,24 +116,27 @@ def _names(target: str, weight: Weight) -> bool:
 
 def _suits(weight: Weight, job: Job) -> bool:
     """Whether an adapter of this rank or block size can be on the linear."""
-    out, into = weight.shape
-    return into % job.rank == 0 if job.spec.adapter.type == "OFT" else job.rank <= min(out, into)
+    return weight.shape[-1] % job.rank == 0 if job.spec.adapter.type == "OFT" else job.rank <= min(weight.shape)
 
 
 def _check_sizes(weights: list[Weight], job: Job) -> None:
+    """A size that the manifest does not write is not at fault there: the model asks for another than the usual."""
+    lora, oft = job.spec.adapter.lora, job.spec.adapter.oft
     for weight in weights:
         out, into = weight.shape
-        if job.spec.adapter.type == "LoRA" and job.rank > min(out, into):
+        if lora is not None and lora.rank > min(out, into):
             raise ManifestError(
-                f"rank {job.rank} is more than {weight.module} has, which is [{out}, {into}]",
-                where="spec.adapter.lora.rank",
-                fix=f"write at most {min(out, into)}, or leave the module out of spec.adapter.targets",
+                f"rank {lora.rank} is more than {weight.module} has, which is [{out}, {into}]",
+                where="spec.adapter.lora.rank" if "rank" in lora.model_fields_set else "spec.model.uri",
+                fix=f"write at most {min(out, into)} in spec.adapter.lora.rank, or leave the module out of "
+                "spec.adapter.targets",
             )
-        if job.spec.adapter.type == "OFT" and into % job.rank:
+        if oft is not None and into % oft.block_size:
             raise ManifestError(
-                f"blocks of {job.rank} do not divide the {into} input features of {weight.module}",
-                where="spec.adapter.oft.blockSize",
-                fix=f"write a divisor of {into}, or leave the module out of spec.adapter.targets",
+                f"blocks of {oft.block_size} do not divide the {into} input features of {weight.module}",
+                where="spec.adapter.oft.blockSize" if "block_size" in oft.model_fields_set else "spec.model.uri",
+                fix=f"write a divisor of {into} in spec.adapter.oft.blockSize, or leave the module out of "
+                "spec.adapter.targets",
             )
 
 

@@ -272,6 +272,23 @@ def test_without_torch_a_shipped_type_is_planned_and_any_other_is_unknown(tmp_pa
     assert (code, "not checked, see `orbit plan`: unknown" in said) == (0, True), said
 
 
+@pytest.mark.parametrize("rank", [16, None])
+def test_a_rank_that_is_not_in_the_manifest_is_not_blamed(
+    rank: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_type(tmp_path / "model", "qwen3", head_dim=8, num_key_value_heads=1)
+    file = write_manifest(tmp_path)
+    manifest = json.loads(file.read_text())
+    manifest["spec"]["adapter"] = {"type": "LoRA", "targets": ["k_proj"]} | ({"lora": {"rank": rank}} if rank else {})
+    file.write_text(json.dumps(manifest))
+    for command in (["validate"], ["run", "--out", str(tmp_path / "run")]):
+        assert run_command([command[0], str(file), *command[1:]]) == 64
+        said = capsys.readouterr().err
+        blamed = "spec.adapter.lora.rank: " if rank else "spec.model.uri: "
+        assert blamed + "rank 16 is more than model.layers.0.self_attn.k_proj has, which is [8, 64]" in said, said
+        assert "write at most 8 in spec.adapter.lora.rank" in said, said
+
+
 def test_other_names_of_tensors_are_asked_of_transformers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_type(tmp_path / "model", "gpt2")
     saved = folder_facts(folder)
