@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Ids = Sequence[int]
 PROBED_SEQUENCES = 4
-"""Number of sequences on which an untrained adapter is measured, and of those that an engine also scores alone."""
+"""Number of sequences on which an untrained adapter is measured."""
 TOKENS_TOGETHER = 2048
 """Most tokens of the sequences that are scored in one pass, each padded to the longest of them."""
 GATED = {
@@ -42,8 +42,9 @@ class Preflight:
     """The measurements, and the limit of `parity_mean` that follows from them."""
 
     engine_floor: Difference
-    """The engine against itself: a few sequences alone and in a batch with all of them, twice, and all after a cached
-    prefix if it has one; or what it sampled against the same tokens scored, where that differs more."""
+    """The engine against itself: the first and the longest sequence alone and in a batch with all of them, twice, and
+    all after a cached prefix if it has one; or what it sampled against the same tokens scored, where that differs
+    more."""
     trainer_floor: Difference
     """The trainer against itself: the whole sequence in one piece, and split into a shared prompt and a completion."""
     base: Difference
@@ -192,8 +193,8 @@ class CopyReading:
 def _read_copy(
     sides: Sides, copy: Copy, sequences: Sequence[Ids], adapter: str, sampled: Mapping[int, Sequence[float]]
 ) -> CopyReading:
-    # The first ones have completions, and the last one is the longest.
-    few = sorted({*range(min(PROBED_SEQUENCES, len(sequences)) - 1), len(sequences) - 1})
+    # Their mean needs few tokens: the first sequence has a completion, and the last is the longest.
+    few = sorted({0, len(sequences) - 1})
     alone = [_scored(sides, copy, [sequences[index]], [None])[0][0] for index in few]
     crowded = _scored(sides, copy, sequences, [adapter, None])
     off = [without for _, without in crowded]
