@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -109,6 +110,7 @@ def test_the_report_has_a_curve_of_each_environment(evaluated: Store) -> None:
     page = render_html(report)
     assert "Evaluation: addition" in page
     assert "eval_addition_mean" in page
+    assert re.search(rf"better on \d+ of {PROMPTS} prompts, worse on \d+", page), "both are told, and of how many"
 
 
 def test_before_and_after_are_the_held_out_prompts_before_the_first_step_and_after_the_last(evaluated: Store) -> None:

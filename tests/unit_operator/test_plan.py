@@ -132,7 +132,7 @@ def test_a_run_that_ends_between_two_questions_is_known_to_its_last_step() -> No
     cluster = running()
     cluster.exit(0)
     cluster.conclude_jobs()
-    best = {"best_step": 4, "best_evaluation": "held-out", "best_value": 0.75}
+    best: dict[str, Any] = {"best_step": 4, "best_evaluation": "held-out", "best_value": 0.75}
     work(cluster, Progress(cluster.now, "pod-2", "Done", 6, reward=0.5, checkpoint_step=6, **best))
     assert (cluster.status["step"], cluster.status["reward"], cluster.status["checkpoint"]["step"]) == (6, 0.5, 6)
     assert cluster.status["best"] == {"step": 4, "evaluation": "held-out", "value": 0.75}

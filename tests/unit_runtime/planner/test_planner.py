@@ -246,13 +246,16 @@ def test_auto_recomputes_as_little_as_fits_and_what_is_written_is_held() -> None
     assert planned(Machine(H100, 1), **long, training={"recompute": "PerLayer"}).fits
 
 
-def test_sglang_lives_with_a_smaller_cache_and_the_torch_engine_does_not() -> None:
+def test_a_cache_is_smaller_where_memory_is_short_but_not_for_the_torch_engine_with_requests_that_are_set() -> None:
     long = {"model": {"maxSequenceLength": 32768}, "training": {"microBatchTokens": 32768}}
     eight = planned(Machine(H100, 8), **long)
     assert eight.fits
     assert any("the others wait" in note for note in eight.notes)
     one = planned(Machine(H100, 1), **long)
-    assert not one.fits
+    assert one.fits
+    assert one.waits
+    assert any("the others wait" in note for note in one.notes)
+    assert not planned(Machine(H100, 1), **long, rollout={"maxRunningRequests": 512}).fits
 
 
 def test_the_cpu_is_judged_by_its_memory() -> None:
