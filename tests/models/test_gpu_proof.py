@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks.harness import RESULTS, ROOT
-from tools.gpu_proof.proof import run_stages
+from tools.gpu_proof.proof import page, run_stages
 from tools.gpu_proof.record import Record
 from tools.gpu_proof.stages import LAYOUTS, STAGES
 from tools.gpu_proof.wheels import (
@@ -61,6 +61,43 @@ def test_a_stage_runs_without_a_device(stage: str, tmp_path: Path) -> None:
     assert record["status"] == "passed" or (record["status"] == "not measured" and record["why"])
     assert {"torch", "commit", "dirty", "pins", "versions", "seconds"} <= record.keys()
     assert record["found"] or record["status"] == "not measured"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "stage", [each if each in ("formats", "ranks") else pytest.param(each, marks=pytest.mark.long) for each in ONCE]
+)
+def test_a_stage_runs_on_a_pretended_device(stage: str, tmp_path: Path) -> None:
+    done = proof("--pretended", "--stage", stage, "--out", str(tmp_path))
+    record = json.loads((tmp_path / "pretended-cuda-device" / f"{stage}.json").read_text())
+    assert done.returncode == 0, f"{record}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    told = done.stdout.partition("\nOrbit on Pretended CUDA device")[2]
+    if stage in ("sglang", "ranks", "real-model"):
+        assert f"  not measured  {stage}" in told
+        assert "not run: not brought" in told
+    else:
+        assert f"  passed        {stage}" in told
+
+
+def test_the_page_answers_whether_it_works_and_says_of_each_stage_what_it_shows_or_why_not(tmp_path: Path) -> None:
+    ends = {"quickstart": ("passed", ""), "resume": ("failed", "exit 70"), "sglang": ("not measured", "not brought")}
+    records = {}
+    for name, (status, why) in ends.items():
+        records[name] = Record.begin(tmp_path / f"{name}.json", name, FACTS)
+        records[name].end(status, why)  # type: ignore[arg-type]
+    assert page(FACTS | {"torch": "2.14.1"}, records).splitlines() == [
+        f"Orbit on cpu, torch 2.14.1, commit {'c' * 12}",
+        "Smallest sizes: this shows that the stages run, and measures nothing.",
+        "DOES NOT WORK: resume",
+        "",
+        "Does it work?",
+        "  passed        quickstart                 0 s  the first run of every user learns; every publish is proven",
+        "  failed        resume                     0 s  exit 70",
+        "",
+        "With what was brought along",
+        "  not measured  sglang                     0 s  not brought",
+    ]
 
 
 def test_whether_it_works_is_shown_first() -> None:

@@ -13,12 +13,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, measured_on
-from tools.gpu_proof.machine import NO_CARD
-from tools.gpu_proof.proof import STAGE_SECONDS, TINY_ENVIRONMENT, exit_status, in_words, run_stages
+from tests.fakes.pretended_cuda import pretended_environment
+from tools.gpu_proof.proof import STAGE_SECONDS, TINY_ENVIRONMENT, exit_status, page, run_stages
+from tools.gpu_proof.record import NO_CARD
 from tools.gpu_proof.stages import STAGES
 
 OUT, TINY_OUT = RESULTS / "gpu", ROOT / "runs" / "gpu-proof"
@@ -27,7 +29,10 @@ NO_DEVICE = 3
 
 def main() -> int:
     options = parse()
-    facts = ask_machine(options.tiny) | origin(options) | {"tiny": options.tiny}
+    variables: Mapping[str, str] = TINY_ENVIRONMENT if options.tiny else {}
+    if options.pretended:
+        variables = pretended_environment(options.out.resolve() / "runtime") | {"TRITON_INTERPRET": "1"}
+    facts = ask_machine(variables) | origin(options) | {"tiny": options.tiny}
     if facts["card"] == NO_CARD and not options.tiny:
         print(
             "torch finds no CUDA device here; --tiny shows that the stages run, and measures nothing", file=sys.stderr
@@ -37,10 +42,10 @@ def main() -> int:
     for pin in facts["pins"]:
         print(f"not as pinned: {pin['package']} {pin['here'] or 'is missing'}, wanted {pin['wanted'] or 'any'}")
     folder = options.out / re.sub("[^a-z0-9]+", "-", facts["card"].lower()).strip("-")
-    records = run_stages(options.stage or STAGES, folder, facts, again=options.again, seconds=options.seconds)
-    print("\n== verdicts")
-    for name, record in records.items():
-        print(f"{name:24} {in_words(record)}")
+    records = run_stages(
+        options.stage or STAGES, folder, facts, again=options.again, seconds=options.seconds, variables=variables
+    )
+    print("\n" + page(facts, records))
     return exit_status(records)
 
 
@@ -51,10 +56,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", action="append", choices=STAGES, help="only this one; may be given several times")
     parser.add_argument("--again", action="store_true", help="also what this commit was measured on already")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, without a device in Triton's interpreter")
+    parser.add_argument("--pretended", action="store_true", help="--tiny, on a pretended device in main memory")
     parser.add_argument("--out", type=Path, help=f"folder of the results; {OUT.relative_to(ROOT)} unless given")
     parser.add_argument("--seconds", type=float, default=STAGE_SECONDS, help="longest that one stage may take")
     parser.add_argument("--commit", help="of these files, where there is no git checkout to ask")
     options = parser.parse_args()
+    options.tiny |= options.pretended
     if options.out is None:
         options.out = TINY_OUT if options.tiny else OUT
     if options.tiny and options.out.resolve().is_relative_to(RESULTS):
@@ -62,10 +69,11 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def ask_machine(tiny: bool) -> dict[str, Any]:
+def ask_machine(variables: Mapping[str, str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "tools.gpu_proof.machine"]
-    environment = {**os.environ, **(TINY_ENVIRONMENT if tiny else {})}
-    answer = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    answer = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, check=True, stdout=subprocess.PIPE
+    ).stdout
     told: dict[str, Any] = json.loads(answer)
     return told
 

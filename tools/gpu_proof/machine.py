@@ -16,8 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from benchmarks.harness import ROOT
-
-NO_CARD = "cpu"
+from tools.gpu_proof.record import NO_CARD
 
 
 def machine_facts() -> dict[str, Any]:

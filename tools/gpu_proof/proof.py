@@ -5,6 +5,7 @@ Belongs here: order, limit, what is skipped. Does not belong here: options (`__m
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 
 from benchmarks.harness import ROOT
 from tools.gpu_proof.record import BAD, Record
+from tools.gpu_proof.stages import STAGES
 
 STAGE_SECONDS = 480.0
 LAST_LINES = 60
@@ -33,7 +35,13 @@ TINY_ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_stages(
-    names: Iterable[str], folder: Path, facts: Mapping[str, Any], *, again: bool, seconds: float = STAGE_SECONDS
+    names: Iterable[str],
+    folder: Path,
+    facts: Mapping[str, Any],
+    *,
+    again: bool,
+    seconds: float = STAGE_SECONDS,
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, Record]:
     """The record of each, those of this commit that were there already included.
 
@@ -42,6 +50,7 @@ def run_stages(
         facts: what every record says of card, versions and commit; `tiny` among them.
         again: measures what was measured on this commit as well.
         seconds: longest that a stage may take; what it found until then is kept.
+        variables: of every stage's process, beside those of this one.
     """
     records = {}
     for name in names:
@@ -52,7 +61,7 @@ def run_stages(
             records[name] = before
             continue
         print(f"== {name}", flush=True)
-        records[name] = run_stage(name, path, facts, seconds)
+        records[name] = run_stage(name, path, facts, seconds, variables or {})
         print(f"== {name}: {in_words(records[name])}", flush=True)
     return records
 
@@ -63,11 +72,9 @@ def is_current(record: Record, facts: Mapping[str, Any]) -> bool:
     return same and bool(facts["commit"]) and not facts["dirty"] and record.status != "running"
 
 
-def run_stage(name: str, path: Path, facts: Mapping[str, Any], seconds: float) -> Record:
+def run_stage(name: str, path: Path, facts: Mapping[str, Any], seconds: float, variables: Mapping[str, str]) -> Record:
     Record.begin(path, name, facts)
-    environment = {**os.environ, **ENVIRONMENT}
-    if facts["tiny"]:
-        environment |= TINY_ENVIRONMENT
+    environment = {**os.environ, **ENVIRONMENT, **variables}
     command = [sys.executable, "-m", "tools.gpu_proof.stages", name, str(path.resolve())]
     output: deque[str] = deque(maxlen=LAST_LINES)
     overdue = threading.Event()
@@ -104,6 +111,23 @@ def run_stage(name: str, path: Path, facts: Mapping[str, Any], seconds: float) -
 def in_words(record: Record) -> str:
     why = record.content.get("why")
     return f"{record.status.upper()}{f': {why}' if why else ''} ({record.content.get('seconds', 0)} s)"
+
+
+def page(facts: Mapping[str, Any], records: Mapping[str, Record]) -> str:
+    """What a person reads: whether it works, then each stage by the question that it answers."""
+    bad = [name for name, record in records.items() if record.status in BAD]
+    lines = [f"Orbit on {facts['card']}, torch {facts['torch']}, commit {str(facts['commit'])[:12]}"]
+    if facts["tiny"]:
+        lines.append("Smallest sizes: this shows that the stages run, and measures nothing.")
+    lines.append(f"DOES NOT WORK: {', '.join(bad)}" if bad else "Nothing that ran failed.")
+    asked = [name for name in STAGES if name in records]
+    for question, names in itertools.groupby(asked, key=lambda name: STAGES[name].question):
+        lines += ["", question]
+        for name in names:
+            record = records[name]
+            why = record.content.get("why") or STAGES[name].shows
+            lines.append(f"  {record.status:12}  {name:21}  {record.content.get('seconds', 0):5.0f} s  {why}")
+    return "\n".join(lines)
 
 
 def exit_status(records: Mapping[str, Record]) -> int:

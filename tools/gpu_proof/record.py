@@ -16,6 +16,10 @@ BAD: tuple[Status, ...] = ("running", "failed", "out of time")
 """What lets the proof end with 1: a stage that was asked for and shows nothing, or the wrong thing."""
 
 
+NO_CARD = "cpu"
+"""Name of the card of a machine where torch finds no CUDA device."""
+
+
 class WrongResult(Exception):
     """A stage measured, and what it found must not be."""
 
@@ -50,6 +54,10 @@ class Record:
     @property
     def is_tiny(self) -> bool:
         return bool(self.content["tiny"])
+
+    @property
+    def device(self) -> str:
+        return NO_CARD if self.content["card"] == NO_CARD else "cuda"
 
     def add(self, name: str, value: object) -> None:
         """At once on disk: what comes later may end the process."""

@@ -35,7 +35,7 @@ RUNS, STEPS = 3, 4
 
 
 def run(record: Record) -> None:
-    device = "cpu" if record.is_tiny else "cuda"
+    device = record.device
     wrong = []
     for case in CASES[:2] if record.is_tiny else CASES:
         found = passes(case, device)

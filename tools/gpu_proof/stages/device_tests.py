@@ -12,16 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import ROOT, NotMeasured
-from tools.gpu_proof.record import Record, WrongResult
+from tools.gpu_proof.record import NO_CARD, Record, WrongResult
 
 PATHS = ("tests/gpu", "tests/models/kernels")
 TINY_PATHS = ("tests/gpu", "tests/models/kernels/test_choice.py")
+PRETENDED_PATHS = ("tests/gpu/test_cuda.py",)
+"""The others are of kernels, at sizes that only a card computes."""
 PROCESSES = 4
 """That share the device: most of the time of a kernel's test is its compilation, on one core each."""
 
 
 def run(record: Record) -> None:
-    paths = TINY_PATHS if record.is_tiny else PATHS
+    paths = PATHS
+    if record.is_tiny:
+        paths = TINY_PATHS if record.device == NO_CARD else PRETENDED_PATHS
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tests.xml"
         status = subprocess.run(command(paths, file), cwd=ROOT).returncode

@@ -33,7 +33,7 @@ LIMIT = 3e-3
 
 
 def run(record: Record) -> None:
-    device = "cpu" if record.is_tiny else "cuda"
+    device = record.device
     shapes = ((40, 384),) if record.is_tiny else SHAPES
     cases = TINY_CASES if record.is_tiny else CASES
     wrong = []

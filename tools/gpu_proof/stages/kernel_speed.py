@@ -35,7 +35,7 @@ CALLS, REPETITIONS = 20, 5
 
 
 def run(record: Record, *, layout: str) -> None:
-    device = "cpu" if record.is_tiny else "cuda"
+    device = record.device
     bench = Bench(layout, device, *((1, 1) if record.is_tiny else (CALLS, REPETITIONS)))
     record.add("calls that a time is of", bench.calls)
     copied = 0.0

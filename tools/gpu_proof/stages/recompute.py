@@ -18,11 +18,10 @@ FIELD = "recompute"
 
 def run(record: Record) -> None:
     values = [value for value in get_args(Training.model_fields[FIELD].annotation) if value != "Auto"]
-    device = "cpu" if record.is_tiny else "cuda"
     shape: Shape = replace(TINY if record.is_tiny else SHAPE, precision="INT4")
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
-        folder = build_random_model(scratch / "model", "INT4", device=device, tiny=record.is_tiny)
+        folder = build_random_model(scratch / "model", "INT4", device=record.device, tiny=record.is_tiny)
         adapters = {}
         for value in values:
             memory, turns = PeakMemory(), Turns()

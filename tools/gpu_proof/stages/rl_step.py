@@ -61,8 +61,9 @@ def run(record: Record, *, adapter: str) -> None:
         scratch = Path(temporary)
         orbit = None
         for precision in ("INT4", "BF16"):
-            device = "cpu" if record.is_tiny else "cuda"
-            folder = build_random_model(scratch / f"model-{precision}", precision, device=device, tiny=record.is_tiny)
+            folder = build_random_model(
+                scratch / f"model-{precision}", precision, device=record.device, tiny=record.is_tiny
+            )
             orbit = measure_orbit(record, replace(shape, precision=precision), folder, ADAPTERS[adapter], scratch)
         if adapter == "LoRA":
             assert orbit is not None
@@ -72,7 +73,7 @@ def run(record: Record, *, adapter: str) -> None:
 def measure_orbit(record: Record, shape: Shape, folder: Path, adapter: Mapping[str, Any], scratch: Path) -> float:
     """Seconds of a step."""
     asked = manifest(shape, folder, steps=1, adapter=adapter)
-    machine = Machine(None, 0) if record.is_tiny else gpu_machine(asked.spec.placement)
+    machine = Machine(None, 0) if record.device == "cpu" else gpu_machine(asked.spec.placement)
     made = plan(asked, folder_facts(folder), machine)
     memory, turns = PeakMemory(), Turns()
     turn = orbit_turn(shape, folder, scratch / f"run-{shape.precision}", adapter=adapter, progress=memory)
@@ -100,7 +101,7 @@ def measure_trl(record: Record, shape: Shape, folder: Path, scratch: Path, orbit
         record.add("TRL + PEFT, BF16", f"not measured: {missing}")
         return
     turns = Turns()
-    turn = trl_turn(shape, folder, scratch / "trl", "float32" if record.is_tiny else "bfloat16")
+    turn = trl_turn(shape, folder, scratch / "trl", "float32" if record.device == "cpu" else "bfloat16")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     turn(turns)

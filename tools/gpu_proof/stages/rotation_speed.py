@@ -27,7 +27,7 @@ CALLS, REPETITIONS = 50, 5
 
 
 def run(record: Record) -> None:
-    device = "cpu" if record.is_tiny else "cuda"
+    device = record.device
     width, calls = (64, 1) if record.is_tiny else (WIDTH, CALLS)
     generator = torch.Generator().manual_seed(0)
     R = torch.randn(SLOTS, width // BLOCK, BLOCK, BLOCK, generator=generator).bfloat16().to(device)
