@@ -227,10 +227,12 @@ def trained(device: RunLauncher, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 def rollouts_and_update(waits: list[str]) -> tuple[list[str], list[str]]:
-    """The waits of a run's only step: since its only prefill, and since the first sums of its loss."""
+    """The waits of a run's only step: since its only prefill, without the one copy of the
+    reference's log-probs, and since the first sums of its loss."""
     sums = [number for number, place in enumerate(waits) if place == "training/updater.py as_floats"]
     prefills = [number for number, place in enumerate(waits[: sums[0]]) if place == "rollout/cache.py write_prompts"]
-    return waits[prefills[-1] : sums[0]], waits[sums[0] : sums[-1] + 1]
+    rollouts = [place for place in waits[prefills[-1] : sums[0]] if place != "training/updater.py column"]
+    return rollouts, waits[sums[0] : sums[-1] + 1]
 
 
 def test_the_host_waits_for_the_device_once_for_each_token_of_all_rows_and_four_times_for_an_update(
