@@ -126,7 +126,7 @@ SPEED = (
 several the fastest counts; a row without a result is left out."""
 
 
-def tables(results: Results, old: Collection[str] = ()) -> list[tuple[Path, str, list[str]]]:
+def tables(results: Results, old: Collection[str] = ()) -> list[tuple[Path, str, Iterable[str]]]:
     """Document, the line of its table's head, and the table's rows.
 
     Args:

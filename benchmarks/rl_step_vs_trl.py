@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -263,7 +263,8 @@ def compare_shape(shape: Shape, folders: tuple[Path, Path], scratch: Path, turns
 def measure(options: argparse.Namespace) -> Measured:
     need_packages("trl", "peft", "datasets", install="`make dev` does so")
     comparisons, figures = [], {}
-    shapes, turns = (SHORT, LONG), max(3, options.repetitions // 3)
+    shapes: Sequence[Shape] = (SHORT, LONG)
+    turns = max(3, options.repetitions // 3)
     if options.model == "real":
         folder, shapes = real_model(), (REAL,)
         if options.smallest:

@@ -156,7 +156,8 @@ def read_progress(answer: Any, run: str, pod_uid: str, now: float) -> Progress |
     """The plausible parts of an answer; `None` if it is from another run."""
     if not isinstance(answer, Mapping) or answer.get("run") != run:
         return None
-    best = answer.get("best") if isinstance(answer.get("best"), Mapping) else {}
+    best = answer.get("best")
+    best = best if isinstance(best, Mapping) else {}
     return Progress(
         at=now,
         pod_uid=pod_uid,

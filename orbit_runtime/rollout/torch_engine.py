@@ -250,7 +250,7 @@ class TorchEngine:
 
     def score_together(self, sequences: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> list[list[Scored]]:
         """`score` of several sequences in one batch."""
-        work = []
+        work: list[ActiveRequest] = []
         for tokens in sequences:
             tail = min(SCORED_BY_DECODING, len(tokens) - 1)
             prompt, forced = tuple(tokens[:-tail]), tuple(tokens[-tail:])

@@ -15,8 +15,8 @@ from fakes.faulty_engine import zero_one
 from orbit_runtime.errors import GateError, StoppedOnRequest
 from orbit_runtime.parity.preflight import (
     GATED,
+    Compared,
     Preflight,
-    Sides,
     build_sequences,
     check_preflight,
     measure_preflight,
@@ -46,7 +46,7 @@ def measure(
     assert rig.publication is not None
     masters = rig.masters_owner
     (result,) = measure_preflight(
-        Sides(engine or rig.engine.engine, rig.trainer, partial(masters.probing, seed=0), check or (lambda: None)),
+        Compared(engine or rig.engine.engine, rig.trainer, partial(masters.probing, seed=0), check or (lambda: None)),
         sequences,
         adapter=rig.publication.name,
         when=when,

@@ -23,7 +23,7 @@ PROCESSES = 4
 
 
 def run(record: Record) -> None:
-    paths = PATHS
+    paths: Sequence[str] = PATHS
     if record.is_tiny:
         paths = TINY_PATHS if record.device == NO_CARD else PRETENDED_PATHS
     with tempfile.TemporaryDirectory() as folder:
