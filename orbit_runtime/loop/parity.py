@@ -27,7 +27,7 @@ from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import LiveStatus
-from orbit_runtime.parity.preflight import Compared, Preflight, build_sequences, check_preflight, measure_preflight
+from orbit_runtime.parity.preflight import ComparedSides, Preflight, build_sequences, check_preflight, measure_preflight
 from orbit_runtime.parity.statistics import ParityLimits, base_limit, build_limits, resolve_limit
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
@@ -84,7 +84,7 @@ def measure_parity(parts: Parts, publication: Publication, when: str = "prefligh
     sequences, sampled = _sequences(parts, publication.name)
     tell("both sides score them")
     return measure_preflight(
-        Compared(parts.engine, parts.trainer, probing, parts.show.check),
+        ComparedSides(parts.engine, parts.trainer, probing, parts.show.check),
         sequences,
         adapter=publication.name,
         limits=partial(_floor_limits, parts),

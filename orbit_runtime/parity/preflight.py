@@ -102,7 +102,7 @@ class Preflight:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedSides:
     """What is compared."""
 
     engine: Engine
@@ -114,7 +114,7 @@ class Compared:
 
 
 def measure_preflight(
-    sides: Compared,
+    sides: ComparedSides,
     sequences: Sequence[Ids],
     *,
     adapter: str,
@@ -191,7 +191,7 @@ class CopyReading:
 
 
 def _read_copy(
-    sides: Compared, copy: Copy, sequences: Sequence[Ids], adapter: str, sampled: Mapping[int, Sequence[float]]
+    sides: ComparedSides, copy: Copy, sequences: Sequence[Ids], adapter: str, sampled: Mapping[int, Sequence[float]]
 ) -> CopyReading:
     # Their mean needs few tokens: the first sequence has a completion, and the last is the longest.
     few = sorted({0, len(sequences) - 1})
@@ -208,7 +208,7 @@ def _read_copy(
 
 
 def _scored(
-    sides: Compared, copy: Copy, sequences: Sequence[Ids], adapters: Sequence[str | None]
+    sides: ComparedSides, copy: Copy, sequences: Sequence[Ids], adapters: Sequence[str | None]
 ) -> list[list[Scored]]:
     """Readings of each sequence, several in one batch if the copy can, and then again after a prefix if there are two
     readings."""
@@ -233,7 +233,7 @@ def _batches(sequences: Sequence[Ids], is_together: bool) -> Iterator[list[Ids]]
     yield some
 
 
-def _probe(sides: Compared, sequences: Sequence[Ids], probe: Probe, when: str) -> tuple[list[Difference], float]:
+def _probe(sides: ComparedSides, sequences: Sequence[Ids], probe: Probe, when: str) -> tuple[list[Difference], float]:
     """Trainer against each copy under an untrained adapter, and how far that adapter moved the trainer from its base.
 
     The engine gets the adapter as bytes, as in a publish, but it is not stored, and its slot is removed afterwards.
@@ -261,7 +261,7 @@ def _cached_readings(scored: Sequence[Scored]) -> tuple[list[float], list[float]
     return anew, behind
 
 
-def _trainer_readings(sides: Compared, sequences: Sequence[Ids]) -> tuple[list[Scored], list[Scored]]:
+def _trainer_readings(sides: ComparedSides, sequences: Sequence[Ids]) -> tuple[list[Scored], list[Scored]]:
     """Readings of every sequence, with the trainer's adapter and without."""
     trainer = sides.trainer
     pairs: list[tuple[Scored, Scored]] = []

@@ -45,19 +45,22 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        47_959,
+        48_397,
         "records of types, and models beside a vision tower; usual targets of unknown types go. Damaged files, rows "
         "and folders are told, one guard and one server for all ports (three servers and two guards go), pods of "
         "clusters with rules of their own, what keeps any pod from starting; the best adapter is kept and named; plans "
         "count SGLang's graphs and copies, doctor knows GPUs; the extra for Transformer Engine goes. "
         "The code of a run is kept and compared, stopWhen (patience's own code goes), orbit try; what clusters ask of "
         "pods is one mapping, ranks are placed first; code of a user's gets named variables (a second way to end what "
-        "it starts goes); layers add in fp32 where they multiply in BF16",
+        "it starts goes); layers add in fp32 where they multiply in BF16. Rates, minutes and batches that fit are "
+        "decided and told; drift, one answer by its tokens, answers of demonstrations; the best at every door; answers "
+        "of a user's code are marked; sequences are scored together at start; no weight is cast twice on a CPU",
     ),
     "functions": Ceiling(
-        5762,
+        5813,
         "making and reading a type's record; a check for each kind of damaged input; limits of one connection; finding "
-        "and comparing a run's code; why a run ends early; what a pod may be given",
+        "and comparing a run's code; why a run ends early; what a pod may be given; decisions of the first start, "
+        "drift, marks of answers",
     ),
     "files": Ceiling(
         534,

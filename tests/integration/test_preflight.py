@@ -15,7 +15,7 @@ from fakes.faulty_engine import zero_one
 from orbit_runtime.errors import GateError, StoppedOnRequest
 from orbit_runtime.parity.preflight import (
     GATED,
-    Compared,
+    ComparedSides,
     Preflight,
     build_sequences,
     check_preflight,
@@ -46,7 +46,9 @@ def measure(
     assert rig.publication is not None
     masters = rig.masters_owner
     (result,) = measure_preflight(
-        Compared(engine or rig.engine.engine, rig.trainer, partial(masters.probing, seed=0), check or (lambda: None)),
+        ComparedSides(
+            engine or rig.engine.engine, rig.trainer, partial(masters.probing, seed=0), check or (lambda: None)
+        ),
         sequences,
         adapter=rig.publication.name,
         when=when,
