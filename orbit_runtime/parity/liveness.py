@@ -37,11 +37,12 @@ from orbit_runtime.parity.effect import LARGEST_IN_NOISE, Effect, noise_of, unex
 from orbit_runtime.parity.statistics import top1_agreement
 from orbit_runtime.types import AdapterFiles, Copy, Scored
 
-CHANGE_LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
+CHANGE_LIMITS = {"float32": 1e-3, "bfloat16": 0.5}
 """Compute dtype → the largest difference of one adapter's effect on one token between two orders of summation, if the
 engine's noise on the canary is no larger than that.
 
-The first is measured: 500 healthy publishes stay below half of it. The second is an estimate, not run on hardware.
+Healthy publishes stay below half of it: 500 each; the worst in BF16 were 0.19 with LoRA and 0.14 with OFT. What a
+pretrained model of 135 million parameters samples differs on one token by 0.20 from what its trainer scores, in BF16.
 Smaller faults are found by the digests, which do not depend on size, and by the canary's tokens taken together.
 """
 
