@@ -97,6 +97,7 @@ def test_the_table_of_rollouts_pages_searches_and_shows_whole_groups(browser: Br
     assert browser.run("[...document.querySelectorAll('#rollouts summary .label')].map(e => e.textContent)") == [
         "step 60 ", "step 1 ",
     ]  # fmt: skip
+    browser.wait("document.querySelector('#rollouts details[open] tr') !== null")
     rows = browser.run(
         "[...document.querySelectorAll('#rollouts details[open] tr')]"
         ".map(r => [...r.cells].map(c => c.innerText.trim()))"

@@ -64,11 +64,13 @@ def test_beside_servers_there_are_two_copies_of_the_base_and_the_documents_say_s
     """Servers are processes of their own: only the torch engine multiplies by the trainer's tensors."""
     beside = planned(Machine(B200, 1), rollout={"engine": "SGLang"})
     assert (beside.trainer, beside.engine, beside.base_copies) == ("Torch", "SGLang", "Two")
-    architecture, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "README.md"))
+    architecture, picture = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "docs/pictures/step.svg")
+    )
     said = re.search(r"\n([^.]*)the base exists once.*?: two copies\.", architecture, re.DOTALL)
     assert said is not None
     assert said[1].endswith("With the torch engine ")
-    assert "one copy, or two of the same bytes" in readme
+    assert "one copy, or two of the same bytes" in picture
 
 
 def test_a_model_that_fits_whole_is_replicated_and_not_divided() -> None:
