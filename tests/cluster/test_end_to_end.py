@@ -41,6 +41,7 @@ WITHOUT_DATA = {
     "Orbit: one run: Evaluation of held-out prompts": "the quickstart evaluates nothing",
     "Orbit: one run: Sources of prompts": "the quickstart's source has no weight",
     "Orbit: one run: Difficulty of prompts": "the quickstart passes over no prompt",
+    "Orbit: one run: KL from the base": "the quickstart has no KL term, which is one of its two lines",
     "Orbit: one run: Critic": "the quickstart has no critic",
     "Orbit: one run: Held-out demonstrations": "the quickstart learns from rewards",
     "Orbit: one run: Teacher": "the quickstart has no teacher",

@@ -175,24 +175,31 @@ def end(team: Team, *names: str) -> None:
 
 
 def judge(team: Team, run: str, state: str, message: str) -> None:
-    """The AdmissionCheck's controller: what it says of the Workload that waits for it, or was let go by it."""
+    """The AdmissionCheck's controller: what it says of the Workload that waits for it, or was let go by it.
+
+    It says so again where Kueue forgets it, which an eviction under way does, until the Workload is admitted.
+    """
     before = "Ready" if state == "Retry" else "Pending"
     workloads = f"{API}/namespaces/{team.namespace}/workloads"
+    said = {"name": CHECK, "state": state, "message": message, "lastTransitionTime": now()}
 
-    def find() -> str | None:
+    def tell() -> bool:
         for job in team.server.items(team.path("jobs"), labelSelector=f"orbitrl.dev/run-name={run}"):
             own = f"kueue.x-k8s.io/job-uid={job['metadata']['uid']}"
             for each in team.server.items(workloads, labelSelector=own):
                 status = each.get("status") or {}
-                has_quota = status_of(status, "QuotaReserved") == "True"
                 states = [check["state"] for check in status.get("admissionChecks") or ()]
-                if has_quota and states == [before] and status_of(status, "Finished") != "True":
-                    return str(each["metadata"]["name"])
-        return None
+                if status_of(status, "QuotaReserved") != "True" or status_of(status, "Finished") == "True":
+                    continue
+                if state == "Ready" and states == [state] and status_of(status, "Admitted") == "True":
+                    return True
+                if states == [before]:
+                    place = f"{workloads}/{each['metadata']['name']}/status"
+                    team.server.merge(place, {"status": {"admissionChecks": [said]}})
+                    return state != "Ready"
+        return False
 
-    name = wait_for(find, f"{run} has a Workload whose check is {before}", PATIENCE)
-    said = {"name": CHECK, "state": state, "message": message, "lastTransitionTime": now()}
-    team.server.merge(f"{workloads}/{name}/status", {"status": {"admissionChecks": [said]}})
+    wait_for(tell, f"{run} has a Workload whose check is {before} and is told {state}", PATIENCE)
 
 
 def test_a_run_waits_for_quota_that_another_gives_back_when_it_is_suspended_or_preempted(team: Team) -> None:
