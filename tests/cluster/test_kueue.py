@@ -175,31 +175,38 @@ def end(team: Team, *names: str) -> None:
 
 
 def judge(team: Team, run: str, state: str, message: str) -> None:
-    """The AdmissionCheck's controller: what it says of the Workload that waits for it, or was let go by it.
-
-    It says so again where Kueue forgets it, which an eviction under way does, until the Workload is admitted.
-    """
+    """The AdmissionCheck's controller: what it says of a Workload that waits for it, or was let go by it."""
     before = "Ready" if state == "Retry" else "Pending"
+    wait_for(lambda: say(team, run, before, state, message), f"{run} has a Workload whose check is {before}", PATIENCE)
+
+
+def admit(team: Team, run: str, message: str) -> None:
+    """The controller says Ready of every Workload that waits, also of one that an eviction made wait once more."""
+
+    def probe() -> bool:
+        say(team, run, "Pending", "Ready", message)
+        return bool(team.status(run).get("phase") == "Running")
+
+    wait_for(probe, f"{run} is admitted", PATIENCE)
+    wait_admitted(team, run)
+
+
+def say(team: Team, run: str, before: str, state: str, message: str) -> bool:
+    """Whether there was a Workload whose check was in the state `before`."""
     workloads = f"{API}/namespaces/{team.namespace}/workloads"
     said = {"name": CHECK, "state": state, "message": message, "lastTransitionTime": now()}
-
-    def tell() -> bool:
-        for job in team.server.items(team.path("jobs"), labelSelector=f"orbitrl.dev/run-name={run}"):
-            own = f"kueue.x-k8s.io/job-uid={job['metadata']['uid']}"
-            for each in team.server.items(workloads, labelSelector=own):
-                status = each.get("status") or {}
-                states = [check["state"] for check in status.get("admissionChecks") or ()]
-                if status_of(status, "QuotaReserved") != "True" or status_of(status, "Finished") == "True":
-                    continue
-                if state == "Ready" and states == [state] and status_of(status, "Admitted") == "True":
-                    return True
-                if states == [before]:
-                    place = f"{workloads}/{each['metadata']['name']}/status"
-                    team.server.merge(place, {"status": {"admissionChecks": [said]}})
-                    return state != "Ready"
-        return False
-
-    wait_for(tell, f"{run} has a Workload whose check is {before} and is told {state}", PATIENCE)
+    found = False
+    for job in team.server.items(team.path("jobs"), labelSelector=f"orbitrl.dev/run-name={run}"):
+        own = f"kueue.x-k8s.io/job-uid={job['metadata']['uid']}"
+        for each in team.server.items(workloads, labelSelector=own):
+            status = each.get("status") or {}
+            states = [check["state"] for check in status.get("admissionChecks") or ()]
+            has_quota = status_of(status, "QuotaReserved") == "True"
+            if has_quota and states == [before] and status_of(status, "Finished") != "True":
+                place = f"{workloads}/{each['metadata']['name']}/status"
+                team.server.merge(place, {"status": {"admissionChecks": [said]}})
+                found = True
+    return found
 
 
 def test_a_run_waits_for_quota_that_another_gives_back_when_it_is_suspended_or_preempted(team: Team) -> None:
@@ -232,12 +239,10 @@ def test_a_run_waits_for_an_admission_check_in_its_words_and_again_when_that_tak
     judge(team, "checked", "Pending", "not enough resources, ETA 05:00")
     status = wait_queued(team, "checked", f"admission check {CHECK}: not enough resources, ETA 05:00")
     assert admission_of(status)[1] == "AdmissionCheckPending"
-    judge(team, "checked", "Ready", "provisioned")
-    wait_admitted(team, "checked")
+    admit(team, "checked", "provisioned")
     judge(team, "checked", "Retry", "the machines were taken back")
     wait_queued(team, "checked", "")
-    judge(team, "checked", "Ready", "provisioned anew")
-    wait_admitted(team, "checked")
+    admit(team, "checked", "provisioned anew")
     assert team.status("checked")["infraRestarts"] == 0
     end(team, "checked")
 
