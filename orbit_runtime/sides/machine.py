@@ -16,7 +16,7 @@ from orbit_runtime.spec import MachineFacts
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.workers.child.signals import StopFlag
 from orbit_runtime.workers.servers.process import AGENT_VARIABLE
-from orbit_runtime.workers.system import gc_paused, joined_nodes, ray_address, usable_memory, wait_briefly
+from orbit_runtime.workers.system import gc_paused, joined_nodes, ray_address, usable_memory
 
 
 def machine_facts() -> MachineFacts:
@@ -40,7 +40,6 @@ def find_machine(stage: Callable[[str], None], stop: StopFlag) -> MachineFacts:
         StoppedOnRequest: a stop was requested meanwhile.
     """
     if find_spec("torch") is not None:
-        wait_briefly(os.environ)
         stage("importing torch")
         with gc_paused():
             from orbit_runtime.policy import load  # noqa: F401

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 
 VARIABLE = "OMP_WAIT_POLICY"
-SPINS = "GOMP_SPINCOUNT"
 RAY_ADDRESS = "RAY_ADDRESS"
 
 
@@ -122,17 +121,6 @@ def unfreeze_objects() -> None:
     never be collected.
     """
     gc.unfreeze()
-
-
-def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Threads of a computing process spin for tens of microseconds before they wait asleep, unless a variable says how
-    they wait. It must be set before torch is imported.
-
-    GNU's OpenMP lets them spin for milliseconds: on taken cores so long that what they wait for cannot run. Measured on
-    two taken cores: a tenth of the processor time for the same passes, and three times as many of them.
-    """
-    if VARIABLE not in environment:
-        environment.setdefault(SPINS, "1000")
 
 
 def wait_asleep(environment: MutableMapping[str, str]) -> None:

@@ -45,7 +45,7 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        48_397,
+        48_392,
         "records of types, and models beside a vision tower; usual targets of unknown types go. Damaged files, rows "
         "and folders are told, one guard and one server for all ports (three servers and two guards go), pods of "
         "clusters with rules of their own, what keeps any pod from starting; the best adapter is kept and named; plans "
@@ -57,7 +57,7 @@ CEILINGS: dict[str, Ceiling] = {
         "of a user's code are marked; sequences are scored together at start; no weight is cast twice on a CPU",
     ),
     "functions": Ceiling(
-        5813,
+        5812,
         "making and reading a type's record; a check for each kind of damaged input; limits of one connection; finding "
         "and comparing a run's code; why a run ends early; what a pod may be given; decisions of the first start, "
         "drift, marks of answers",

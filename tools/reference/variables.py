@@ -111,6 +111,4 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("OMP_NUM_THREADS", "all cores", "Threads of the torch trainer and engine on a CPU.", "torch"),
     Variable("OMP_WAIT_POLICY", "PASSIVE beside SGLang", "How threads of trainer and server wait for each other on a "
              "CPU; `ACTIVE` keeps cores spinning, which slows both down if they share cores.", "torch"),
-    Variable("GOMP_SPINCOUNT", "1000", "How long threads on a CPU spin before they wait asleep, if "
-             "`OMP_WAIT_POLICY` is not set: some tens of microseconds.", "torch"),
 )  # fmt: skip

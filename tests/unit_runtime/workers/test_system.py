@@ -19,15 +19,7 @@ import pytest
 
 from orbit_runtime.rollout.sglang_server import ServerSettings, server_variables
 from orbit_runtime.workers.servers.process import launch_environment
-from orbit_runtime.workers.system import (
-    SPINS,
-    VARIABLE,
-    HeldPort,
-    gc_paused,
-    unfreeze_objects,
-    wait_asleep,
-    wait_briefly,
-)
+from orbit_runtime.workers.system import VARIABLE, HeldPort, gc_paused, unfreeze_objects, wait_asleep
 
 
 class Cycle:
@@ -151,29 +143,6 @@ def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment == {VARIABLE: "ACTIVE"}
     monkeypatch.setenv(VARIABLE, "ACTIVE")
     assert launch_environment(server_variables(SETTINGS, Path("taps")))[VARIABLE] == "ACTIVE"
-
-
-def test_threads_spin_briefly_unless_something_says_how_they_wait() -> None:
-    unset: dict[str, str] = {}
-    wait_briefly(unset)
-    assert unset == {SPINS: "1000"}
-    for told in ({VARIABLE: "PASSIVE"}, {SPINS: "7"}):
-        environment = dict(told)
-        wait_briefly(environment)
-        assert environment == told
-
-
-def test_torch_is_loaded_after_it_is_said_how_threads_wait() -> None:
-    """OpenMP reads it once, when it is loaded."""
-    code = (
-        "import os, sys\n"
-        "from orbit_runtime.sides.machine import find_machine\n"
-        "from orbit_runtime.workers.child.signals import StopFlag\n"
-        f"find_machine(lambda _: sys.exit(os.environ['{SPINS}'] != '1000' or 'torch' in sys.modules), StopFlag())"
-    )
-    environment = {name: value for name, value in os.environ.items() if name not in (SPINS, VARIABLE)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_server_on_a_cpu_waits_asleep_and_one_on_a_gpu_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
