@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.api.checks import MEASURED_STEPS
+from orbit_runtime.api.checks import MEASURED_STEPS, keep_pace
 from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
 from orbit_runtime.cli.output import format_number, print_json
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED
@@ -28,7 +28,6 @@ SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_CHARACTERS = 4, 2, 300
 def try_run(file: Manifest, overrides: Overrides = None, as_json: AsJson = False) -> int:
     """Try three steps of a run and keep nothing. Shows answers before training with their rewards, how many groups of
     them can be learned from, and how long the run will take."""
-    from orbit_runtime.api.checks import keep_pace
     from orbit_runtime.api.report import Report
     from orbit_runtime.api.running import start_run
     from orbit_runtime.observability.logs import configure_logs

@@ -32,7 +32,8 @@ from orbit_runtime.types import ColumnName, Group, Rollout, Sample, Trainer
 DRIFT_TOKENS = 2048
 """Most tokens that a step scores again with the adapter off."""
 DRIFT_SHARE = 16
-"""Those are at most one in so many of the step's, but for a single sample: 1.5 % of a step's time."""
+"""Those are at most one in so many of the step's, but one sample at least. Measured: 3.6 % of a step of the quickstart,
+whose passes are short; 2.9 % with a model of 135 million parameters when it was one in eight."""
 SHOWN_TOKENS = 400
 """Most tokens of the answer that a report shows token by token."""
 
