@@ -169,7 +169,6 @@ class QueueFacts:
 
     reason: str
     message: str = ""
-    is_admitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +224,6 @@ class RecordedStatus:
     retired: Mapping[str, float] = field(default_factory=dict)
     """Sums over attempts that are no longer listed."""
     finished_at: float | None = None
-    written_at: float | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def holds(self, kind: str) -> bool:

@@ -420,7 +420,6 @@ def read_workload(workload: Mapping[str, Any]) -> QueueFacts:
     """Why a Workload waits now: the newest of its eviction and its missing quota, else the checks that hold it."""
     status = workload.get("status") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
-    admitted = conditions.get("Admitted", {}).get("status") == "True"
     reasons = [
         conditions[kind]
         for kind, truth in (("Evicted", "True"), ("QuotaReserved", "False"))
@@ -428,11 +427,11 @@ def read_workload(workload: Mapping[str, Any]) -> QueueFacts:
     ]
     if reasons:
         newest = max(reasons, key=lambda each: read_time(each.get("lastTransitionTime")) or 0.0)
-        return QueueFacts(str(newest.get("reason") or newest["type"]), str(newest.get("message") or "")[:900], admitted)
+        return QueueFacts(str(newest.get("reason") or newest["type"]), str(newest.get("message") or "")[:900])
     for check in status.get("admissionChecks") or ():
         if check.get("state") != "Ready":
             message = f"admission check {check.get('name')}: {check.get('message') or check.get('state')}"
-            return QueueFacts(f"AdmissionCheck{check.get('state')}", message[:900], admitted)
+            return QueueFacts(f"AdmissionCheck{check.get('state')}", message[:900])
     if (found := conditions.get("Admitted", {})).get("status") == "False":
-        return QueueFacts(str(found.get("reason") or "Admitted"), str(found.get("message") or "")[:900], admitted)
-    return QueueFacts("QueuedByKueue", "waiting for the queue", admitted)
+        return QueueFacts(str(found.get("reason") or "Admitted"), str(found.get("message") or "")[:900])
+    return QueueFacts("QueuedByKueue", "waiting for the queue")

@@ -231,27 +231,6 @@ class RolloutBuffer:
             *self._restored.values(),
         )
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant is violated."""
-        steps = list(self._steps)
-        assert steps == list(range(self.taken + 1, self.taken + 1 + len(steps))), f"{steps} after {self.taken}"
-        assert all(step > max([self.taken, *steps]) for step, _ in self._restored), "kept for a step that has begun"
-        names = [place.name for of_step in self._steps.values() for place in of_step.places]
-        assert len(set(names)) == len(names), "a rollout is here twice"
-        for step, of_step in self._steps.items():
-            cancelled = [{place.is_cancelled for place in group} for group in of_step.groups]
-            assert all(len(each) == 1 for each in cancelled), "a part of a group was cancelled"
-            left = [index for index, each in enumerate(cancelled) if each == {False}]
-            assert len(left) in (of_step.wanted, len(cancelled)), "not as many groups are left as are wanted"
-            assert len(left) == len(cancelled) or of_step.whole == left, "cancelled before enough had ended"
-            for place in of_step.places:
-                assert not (place.played and place.paid), "tokens of an episode that has ended"
-                prompt_id, _, first = place.name
-                for index, rollout in enumerate(place.played.rollouts if place.played else ()):
-                    assert rollout.step == step, f"a rollout of step {rollout.step}"
-                    assert (rollout.prompt_id, rollout.sample_index) == (prompt_id, first + index)
-                assert all(key == paid.key for key, paid in place.paid.items())
-
 
 def dump_snapshots(kept: Sequence[EpisodeSnapshot]) -> bytes:
     """Compressed JSON Lines, one object for each episode."""

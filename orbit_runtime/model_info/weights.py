@@ -7,7 +7,6 @@ belong here: how a family is built (`families`), the bits and scales themselves 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -161,9 +160,6 @@ class Architecture:
         """Every name that `adapter.targets` can contain."""
         found = {w.target: None for w in self.weights if w.is_linear and w.role not in ("mtp", "vision", "head")}
         return tuple(found)
-
-
-StorageRule = Callable[[Weight], StoredFormat]
 
 
 @dataclass(frozen=True, slots=True)

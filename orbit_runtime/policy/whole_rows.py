@@ -38,14 +38,6 @@ class Decoder(Protocol):
     def __call__(self, token_BS: Tensor, position_BS: Tensor, **cached: Any) -> Tensor: ...
 
 
-class RowsPlan(Protocol):
-    """A pass over rows of their own."""
-
-    def hidden(self, decoder: Decoder, selection: Selection) -> Tensor:
-        """`[T, N]`, or of the newest token of each row `[B, N]`."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class OwnRows:
     """A packed batch whose sequences have rows of their own."""

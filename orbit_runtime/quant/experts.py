@@ -5,14 +5,13 @@ Legend: `E` experts, each with a weight `[N, K]`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from orbit_runtime.quant import mxfp4
-from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.formats import FORMATS, Weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,15 +40,6 @@ class ExpertStack:
         parts = {name: tensor[index] for name, tensor in self.tensors.items()}
         weight: Weight = FORMATS[self.format].from_buffers(parts)
         return weight
-
-
-def stack_experts(weights: Sequence[Weight]) -> ExpertStack:
-    """Copies every packed tensor once. The weights must have one layout, shape and group size."""
-    formats = {format_of(weight) for weight in weights}
-    assert len(formats) == 1, formats
-    (name,) = formats
-    buffers = [FORMATS[name].buffers(weight) for weight in weights]
-    return ExpertStack(name, {key: torch.stack([each[key] for each in buffers]) for key in buffers[0]})
 
 
 def split_gpt_oss(weight: mxfp4.MXFP4Weight) -> ExpertStack:

@@ -9,7 +9,7 @@ import torch
 from fakes import packed_weights
 
 from orbit_runtime.quant import int4
-from orbit_runtime.quant.experts import ExpertStack, stack_experts
+from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 from orbit_runtime.quant.kernels.operands import Operands, build_operands
 
@@ -19,6 +19,15 @@ CASES = (
     "NVFP4ModelOpt", "MXFP4", "MXFP4V4",
 )  # fmt: skip
 """GPTQ and AWQ weights are `INT4Asymmetric` with F16 scales once they are read."""
+
+
+def stack_experts(weights: list[Weight]) -> ExpertStack:
+    """Copies every packed tensor once. The weights must have one layout, shape and group size."""
+    formats = {format_of(weight) for weight in weights}
+    assert len(formats) == 1, formats
+    (name,) = formats
+    buffers = [FORMATS[name].buffers(weight) for weight in weights]
+    return ExpertStack(name, {key: torch.stack([each[key] for each in buffers]) for key in buffers[0]})
 
 
 def adversarial(case: str, rows: int, columns: int) -> Weight:

@@ -99,7 +99,7 @@ def test_an_answer_that_says_nothing_of_the_version_changes_nothing(status: int)
          QueueFacts("NoChecks")),
         ([{**NO_ROOM, "lastTransitionTime": "2026-01-01T01:00:00Z"},
           {"type": "Evicted", "status": "True", "reason": "Old", "lastTransitionTime": "2026-01-01T00:00:00Z"}], WAITS),
-        ([{"type": "Admitted", "status": "True"}], QueueFacts("QueuedByKueue", "waiting for the queue", True)),
+        ([{"type": "Admitted", "status": "True"}], QueueFacts("QueuedByKueue", "waiting for the queue")),
     ],
 )  # fmt: skip
 def test_the_condition_that_says_most_is_read(conditions: list[Body], facts: QueueFacts) -> None:

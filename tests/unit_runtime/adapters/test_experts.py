@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.kernel_weights import stack_experts
 from torch import Tensor, nn
 
 from orbit_runtime.adapters import state
@@ -21,7 +22,6 @@ from orbit_runtime.errors import ManifestError
 from orbit_runtime.policy.experts import FrozenExperts, gated
 from orbit_runtime.quant import int4
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear
-from orbit_runtime.quant.experts import stack_experts
 
 E, N, INNER, TOKENS, TOP = 5, 32, 64, 9, 2
 LEAVES = ("gate_proj", "up_proj", "down_proj")

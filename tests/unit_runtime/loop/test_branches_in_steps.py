@@ -29,6 +29,7 @@ from orbit_runtime.types import Completion, Group, Prompt, Request, Rollout, Sam
 from orbit_runtime.workers.child.signals import StopFlag
 from orbit_runtime.workers.user_code.reward_pool import RewardThreads
 from tests.unit_runtime.environments.test_multi_turn import Written
+from tests.unit_runtime.loop.test_buffer import check_integrity
 from tests.unit_runtime.loop.test_collector import policy, prompts, rollouts, until
 
 
@@ -105,7 +106,7 @@ def test_an_ended_tree_is_kept_whole() -> None:
         first.switch(policy(0))
         first.begin(1, prompts(1, 1))
         until(lambda: first._buffer.counts == (2, 0))
-        first._buffer.check_integrity()
+        check_integrity(first._buffer)
         kept = load_snapshots(dump_snapshots(first.keep()), where="checkpoint")
         found = rollouts(first, 1)
     again = TokenEngine(lambda request: 5)

@@ -26,6 +26,28 @@ PROMPTS, SAMPLES = 2, 2
 Name = tuple[str, int, int]
 
 
+def check_integrity(buffer: RolloutBuffer) -> None:
+    """Raises AssertionError if an invariant is violated."""
+    steps = list(buffer._steps)
+    assert steps == list(range(buffer.taken + 1, buffer.taken + 1 + len(steps))), f"{steps} after {buffer.taken}"
+    assert all(step > max([buffer.taken, *steps]) for step, _ in buffer._restored), "kept for a step that has begun"
+    names = [place.name for of_step in buffer._steps.values() for place in of_step.places]
+    assert len(set(names)) == len(names), "a rollout is here twice"
+    for step, of_step in buffer._steps.items():
+        cancelled = [{place.is_cancelled for place in group} for group in of_step.groups]
+        assert all(len(each) == 1 for each in cancelled), "a part of a group was cancelled"
+        left = [index for index, each in enumerate(cancelled) if each == {False}]
+        assert len(left) in (of_step.wanted, len(cancelled)), "not as many groups are left as are wanted"
+        assert len(left) == len(cancelled) or of_step.whole == left, "cancelled before enough had ended"
+        for place in of_step.places:
+            assert not (place.played and place.paid), "tokens of an episode that has ended"
+            prompt_id, _, first = place.name
+            for index, rollout in enumerate(place.played.rollouts if place.played else ()):
+                assert rollout.step == step, f"a rollout of step {rollout.step}"
+                assert (rollout.prompt_id, rollout.sample_index) == (prompt_id, first + index)
+            assert all(key == paid.key for key, paid in place.paid.items())
+
+
 def episodes(step: int, extra: int = 0) -> list[Episode]:
     """Three prompts, visited again and again."""
     count = PROMPTS + extra
@@ -174,7 +196,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.buffer.check_integrity()
+        check_integrity(self.buffer)
         assert len(set(self.trained)) == len(self.trained)
         for step in range(1, self.buffer.taken + 1):
             those = [each for at, each in self.trained if at == step]
@@ -239,7 +261,7 @@ def place(buffer: RolloutBuffer, number: int) -> Any:
 def test_integrity_is_something_that_can_be_lost(spoil: Any) -> None:
     buffer = RolloutBuffer()
     buffer.begin(1, episodes(1))
-    buffer.check_integrity()
+    check_integrity(buffer)
     spoil(buffer)
     with pytest.raises(AssertionError):
-        buffer.check_integrity()
+        check_integrity(buffer)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from fakes import packed_weights
+from fakes.kernel_weights import stack_experts
 from fakes.packed_weights import generator
 from torch import Tensor
 
 from orbit_runtime.quant import mxfp4
-from orbit_runtime.quant.experts import ExpertStack, split_gpt_oss, stack_experts
+from orbit_runtime.quant.experts import ExpertStack, split_gpt_oss
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 from orbit_runtime.quant.grouped import grouped_linear
 
