@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import json
+import math
 import re
 import threading
 import time
@@ -454,7 +455,7 @@ class ChatTokenizer:
         if self._runs_away is not None:
             raise self._runs_away
         try:
-            too_much = _RunsAwayError(f"more than {MAX_ROW >> 20} million characters")
+            too_much = _RunsAwayError(f"more than {MAX_ROW >> 20} million characters, or a power (`**`)")
             with _TEMPLATES.limited():
                 if self._num_folded > MAX_ROW:
                     raise too_much
@@ -487,17 +488,20 @@ class ChatTokenizer:
             ) from error
 
     @cached_property
-    def _num_folded(self) -> int:
+    def _num_folded(self) -> float:
         """Characters of all texts that Jinja computes while it compiles the template: Python then reads them as source,
-        for seconds in which nothing can stop it."""
+        for seconds in which nothing can stop it. Infinite with a power, which no real template has: nothing can stop
+        `10 ** 10 ** 10` either."""
         from jinja2 import TemplateError, nodes, optimizer
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
         text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(self._tokenizer.chat_template))
         with suppress(TemplateError):  # it is refused where it is used
-            tree = optimizer.optimize(environment.parse(text), environment)
-            return sum(len(each.value) for each in tree.find_all(nodes.Const) if isinstance(each.value, str))
+            if (tree := environment.parse(text)).find(nodes.Pow):
+                return math.inf
+            folded = optimizer.optimize(tree, environment).find_all(nodes.Const)
+            return sum(len(each.value) for each in folded if isinstance(each.value, str))
         return 0
 
 

@@ -247,8 +247,10 @@ def test_the_date_in_a_template_is_that_of_the_runs_first_start(templated: Calla
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}", "10 s"),
         ("{{ ('a' ~ messages|length) * 100000000 }}", "more than 128 million characters"),
         ("{{ 'a' * 2000000000 }}{{ messages }}", "more than 128 million characters"),
+        ("{{ 10 ** 10 ** 10 }}{{ messages }}", r"more than 128 million characters, or a power \(`\*\*`\)"),
+        ("{% set n = messages|length + 9 %}{{ n ** n ** n }}", "more than 128 million characters, or a power"),
     ],
-    ids=["loops", "size", "constant"],
+    ids=["loops", "size", "constant", "constant power", "power"],
 )
 def test_a_template_that_does_not_come_to_an_end_is_ended(
     templated: Callable[..., ChatTokenizer], template: str, told: str
