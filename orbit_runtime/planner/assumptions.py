@@ -35,7 +35,7 @@ DOWNLOAD_BYTES_PER_SECOND = 1.0e9
 DENSE_BYTES = {"cpu": 16 * MIB, "cuda": 256 * MIB}
 """Most bytes that a frozen linear dequantises at once: `quant.linear.DENSE_BYTES_LIMIT`."""
 WIDENED_SHARE = 8
-"""BF16 linears are held in fp32 on a CPU if that takes at most one part of so many of its memory."""
+"""Linears are held dense in the compute dtype on a CPU if that takes at most one part of so many of its memory."""
 EXPERT_DENSE_BYTES = 1 * GIB
 """Most bytes of experts that are dequantised at once on a GPU; also transformers' own budget."""
 LOGIT_ELEMENTS = 1 << 24

@@ -52,7 +52,7 @@ class Setting:
     server_gpus: int = 1
     """GPUs of each SGLang server."""
     widened: bool = False
-    """Whether the trainer holds BF16 linears in fp32, so that passes in fp32 do not cast them again."""
+    """Whether the trainer holds linears dense in the compute dtype, so that no pass casts or dequantises them again."""
 
     @property
     def engine_layout(self) -> Layout:
@@ -260,16 +260,17 @@ def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[
 
 
 def _widened(setting: Setting) -> Parts:
-    """What BF16 linears, and an embedding that is the output layer as well, take in fp32 beyond their own bytes."""
+    """What linears held dense, and an embedding that is the output layer as well, take beyond their own bytes: a BF16
+    weight is replaced, packed bytes stay."""
     if not setting.widened:
         return {}
+    width = 2 if setting.job.spec.model.compute_precision == "BF16" else 4
     is_tied = not any(each.role == "head" for each in setting.model.architecture.weights)
     return {
         WIDENED: sum(
-            stored.num_bytes
+            stored.num_bytes * (width // 2 - 1) if stored.format == "BF16" else stored.weight.num_parameters * width
             for stored in base_weights(setting.model, "trainer")
-            if stored.format == "BF16"
-            and stored.weight.role != "routed_expert"
+            if stored.weight.role != "routed_expert"
             and (stored.weight.is_linear or (is_tied and stored.weight.role == "embedding"))
         )
     }

@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def widens_base(self) -> bool:
-        """Whether a torch trainer on a CPU holds its BF16 linears in fp32."""
+        """Whether a torch trainer on a CPU holds its linears dense in the compute dtype."""
         return WIDENED in self.phases["load"]
 
     def base_bytes(self) -> int:

@@ -120,8 +120,8 @@ def _copies(job: Job) -> Copies:
 
 
 def _widened(job: Job, machine: Machine) -> tuple[bool, ...]:
-    """Whether BF16 linears may be held in fp32: by a torch trainer that computes in it, in memory that is known."""
-    passes = job.trainer == "Torch" and job.spec.adapter.type != "Full" and job.spec.model.compute_precision != "BF16"
+    """Whether linears may be held dense: by a torch trainer, in memory that is known."""
+    passes = job.trainer == "Torch" and job.spec.adapter.type != "Full"
     return (True, False) if passes and machine.gpu is None and machine.host_bytes is not None else (False,)
 
 

@@ -153,8 +153,8 @@ def load_policy(
 
 
 def widen(policy: Policy) -> Policy:
-    """In place of this policy, which computes in fp32: one that holds its BF16 linears in fp32 (`widen_linears`)."""
-    widen_linears(policy.model)
+    """In place of this policy: one that holds its linears in the dtype in which it computes (`widen_linears`)."""
+    widen_linears(policy.model, policy.compute_dtype)
     return replace(policy, direct=build_direct(policy.model, policy.compute_dtype))
 
 

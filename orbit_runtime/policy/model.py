@@ -32,6 +32,7 @@ from orbit_runtime.policy.preceding_tokens import PrecedingTokens
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
 from orbit_runtime.policy.routing import Routing
 from orbit_runtime.policy.whole_rows import OwnPrefill, OwnRows, OwnStep, WholeRows
+from orbit_runtime.quant.linear import FrozenLinear
 from orbit_runtime.types import Sampling
 
 
@@ -265,7 +266,8 @@ class Policy:
     def base_digest(self) -> str:
         """`tree:…` over every frozen tensor's name, dtype, shape and bytes, without adapters; see `digests`.
 
-        Values that were only widened to the compute dtype count as BF16, so the digest does not depend on the device.
+        Values that were only widened to the compute dtype count as BF16, so the digest does not depend on the device. A
+        linear's dense copy counts only if it is not the packed tensors' any more.
         Packed bytes leave a GPU once, one piece at a time, and are hashed concurrently.
         """
         hasher, counts = PieceHasher(), {}
@@ -282,6 +284,9 @@ class Policy:
     def _base_tensors(self) -> dict[str, torch.Tensor]:
         tensors = dict(self.model.named_parameters())
         tensors.update(self.model.named_buffers())
+        linears = ((name, each) for name, each in self.model.named_modules() if isinstance(each, FrozenLinear))
+        copies = ((f"{name}.dense", linear.changed_copy()) for name, linear in linears)
+        tensors.update((name, copy) for name, copy in copies if copy is not None)
         seen: dict[int, str] = {}
         return {
             name: tensor

@@ -40,18 +40,18 @@ class FusedRMSNorm(nn.Module):
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
-def widen_linears(model: nn.Module) -> None:
-    """Holds BF16 weights of linears in fp32, and an embedding's table that is one of them, so that no pass in fp32
-    casts them again. Values stay the same.
+def widen_linears(model: nn.Module, dtype: torch.dtype) -> None:
+    """Holds dense weights of linears in `dtype`, and an embedding's table that is one of them, so that no pass casts or
+    dequantises them again. Values stay the same.
     """
     widened: dict[int, torch.Tensor] = {}
 
     def wide(weight: torch.Tensor) -> torch.Tensor:
-        return widened.setdefault(weight.data_ptr(), weight.float())
+        return widened.setdefault(weight.data_ptr(), weight.to(dtype))
 
     for module in model.modules():
         if isinstance(module, FrozenLinear):
-            module.widen(wide)
+            module.widen(wide, dtype)
     for module in model.modules():
         if isinstance(module, FrozenEmbedding):
             module.weight = widened.get(module.weight.data_ptr(), module.weight)

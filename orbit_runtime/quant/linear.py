@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from orbit_runtime.quant import bf16
 from orbit_runtime.quant.activations import RoundedProduct, Rounding, scaled
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 from orbit_runtime.quant.kernels.choice import Path, select_path
@@ -82,14 +83,13 @@ class FrozenLinear(nn.Module):
         """Maximum dequantised bytes at a time; None for the device's `DENSE_BYTES_LIMIT`."""
         self.format = format_of(weight)
         self.out_features, self.in_features = weight.shape
-        codec = FORMATS[self.format]
-        self._codec_views, self._dense_rows = codec.views, codec.dense_rows
-        self._packed_names = tuple(codec.buffers(weight))
+        buffers = FORMATS[self.format].buffers(weight)
+        self._packed_names = tuple(buffers)
         self._seen: list[Tensor | None] = []
-        self._views: tuple[Tensor, ...] = ()
-        self._product: Product = TorchProduct(self.in_features, codec.dense_rows, dense_bytes)
+        self._held: Tensor | None = None
         self._kernels: dict[Path, tuple[Product, tuple[Tensor, ...]] | None] = {}
-        for name, tensor in codec.buffers(weight).items():
+        self._read((), FORMATS[self.format].dense_rows)
+        for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
         self.register_buffer("bias", bias)
         if input_scale is not None:
@@ -103,7 +103,8 @@ class FrozenLinear(nn.Module):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        product, packed = self._chosen_product(x) if x.is_cuda else (self._product, self._packed_views())
+        packed = self._packed_views()
+        product, packed = self._chosen_product(x, packed) if x.is_cuda else (self._product, packed)
         if self.rounding is not None:
             product = RoundedProduct(product, self.rounding)
             packed = (*packed, self._buffers["input_scale"]) if self.rounding.is_static else packed  # type: ignore[assignment]
@@ -140,10 +141,33 @@ class FrozenLinear(nn.Module):
             return nn.functional.linear(x, w, bias)
         return scaled(nn.functional.linear(x, w), factor, bias)
 
-    def widen(self, wide: Callable[[Tensor], Tensor]) -> None:
-        """Holds a BF16 weight as `wide` gives it, in fp32: the same values, no longer cast at every call."""
+    def widen(self, wide: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+        """Holds the dense weight in `dtype`: the same values, no longer cast or dequantised at every call.
+
+        Args: wide: gives a BF16 weight in that dtype, in place of which it is held.
+        """
         if self.format == "BF16":
             self._buffers["weight"] = wide(self._buffers["weight"])  # type: ignore[arg-type]
+        else:
+            self._hold(self.dense(self._packed_views(), dtype))
+
+    def changed_copy(self) -> Tensor | None:
+        """The dense copy if its bits are no longer those that the packed tensors stand for."""
+        if self._held is None:
+            return None
+        codec, buffers = FORMATS[self.format], (getattr(self, name) for name in self._packed_names)
+        right = codec.dense_rows(*codec.views(*buffers), self._held.dtype)
+        return None if torch.equal(right.view(torch.uint8), self._held.view(torch.uint8)) else self._held
+
+    def _hold(self, dense: Tensor) -> None:
+        """Multiplies by this copy until a packed tensor is replaced: in the same runs of rows, to the same bits."""
+        self._packed_views()
+        self._held = dense
+        self._read((dense,), bf16.dense_rows)
+
+    def _read(self, views: tuple[Tensor, ...], dense_rows: DenseRows) -> None:
+        self._views, self._dense_rows = views, dense_rows
+        self._product: Product = TorchProduct(self.in_features, dense_rows, self.dense_bytes)
 
     def views(self) -> tuple[Tensor, ...]:
         """The packed tensors in the form that `dense` takes."""
@@ -157,13 +181,13 @@ class FrozenLinear(nn.Module):
         """Rebuilt only when a buffer was replaced by another tensor: building them on every call is slow."""
         buffers = [self._buffers[name] for name in self._packed_names]
         if len(self._seen) != len(buffers) or any(map(operator.is_not, buffers, self._seen)):
-            self._views, self._seen = self._codec_views(*buffers), buffers
-            self._kernels = {}
+            codec = FORMATS[self.format]
+            self._read(codec.views(*buffers), codec.dense_rows)
+            self._seen, self._held, self._kernels = buffers, None, {}
         return self._views
 
-    def _chosen_product(self, x: Tensor) -> tuple[Product, tuple[Tensor, ...]]:
+    def _chosen_product(self, x: Tensor, views: tuple[Tensor, ...]) -> tuple[Product, tuple[Tensor, ...]]:
         """The implementation selected by `choice`, and the packed tensors in the form that it reads."""
-        views = self._packed_views()
         path = select_path(self.format, x.device, x.dtype, x.numel() // max(x.shape[-1], 1))
         if path != "Torch" and path not in self._kernels:
             self._kernels[path] = self._kernel_product(path)
@@ -219,11 +243,17 @@ def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
         rounding=first.rounding,
         input_scale=scales[0] if scales else None,  # type: ignore[arg-type]
     )
+    held = [each._held for each in linears]
+    if all(each is not None for each in held):
+        whole._hold(torch.cat(held))  # type: ignore[arg-type]
     start = 0
     for each in linears:
+        rows = slice(start, start + each.out_features)
         for name in each._packed_names:
-            each._buffers[name] = getattr(whole, name)[start : start + each.out_features]
-        start += each.out_features
+            each._buffers[name] = getattr(whole, name)[rows]
+        if whole._held is not None:
+            each._hold(whole._held[rows])
+        start = rows.stop
     return whole
 
 

@@ -308,7 +308,7 @@ def build_policy(
 ) -> Policy:
     """The frozen base with a new adapter, in this process. Raises: as `adapter_config`.
 
-    Args: note: called with the table of layers; widened: whether BF16 linears are held in fp32.
+    Args: note: called with the table of layers; widened: whether linears are held dense in the compute dtype.
     """
     from orbit_runtime.policy.load import load_policy, widen
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.direct import FORMS
 from orbit_runtime.policy.load import widen
@@ -142,6 +143,17 @@ def test_widened_linears_are_the_same_base_and_give_the_same_bits_without_a_cast
     assert (head.packed.qdata.data_ptr() == table.weight.data_ptr()) is (architecture == "qwen3")
     with torch.no_grad():
         bases_of(wide)[0].packed.qdata.view(torch.int32)[0, 0] ^= 1
+    assert wide.base_digest() != stored.base_digest()
+
+
+@pytest.mark.parametrize("precision", ["INT4", "NVFP4"])
+def test_a_dense_copy_is_the_same_base_until_a_bit_of_it_changes(precision: str) -> None:
+    folder = builtin_folder("tiny-adder", precision)
+    stored, wide = (with_slots(each(load_policy(folder, LORA)), LORA) for each in (lambda policy: policy, widen))
+    found, expected = ((hidden_by(each, "policy-v1", True), logprobs_of(each)) for each in (wide, stored))
+    assert all(map(torch.equal, found, expected))
+    assert wide.base_digest() == stored.base_digest()
+    bases_of(wide)[0].views()[0].view(torch.int32)[0, 0] ^= 1
     assert wide.base_digest() != stored.base_digest()
 
 

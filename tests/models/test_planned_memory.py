@@ -29,7 +29,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.load import widen
 from orbit_runtime.policy.logprobs import CHUNK_ELEMENTS
 from orbit_runtime.policy.packed import Branch, PackedBatch
-from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT
+from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.cache import KVCache
 from orbit_runtime.rollout.decoding import PREFILL_TOKENS
@@ -130,14 +130,20 @@ def test_the_packed_base(case: Case) -> None:
     within(case, "base", storage_bytes(base), case.made.phases["train"]["base"])
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int4", "qwen3"])
+def held_by(policy: Policy) -> list[torch.Tensor]:
+    """The base, and what its linears multiply by."""
+    linears = (module for module in policy.model.modules() if isinstance(module, FrozenLinear))
+    return [*policy._base_tensors().values(), *(view for linear in linears for view in linear.views())]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int4", "nvfp4", "qwen3"])
 def test_linears_that_are_widened(kind: str, tmp_path: Path) -> None:
     folder = builtin_folder("tiny-adder", kind.upper()) if kind in SHIPPED else make_checkpoint(tmp_path, kind)
     made = plan(manifest_for("LoRA"), folder_facts(folder), Machine(None, 0, 2**34))
     config = AdapterConfig(type="LoRA", targets=TARGETS, rank=8, alpha=16.0)
     policy = load_policy(folder, config)
-    before = storage_bytes(policy._base_tensors().values())
-    more = storage_bytes(widen(policy)._base_tensors().values()) - before
+    before = storage_bytes(held_by(policy))
+    more = storage_bytes(held_by(widen(policy))) - before
     within(Case(kind, "LoRA", *[None] * 5), "base, widened", more, made.phases["train"]["base, widened"])
 
 

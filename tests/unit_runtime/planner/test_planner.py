@@ -283,6 +283,21 @@ def test_linears_are_widened_on_a_cpu_where_that_takes_an_eighth_of_its_memory_a
     assert not planned(Machine(B200, 1, 1024 * GIB)).widens_base
 
 
+@pytest.mark.parametrize(("compute", "width"), [("FP32", 4), ("BF16", 2)])
+def test_packed_linears_are_held_dense_in_the_compute_dtype_beside_their_bytes(compute: str, width: int) -> None:
+    facts = card_facts("Qwen/Qwen3-4B")
+    linears = [each for each in facts.weights if each.weight.is_linear]
+    table = sum(each.num_bytes for each in facts.weights if each.weight.role == "embedding")
+    packed = tuple(replace(each, format="INT4", num_bytes=each.num_bytes // 4) for each in linears)
+    facts = replace(facts, precision="INT4", weights=(*packed, *(set(facts.weights) - set(linears))))
+    run = build(model={"maxSequenceLength": 512, "precision": "INT4", "computePrecision": compute})
+    made = plan(run, facts, Machine(None, 0, 256 * GIB))
+    # The table is the output layer as well, and BF16.
+    expected = width * sum(each.weight.num_parameters for each in linears) + (width // 2 - 1) * table
+    assert made.phases["train"]["base, widened"] == expected
+    assert plan(run, facts, Machine(None, 0, 8 * expected - 1)).widens_base is False
+
+
 def test_host_memory_and_disk_that_the_manifest_limits_are_checked() -> None:
     machine = Machine(H100, 8, host_bytes=8 * GIB, disk_bytes=GIB)
     messages = [problem.message for problem in planned(machine).problems]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from orbit_runtime.quant import bf16, int4
 from orbit_runtime.quant.formats import FORMATS, format_of
-from orbit_runtime.quant.linear import FrozenLinear
+from orbit_runtime.quant.linear import FrozenLinear, share_rows
 
 
 def frozen(kind: str, bias: bool = False, dense_bytes: int | None = None) -> FrozenLinear:
@@ -104,6 +104,55 @@ def test_a_replaced_buffer_is_the_one_that_multiplies() -> None:
     layer.load_state_dict({**layer.state_dict(), "weight_scale": -layer.weight_scale}, assign=True)
     assert torch.equal(layer(x), -before)
     torch.testing.assert_close(copy.deepcopy(layer)(x), -before)
+
+
+PACKED = [name for name, codec in FORMATS.items() if codec.quantize and name != "BF16"]
+
+
+def packed(name: str, seed: int, **options: int) -> FrozenLinear:
+    w = torch.randn(48, 64, generator=torch.Generator().manual_seed(seed)) * 0.1
+    codec = FORMATS[name]
+    assert codec.quantize
+    return FrozenLinear(codec.quantize(w, 32) if codec.precision == "INT4" else codec.quantize(w), **options)
+
+
+def gradient(layer: FrozenLinear, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(y)
+    return y, x.grad
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [8 << 20, 64 * 4 * 7], ids=["whole", "in runs"])
+def test_a_dense_copy_gives_the_same_bits(name: str, dtype: torch.dtype, limit: int) -> None:
+    layer, other = packed(name, 2, dense_bytes=limit), packed(name, 2, dense_bytes=limit)
+    layer.widen(Tensor.float, dtype)
+    for rows in (1, 40, 300):
+        x, buffer = inputs(rows, 64).to(dtype), torch.empty(48 * 64, dtype=dtype)
+        assert all(map(torch.equal, gradient(layer, x), gradient(other, x)))
+        assert torch.equal(layer.product(x.detach(), buffer), other.product(x.detach(), buffer))
+    assert list(layer.state_dict()) == list(other.state_dict())
+
+
+def test_a_dense_copy_is_shared_with_neighbours_and_given_up_with_its_packed_tensors() -> None:
+    members, x = [packed("INT4", seed) for seed in (2, 3)], inputs(4, 64).detach()
+    before = torch.cat([each(x) for each in members], -1)
+    for each in members:
+        each.widen(Tensor.float, torch.float32)
+    whole = share_rows(members)
+    assert whole
+    assert torch.equal(torch.cat([each(x) for each in members], -1), before)
+    (dense,), parts = whole.views(), [each.views()[0] for each in members]
+    assert [part.data_ptr() for part in parts] == [dense.data_ptr(), dense[48:].data_ptr()]
+    assert whole.changed_copy() is None
+    dense[50, 3] *= 2
+    assert whole.changed_copy() is dense
+    first, second = members
+    assert (first.changed_copy(), second.changed_copy()) == (None, parts[1])
+    first.weight_scale = -first.weight_scale
+    assert torch.equal(first(x), -before[:, :48])
 
 
 def test_buffers_are_named_as_in_the_checkpoint() -> None:
