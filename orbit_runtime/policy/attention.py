@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -206,10 +208,9 @@ def attend_rows(
     causal = isinstance(visible_B1QS, str)
     mask = None if isinstance(visible_B1QS, str) else visible_B1QS
     if kernel != "Eager" and look.is_plain:
-        gqa = q_BHQD.shape[1] != k_BKSD.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BHQD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal, scale=look.scale, enable_gqa=gqa
-        )
+        if q_BHQD.requires_grad and q_BHQD.dtype == torch.bfloat16 and not q_BHQD.is_cuda:
+            return _Attended.apply(q_BHQD, k_BKSD, v_BKSD, mask, causal, look.scale)
+        return _attend_fused(q_BHQD, k_BKSD, v_BKSD, mask, causal, look.scale)
     assert not causal, "the explicit products are given a mask"
     rows, heads, queries, _ = q_BHQD.shape
     kv_heads = k_BKSD.shape[1]
@@ -223,6 +224,44 @@ def attend_rows(
     else:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     return torch.matmul(weights.to(v_BKSD.dtype), v_BKSD).view(rows, heads, queries, -1)
+
+
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+
+class _Attended(torch.autograd.Function):
+    """torch's fused kernel, whose own backward in BF16 takes a CPU eight times as long as these products, and five
+    times as long as in fp32. Scores and the gradient of the weights are in fp32, as inside of the kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.causal, ctx.scale = causal, scale
+        return _attend_fused(q, k, v, mask, causal, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BHQD: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask = ctx.saved_tensors
+        rows, heads, queries, size = q.shape
+        kv_heads, keys = k.shape[1:3]
+        if ctx.causal:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_()
+        # The heads that share keys are one matrix.
+        q, grad = (each.reshape(rows * kv_heads, -1, size) for each in (q, grad_BHQD))
+        k, v = (each.reshape(rows * kv_heads, keys, size) for each in (k, v))
+        scores = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(ctx.scale).view(rows, heads, queries, keys)
+        if mask is not None:
+            scores.masked_fill_(~mask, float("-inf"))
+        weights = torch.softmax(scores, -1).view(rows * kv_heads, -1, keys)
+        grad_weights = torch.bmm(grad.float(), v.float().transpose(1, 2))
+        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, torch.float32).mul_(ctx.scale).to(q.dtype)
+        grad_v = torch.bmm(weights.to(grad.dtype).transpose(1, 2), grad)
+        grad_q, grad_k = torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q)
+        shape = (rows, kv_heads, keys, size)
+        return grad_q.view(rows, heads, queries, size), grad_k.view(shape), grad_v.view(shape), None, None, None
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

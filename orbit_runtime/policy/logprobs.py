@@ -51,8 +51,18 @@ class _Logits(torch.autograd.Function):
         ctx.save_for_backward(hidden_RN, weight_VN)
         if hidden_RN.is_cuda:
             return torch.mm(hidden_RN, weight_VN.T, out_dtype=torch.float32)
-        # No such product exists on a CPU, which computes in fp32 in any case unless a test asks for BF16.
-        return hidden_RN.float() @ weight_VN.float().T
+        # A CPU has no such product. One in fp32 that may round its factors to BF16, which they are, is the same.
+        logits_RV = hidden_RN.new_empty(len(hidden_RN), len(weight_VN), dtype=torch.float32)
+        before = torch.backends.mkldnn.matmul.fp32_precision
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        try:
+            wide = hidden_RN.float()
+            for start in range(0, len(weight_VN), WIDENED_ROWS):
+                part = slice(start, start + WIDENED_ROWS)
+                torch.mm(wide, weight_VN[part].float().T, out=logits_RV[:, part])
+        finally:
+            torch.backends.mkldnn.matmul.fp32_precision = before
+        return logits_RV
 
     @staticmethod
     def backward(ctx: Any, grad_RV: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -63,8 +73,12 @@ class _Logits(torch.autograd.Function):
         return of_hidden, of_weight
 
 
+WIDENED_ROWS = 4096
+"""Rows of the head's matrix that are widened at a time: they stay in the cache."""
 CHUNK_ELEMENTS = 1 << 24
 """Rows per chunk are chosen so that one fp32 `[rows, V]` tensor has at most this many elements (64 MiB)."""
+SAVED_CHUNK_ELEMENTS = 6 << 20
+"""The same where a chunk's gradient is computed with its log-probs."""
 UNSHAPED = Sampling()
 """The model's own distribution."""
 
@@ -151,8 +165,29 @@ def _slope(
     return slope.to(logits_RV.dtype)
 
 
+def _saves_slopes(hidden_RN: Tensor, sampling: Sampling) -> bool:
+    cuts = sampling.logit_bias or sampling.top_k or sampling.min_p or sampling.top_p < 1.0
+    scales = sampling.temperature != 1.0 or sampling.repetition_penalty != 1.0
+    return hidden_RN.dtype == torch.bfloat16 and not (hidden_RN.is_cuda or cuts or scales)
+
+
+def _score_with_slope(hidden_RN: Tensor, targets_R: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
+    """`_score`, and the gradient `[R, N]` of each log-prob with respect to its hidden state."""
+    with torch.enable_grad():
+        hidden = hidden_RN.detach().requires_grad_(True)
+        logits_RV = head(hidden)
+    logprobs_RV = torch.log_softmax(logits_RV.detach().float(), dim=-1)
+    found_R = logprobs_RV.gather(-1, targets_R[:, None])[:, 0]
+    slope_RV = logprobs_RV.exp()
+    entropy_R = -torch.linalg.vecdot(slope_RV, logprobs_RV)
+    slope_RV.neg_()[torch.arange(len(slope_RV)), targets_R] += 1.0
+    (slope_RN,) = torch.autograd.grad(logits_RV, hidden, slope_RV.to(logits_RV.dtype))
+    return found_R, entropy_R, slope_RN
+
+
 class _TokenLogProbs(torch.autograd.Function):
-    """Saves hidden states and targets; backward recomputes each chunk's logits.
+    """Saves hidden states and targets; backward recomputes each chunk's logits. For BF16 states on a CPU, under the
+    model's own distribution, it saves each log-prob's gradient instead, so that logits are computed once.
 
     If the head is trained, its weights are passed so that they get a gradient; `head` multiplies by the same weights.
     """
@@ -168,13 +203,18 @@ class _TokenLogProbs(torch.autograd.Function):
         rows: int,
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropies = [], []
+        logprobs, entropies, slopes = [], [], []
+        saves = ctx.needs_input_grad[0] and _saves_slopes(hidden_RN, sampling) and not weights
         for start in range(0, len(targets_R), rows):
             part = slice(start, start + rows)
-            scored = _score(head(hidden_RN[part]), targets_R[part], part, sampling, seen)
+            if saves:
+                *scored, slope_RN = _score_with_slope(hidden_RN[part], targets_R[part], head)
+                slopes.append(slope_RN)
+            else:
+                scored = list(_score(head(hidden_RN[part]), targets_R[part], part, sampling, seen))
             logprobs.append(scored[0])
             entropies.append(scored[1])
-        ctx.save_for_backward(hidden_RN, targets_R)
+        ctx.save_for_backward(hidden_RN, targets_R, torch.cat(slopes) if slopes else None)
         # An output that no loss reads has no gradient, rather than one of zeros.
         ctx.set_materialize_grads(False)
         ctx.settings = (head, sampling, seen, rows, weights)
@@ -184,8 +224,10 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_R: torch.Tensor | None, entropy_grad_R: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_RN, targets_R = ctx.saved_tensors
+        hidden_RN, targets_R, slope_RN = ctx.saved_tensors
         head, sampling, seen, rows, weights = ctx.settings
+        if slope_RN is not None and entropy_grad_R is None and grad_R is not None:
+            return (slope_RN * grad_R[:, None]).to(hidden_RN.dtype), None, None, None, None, None
         grad_hidden = torch.empty_like(hidden_RN)
         grad_weights = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
         for start in range(0, len(targets_R), rows):
@@ -249,6 +291,8 @@ def token_logprobs(
         seen: the tokens before each target; required if `sampling` penalises repetition.
     """
     assert seen is not None or sampling.repetition_penalty == 1.0
+    if hidden_RN.requires_grad and _saves_slopes(hidden_RN, sampling):
+        chunk_elements = min(chunk_elements, SAVED_CHUNK_ELEMENTS)
     rows = max(1, chunk_elements // vocabulary)
     found: tuple[torch.Tensor, torch.Tensor] = _TokenLogProbs.apply(
         hidden_RN, targets_R, head, sampling, seen if sampling.repetition_penalty != 1.0 else None, rows, *weights

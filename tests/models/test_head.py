@@ -9,7 +9,8 @@ from torch import nn
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.policy.logprobs import logits_of
+from orbit_runtime.policy.attention import AttentionSettings, attend_rows
+from orbit_runtime.policy.logprobs import logits_of, token_logprobs
 from orbit_runtime.policy.packed import Branch
 
 TOKENS = [3, 27, 26, 20, 27, 25, 38, 1, 4, 30, 31, 1]
@@ -42,6 +43,41 @@ def test_a_head_that_is_trained_gets_its_gradient() -> None:
     assert head.weight.grad is not None
     exact = 2 * (hidden.double() @ head.weight.detach().double().T).T @ hidden.double()
     torch.testing.assert_close(head.weight.grad.double(), exact, rtol=2**-6, atol=float(exact.abs().max()) * 2**-7)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_of_log_probs_in_bf16_are_those_of_double_precision(entropy: bool) -> None:
+    head = nn.Linear(16, 5000, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    hidden = hidden_of(40, 16).requires_grad_(True)
+    targets = torch.arange(40) * 100
+    found = token_logprobs(hidden, targets, lambda x: logits_of(head, x), vocabulary=5000, chunk_elements=5000 * 16)
+    exact = hidden.detach().double().requires_grad_(True)
+    logprobs = torch.log_softmax(exact @ head.weight.double().T, -1)
+    wanted = (logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1))
+    weights = torch.linspace(-1, 1, 40)
+    for each, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
+    (grad,), (expected,) = (
+        torch.autograd.grad((values[0] * weights).sum() + entropy * values[1].sum(), of)
+        for values, of in ((found, hidden), (wanted, exact))
+    )
+    torch.testing.assert_close(grad.double(), expected, rtol=2**-5, atol=float(expected.abs().max()) * 2**-7)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_attention_in_bf16_are_those_of_double_precision(masked: bool) -> None:
+    q, k, v = (hidden_of(2 * heads * 7, 8).view(2, heads, 7, 8).requires_grad_(True) for heads in (6, 2, 2))
+    exact = [each.detach().double().requires_grad_(True) for each in (q, k, v)]
+    visible = (torch.ones(7, 7).tril() > 0).expand(2, 1, 7, 7)
+    out = attend_rows(q, k, v, visible_B1QS=visible if masked else "causal", look=AttentionSettings(0.3), kernel="SDPA")
+    wide = [each.repeat_interleave(3, 1) for each in exact[1:]]
+    wanted = torch.softmax((exact[0] @ wide[0].mT * 0.3).masked_fill(~visible, float("-inf")), -1) @ wide[1]
+    slope = hidden_of(out.numel(), 1).view_as(out)
+    for grad, expected in zip(
+        torch.autograd.grad(out, (q, k, v), slope), torch.autograd.grad(wanted, exact, slope.double()), strict=True
+    ):
+        assert grad.dtype == torch.bfloat16
+        torch.testing.assert_close(grad.double(), expected, rtol=2**-5, atol=float(expected.abs().max()) * 2**-6)
 
 
 def test_a_policy_in_fp32_and_a_head_with_a_bias_are_left_to_the_layer() -> None:
