@@ -160,7 +160,9 @@ def _summary(run: OrbitRun) -> list[tuple[str, str]]:
     if spec.algorithm.type == "SFT":
         learned = f"{training.steps} of {training.prompts_per_step} demonstrations"
     else:
-        learned = f"{training.steps} of {batch}, up to {spec.rollout.sampling.max_new_tokens} tokens each"
+        tokens = spec.rollout.sampling.max_new_tokens
+        length = f"up to {tokens} tokens each" if tokens else "as long as the prompts leave room for"
+        learned = f"{training.steps} of {batch}, {length}"
     return [
         ("name", run.name),
         ("model", f"{spec.model.uri} ({spec.model.precision})"),

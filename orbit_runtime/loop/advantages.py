@@ -194,7 +194,7 @@ def shaped_reward(spec: RunSpec, objective: Objective, rollout: Rollout) -> floa
         return rollout.reward
     return rollout.reward - overlong_penalty(
         count_trained(rollout.loss_mask_T),
-        longest=spec.rollout.sampling.max_new_tokens,
+        longest=spec.new_tokens,
         buffer_share=spec.algorithm.overlong.buffer_share,
         penalty=objective.overlong_penalty,
     )

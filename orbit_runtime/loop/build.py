@@ -19,7 +19,7 @@ from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.build import build_environment
 from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.fault_finder import FaultFinder
-from orbit_runtime.loop.measure import build_held_out, check_held_out_sampling
+from orbit_runtime.loop.measure import build_held_out, check_held_out_lengths, check_held_out_sampling
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publisher
 from orbit_runtime.loop.run_inputs import CallerOptions, EpisodeInputs
@@ -31,7 +31,7 @@ from orbit_runtime.sides.engines import change_limit, engine_settings
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.interface import EngineOrder, TrainerOrder
 from orbit_runtime.sides.teacher import TaughtEnvironment, attach_teacher, check_base, teacher_digest
-from orbit_runtime.sides.trainers import check_replay, load_algorithm
+from orbit_runtime.sides.trainers import check_replay, decide_new_tokens, load_algorithm
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
@@ -73,9 +73,14 @@ def build_parts(
     def longest_prompt() -> int:
         from orbit_runtime.data.chat import ChatTokenizer
 
-        encode = ChatTokenizer(folder, spec.data.chat, started=inputs.started).encode_many
-        return check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length)
+        tokenizer = ChatTokenizer(folder, spec.data.chat, started=inputs.started)
+        encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
+        longest = check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - 1)
+        return max(longest, check_held_out_lengths(spec, materials.held_out, tokenizer))
 
+    resolved = decide_new_tokens(resolved, folder, longest_prompt)
+    if spec.rollout.sampling.max_new_tokens is None:
+        show.note(f"rollout.sampling.maxNewTokens is not set: this run takes {resolved.run.spec.new_tokens}")
     resolved = given.sides.settle(resolved, folder, None if pool else longest_prompt)
     run, spec = resolved.run, resolved.run.spec
     check_engine(spec)
@@ -89,9 +94,8 @@ def build_parts(
         from orbit_runtime.data.chat import ChatTokenizer
 
         tokenizer = ChatTokenizer(folder, spec.data.chat, started=inputs.started)
-        new_tokens = spec.rollout.sampling.max_new_tokens
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
-        check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
+        check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - spec.new_tokens)
         held_out = build_held_out(spec, materials.held_out, tokenizer)
         sequences = first_sequences(table, tokenizer)
         order = EngineOrder(

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from orbit_runtime.loop.parts import HeldOut, Parts, RunParts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
 from orbit_runtime.observability.run_folder import find_best, find_stop, read_own_evaluations
-from orbit_runtime.planner.support.sampling import check_engine
+from orbit_runtime.planner.support.sampling import check_engine, sampling_of
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
@@ -126,12 +126,22 @@ def check_held_out_sampling(run: OrbitRun) -> None:
 
 def build_held_out(spec: RunSpec, tasks: Sequence[EvalTask], tokenizer: Tokenizer) -> HeldOut | None:
     """The run's evaluations; None if there are no tasks. Raises DataError if a prompt leaves no room for an answer."""
+    # Its own `maxNewTokens` may have been decided since they were opened.
+    sampling = sampling_of(with_sampling(spec, evaluation_settings(spec)).rollout)
+    check_held_out_lengths(spec, tasks, tokenizer, sampling.max_new_tokens)
+    return HeldOut(tuple(replace(each, sampling=sampling) for each in tasks), tokenizer) if tasks else None
+
+
+def check_held_out_lengths(spec: RunSpec, tasks: Sequence[EvalTask], tokenizer: Tokenizer, new_tokens: int = 1) -> int:
+    """The longest prompt of the run's evaluations, in tokens. Raises DataError for one that leaves no room for so many
+    new tokens."""
+    longest = 0
     for task in tasks:
         encode = partial(tokenizer.encode_many, tools=task.pool.tools if task.pool else ())
-        longest = spec.model.max_sequence_length - task.sampling.max_new_tokens
+        room = spec.model.max_sequence_length - new_tokens
         with naming_fields(spec, task.name):
-            check_lengths(task.table, encode, max_prompt_tokens=longest)
-    return HeldOut(tuple(tasks), tokenizer) if tasks else None
+            longest = max(longest, check_lengths(task.table, encode, max_prompt_tokens=room))
+    return longest
 
 
 def measure(parts: Parts, state: RunState, collector: Collector, stop: StopFlag, *, is_last: bool = False) -> None:

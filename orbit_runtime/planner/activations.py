@@ -42,7 +42,7 @@ def saved_elements(
         tensor: into how many parts matrices are divided: those of one rank are counted.
         token_sets: number of ranks whose tokens meet before a layer's experts.
     """
-    answer = job.spec.rollout.sampling.max_new_tokens / job.spec.model.max_sequence_length
+    answer = job.spec.new_tokens / job.spec.model.max_sequence_length
     total = model.hidden_size * (stream + answer) / tensor
     if recompute != "None":
         # Layers that are computed again share the masks of all of them, a byte for each of their elements.
@@ -90,8 +90,8 @@ def _mask_elements(job: Job) -> float:
     """Masks are as large as the products; for a prompt alone, only the explicit products need a mask."""
     if job.attention == "Chunked":
         return 0.0
-    prompt = job.spec.model.max_sequence_length - job.spec.rollout.sampling.max_new_tokens
-    masked = job.spec.rollout.sampling.max_new_tokens * job.spec.model.max_sequence_length + (
+    prompt = job.spec.model.max_sequence_length - job.spec.new_tokens
+    masked = job.spec.new_tokens * job.spec.model.max_sequence_length + (
         prompt * prompt if job.attention == "Eager" else 0
     )
     return masked / job.spec.model.max_sequence_length
@@ -101,9 +101,7 @@ def key_copies(job: Job) -> float:
     """Number of copies of a token's keys and values: those of a prompt are kept for itself and for its completion."""
     if job.attention == "Chunked":
         return 1.0
-    return (
-        2 * job.spec.model.max_sequence_length - job.spec.rollout.sampling.max_new_tokens
-    ) / job.spec.model.max_sequence_length
+    return (2 * job.spec.model.max_sequence_length - job.spec.new_tokens) / job.spec.model.max_sequence_length
 
 
 def live_elements(model: Architecture) -> float:

@@ -483,7 +483,7 @@ def _row_share(setting: Setting) -> float:
     if setting.model.architecture.passes in ("", "packed") or not setting.job.samples:
         return 1.0
     length, group = spec.model.max_sequence_length, spec.algorithm.group_size
-    return group * length / (length + (group - 1) * spec.rollout.sampling.max_new_tokens)
+    return group * length / (length + (group - 1) * spec.new_tokens)
 
 
 def _gathered_keys(setting: Setting, tokens: int) -> int:

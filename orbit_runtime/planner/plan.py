@@ -163,7 +163,12 @@ def plan(
     fewer = waits or choice.setting.micro_batch_tokens < job.spec.training.micro_batch_tokens
     full = job.spec.model.max_sequence_length
     unknown = f"every sequence is counted with {full} tokens: a run, which knows its prompts, may need less"
-    notes = (*_notes(choice, model, job, machine, support), *[unknown] * (fewer and job.in_process), *cautions)
+    is_open = job.samples and run.spec.rollout.sampling.max_new_tokens is None
+    undecided = f"rollout.sampling.maxNewTokens is unknown until the run has read its prompts: below {full}"
+    notes = (
+        *_notes(choice, model, job, machine, support),
+        *[unknown] * (fewer and job.in_process), *[undecided] * is_open, *cautions,
+    )  # fmt: skip
     return Plan(
         run=run.name, model=model.name, source=model.source, precision=model.precision, machine=machine.name,
         trainer=job.trainer, engine=job.engine, capacity=capacity_of(machine), layout=choice.setting.layout,

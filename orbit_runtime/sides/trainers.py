@@ -28,7 +28,7 @@ from orbit_runtime.sides.interface import TrainerOrder, TrainerSide
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
-from orbit_runtime.spec.resolve import with_rate, with_sequences
+from orbit_runtime.spec.resolve import with_new_tokens, with_rate, with_sequences
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import TEACHER_SLOT, Probe, Sampling, Trainer
 from orbit_runtime.workers.system import joined_nodes, ray_address
@@ -80,6 +80,32 @@ def decide_rate(resolved: Resolved, folder: Path) -> Resolved:
     return with_rate(resolved, size)
 
 
+LEAST_NEW_TOKENS = 256
+"""Completions of a run that decides their length are not made shorter than this for the KV cache: some wait instead."""
+
+
+def decide_new_tokens(resolved: Resolved, folder: Path, longest_prompt: Callable[[], int]) -> Resolved:
+    """Fills a `maxNewTokens` that the manifest leaves open: what the longest prompt leaves of a sequence, halved while
+    an engine in the trainer's process could not sample all completions of a step at once."""
+    spec = resolved.run.spec
+    if spec.rollout.sampling.max_new_tokens is not None:
+        return resolved
+    from orbit_runtime.model_info.checkpoint import folder_facts
+    from orbit_runtime.planner.verdict import plan_as_run
+    from orbit_runtime.sides.machine import planned_machine
+
+    longest = longest_prompt()
+    tokens = max(1, spec.model.max_sequence_length - longest)
+    with suppress(OrbitError):
+        machine, facts = planned_machine(spec.placement, resolved.device), folder_facts(folder)
+        while (
+            tokens > LEAST_NEW_TOKENS
+            and plan_as_run(with_sequences(with_new_tokens(resolved.asked, tokens), longest), facts, machine).waits
+        ):
+            tokens = max(LEAST_NEW_TOKENS, tokens // 2)
+    return replace(resolved, run=with_new_tokens(resolved.run, tokens))
+
+
 def decide_division(resolved: Resolved, folder: Path, longest_prompt: Callable[[], int] | None = None) -> TrainerLayout:
     """Fills what the manifest leaves open from the plan of this machine.
 
@@ -95,7 +121,7 @@ def decide_division(resolved: Resolved, folder: Path, longest_prompt: Callable[[
     from orbit_runtime.planner.verdict import check_alone, check_missing, plan_as_run
     from orbit_runtime.sides.machine import planned_machine
 
-    training = resolved.run.spec.training
+    training, asked = resolved.run.spec.training, with_new_tokens(resolved.asked, resolved.run.spec.new_tokens)
     alone = TrainerLayout(
         "Torch",
         Layout(),
@@ -106,9 +132,9 @@ def decide_division(resolved: Resolved, folder: Path, longest_prompt: Callable[[
     )
     try:
         machine, facts = planned_machine(resolved.run.spec.placement, resolved.device), folder_facts(folder)
-        made = plan_as_run(resolved.asked, facts, machine)
+        made = plan_as_run(asked, facts, machine)
         if longest_prompt and made.is_lowered and made.engine == made.trainer == "Torch":
-            made = plan_as_run(with_sequences(resolved.asked, longest_prompt()), facts, machine)
+            made = plan_as_run(with_sequences(asked, longest_prompt()), facts, machine)
     except OrbitError:
         if training.trainer == "Torch":
             # A model that cannot be planned keeps everything.
@@ -414,7 +440,7 @@ def _trainer_settings(resolved: Resolved, base_model: str, **divided: int) -> Tr
     from orbit_runtime.training.settings import TrainerSettings
 
     spec = resolved.run.spec
-    algorithm, sampling = spec.algorithm, spec.rollout.sampling
+    algorithm, sampling = spec.algorithm, sampling_of(spec.rollout)
     is_sampled = algorithm.type != "SFT"
     return TrainerSettings(
         training=spec.training.model_copy(update=divided),
@@ -423,7 +449,7 @@ def _trainer_settings(resolved: Resolved, base_model: str, **divided: int) -> Tr
         reduction=algorithm.objective.reduction,
         constant_length=sampling.max_new_tokens,
         correction=correction_of(algorithm),
-        sampling=sampling_of(spec.rollout) if is_sampled else Sampling(),
+        sampling=sampling if is_sampled else Sampling(),
         base_model=base_model,
         seed=spec.data.seed,
         router_replay=spec.rollout.router_replay if is_sampled else "None",

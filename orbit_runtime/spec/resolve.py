@@ -49,7 +49,7 @@ class Resolved:
     What stays `Auto`: `precision` of a model folder, where the manifest does not claim one, as the checkpoint says it;
     `training.recompute`, and on several GPUs trainer and engine, as the plan says them (`with_trainer`);
     `observability.logFormat`, which depends on who watches each start. `training.learningRate` may be unset until the
-    model is there (`with_rate`).
+    model is there (`with_rate`), `rollout.sampling.maxNewTokens` until the prompts are too (`with_new_tokens`).
     """
     device: Literal["cpu", "cuda"]
 
@@ -153,7 +153,7 @@ def in_one_process(run: OrbitRun, **blocks: Block) -> OrbitRun:
 def with_sequences(run: OrbitRun, longest_prompt: int) -> OrbitRun:
     """The manifest with no longer sequences than its prompts and completions make, for who plans memory."""
     spec = run.spec
-    longest = min(spec.model.max_sequence_length, longest_prompt + spec.rollout.sampling.max_new_tokens)
+    longest = min(spec.model.max_sequence_length, longest_prompt + spec.new_tokens)
     return _with_spec(run, model=_changed(spec.model, max_sequence_length=longest))
 
 
@@ -184,9 +184,17 @@ def with_rate(resolved: Resolved, num_parameters: float) -> Resolved:
     return replace(resolved, run=_with_spec(resolved.run, training=_changed(training, learning_rate=rate)))
 
 
+def with_new_tokens(run: OrbitRun, tokens: int | None) -> OrbitRun:
+    """The manifest with that `rollout.sampling.maxNewTokens`; unchanged if it has one."""
+    rollout = run.spec.rollout
+    sampling = _changed(rollout.sampling, max_new_tokens=rollout.sampling.max_new_tokens or tokens)
+    return _with_spec(run, rollout=_changed(rollout, sampling=sampling))
+
+
 def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
     """Keeps the first start's decisions on resume, even if `steps` has changed since, or the model has moved."""
-    run, spec = resolved.run, earlier.get("spec", {})
+    spec = earlier.get("spec", {})
+    run = with_new_tokens(resolved.run, spec.get("rollout", {}).get("sampling", {}).get("maxNewTokens"))
     computed = spec.get("model", {}).get("computePrecision")
     if resolved.asked.spec.model.compute_precision == "Auto" and computed is not None:
         run = _with_spec(run, model=_changed(run.spec.model, compute_precision=computed))

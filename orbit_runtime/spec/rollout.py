@@ -48,8 +48,10 @@ class Sampling(Block):
         WithoutEmpty,
     ] = Field(default_factory=dict)
     """Token id → value added to its logit, before everything else; training uses the same distribution."""
-    max_new_tokens: Annotated[int, IDENTITY, Field(ge=1, le=1_048_576)] = 256
-    """Maximum length of a completion; a longer one is cut."""
+    max_new_tokens: Annotated[int | None, IDENTITY, Field(ge=1, le=1_048_576)] = None
+    """Maximum length of a completion; a longer one is cut. If unset, the first start takes what `maxSequenceLength`
+    leaves beside the longest prompt, halved down to 256 while the memory of the KV cache is short; `run.json` keeps it.
+    An evaluation without a run takes 256."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         AsTuple,

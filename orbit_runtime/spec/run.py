@@ -362,10 +362,16 @@ class RunSpec(Block):
     observability: Observability = Observability()
     """Metrics, logs and notifications."""
 
+    @property
+    def new_tokens(self) -> int:
+        """`rollout.sampling.maxNewTokens`; as long as no run has decided it, the most that it can be."""
+        return self.rollout.sampling.max_new_tokens or self.model.max_sequence_length - 1
+
     rules = (
         Rule(
             "rollout.sampling.maxNewTokens",
             "self.algorithm.type == 'SFT' || self.model.maxSequenceLength < 2"
+            " || !has(self.rollout.sampling.maxNewTokens)"
             " || self.rollout.sampling.maxNewTokens < self.model.maxSequenceLength",
             "{self.rollout.sampling.max_new_tokens} leaves no room for a prompt within `spec.model.maxSequenceLength`"
             " ({self.model.max_sequence_length})",

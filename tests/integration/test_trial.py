@@ -71,10 +71,13 @@ def test_what_a_trial_measured_is_told_by_plan_and_in_the_first_line_of_a_run(
 ) -> None:
     monkeypatch.setenv("ORBIT_CACHE", str(tmp_path / "cache"))
     file, made = "run.yaml", small_manifest(steps=3)
-    del made["spec"]["training"]["learningRate"]
+    del made["spec"]["training"]["learningRate"], made["spec"]["rollout"]["sampling"]["maxNewTokens"]
+    made["spec"]["model"]["maxSequenceLength"] = 40
     write(made)
     assert run_command(["plan", file]) == 0
-    assert "3 steps; how long they take is unknown until 3 were measured" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 steps; how long they take is unknown until 3 were measured" in said
+    assert "rollout.sampling.maxNewTokens is unknown until the run has read its prompts" in said
     assert run_command(["try", file, "--json"]) == 0
     (measured,) = (tmp_path / "cache/paces").iterdir()
     start, step = map(float, measured.read_text().split())
@@ -91,7 +94,15 @@ def test_what_a_trial_measured_is_told_by_plan_and_in_the_first_line_of_a_run(
     assert "training.learningRate is not set: this run takes 0.002" in said.err + said.out
     assert "preflight, both sides with an adapter of random values" in said.err + said.out
     assert measured.exists(), "a run measures as well"
-    assert json.loads(Path("run/run.json").read_text())["identity"]["spec.training.learningRate"] == 0.002
+    kept = json.loads(Path("run/run.json").read_text())["identity"]
+    assert kept["spec.training.learningRate"] == 0.002
+    tokens = kept["spec.rollout.sampling.maxNewTokens"]
+    assert 8 <= tokens < 40
+    assert f"rollout.sampling.maxNewTokens is not set: this run takes {tokens}" in said.err + said.out
+    assert run_command(["run", file, "--out", "run", "--set", "spec.training.steps=4"]) == 0
+    other = f"spec.rollout.sampling.maxNewTokens={tokens + 1}"
+    assert run_command(["run", file, "--out", "run", "--set", "spec.training.steps=5", "--set", other]) != 0
+    assert f"maxNewTokens: {tokens} then, {tokens + 1} now" in capsys.readouterr().err
 
 
 def test_a_trial_is_told_in_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,9 @@ APART: tuple[SupportRow[RunSpec], ...] = (
     SupportRow("rollout.sleep", "three processes", lambda spec: spec.rollout.sleep != "None",
         "a server sleeps to make room for the trainer on its GPU, and a trainer in another process does not give back "
         "what it took before the server wakes", "write None, or use `orbit run`"),
+    SupportRow("rollout.sampling.maxNewTokens", "three processes",
+        lambda spec: spec.rollout.sampling.max_new_tokens is None and spec.algorithm.type != "SFT",
+        "a run decides it from its prompts: three processes would each have to", "write a number, or use `orbit run`"),
     SupportRow("training.trainer", "three processes",
         lambda spec: spec.training.trainer == "Auto" and spec.placement.nodes > 1,
         "three processes read `Auto` as Torch, which does not use several nodes",

@@ -104,7 +104,7 @@ def sampling_of(rollout: Rollout) -> Sampling:
     return Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        max_new_tokens=sampling.max_new_tokens,
+        max_new_tokens=sampling.max_new_tokens or Sampling().max_new_tokens,
         stop=tuple(sampling.stop),
         top_k=sampling.top_k or 0,
         min_p=sampling.min_p,
