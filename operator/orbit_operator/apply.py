@@ -84,7 +84,9 @@ class Writer:
 
     async def write_status(self, run: RunFacts, body: Body, status: dict[str, Any]) -> None:
         """Writes the whole status in one call. Refused (409) if the run has changed since it was observed."""
-        head = {**_head(run), "resourceVersion": body["metadata"]["resourceVersion"]}
+        # With the uid, a status never recreates a run that is gone.
+        version = body["metadata"]["resourceVersion"]
+        head = {"namespace": run.namespace, "name": run.name, "uid": run.uid, "resourceVersion": version}
         document = {"apiVersion": API_VERSION, "kind": "OrbitRun", "metadata": head, "status": status}
         self._keep(await self._api.apply(RUNS, run.namespace, document, "status"))
 
@@ -131,11 +133,6 @@ class Writer:
 
     def _keep(self, body: Body) -> None:
         self._cache.put_written((body["metadata"]["namespace"], body["metadata"]["name"]), pack_run(body))
-
-
-def _head(run: RunFacts) -> dict[str, str]:
-    """Metadata with the uid, so that writing a status never recreates a run that is gone."""
-    return {"namespace": run.namespace, "name": run.name, "uid": run.uid}
 
 
 LASTING = (400, 403, 413, 422)

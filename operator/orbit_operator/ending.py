@@ -103,7 +103,8 @@ def finish(run: RunFacts, observed: Observed, now: float, ttl_default: int, stat
     events: tuple[RunEvent, ...] = ()
     if observed.stored.finished_at is None:
         word = "RunSucceeded" if state.outcome else "RunFailed"
-        events = (RunEvent(word, _who(state), not state.outcome),)
+        who = "" if state.owner == "none" else f"{state.owner} must act: {state.reason}: "
+        events = (RunEvent(word, who + state.message, not state.outcome),)
     return Plan(stray, state, events, due)
 
 
@@ -146,7 +147,3 @@ def idle_jobs(observed: Observed) -> tuple[DeleteJob, ...]:
 
 def stop(pods: Sequence[PodFacts]) -> tuple[DeletePod, ...]:
     return tuple(dict.fromkeys(DeletePod(pod.name, pod.uid) for pod in pods if not pod.is_deleting))
-
-
-def _who(state: State) -> str:
-    return f"{state.owner} must act: {state.reason}: {state.message}" if state.owner != "none" else state.message

@@ -27,7 +27,7 @@ def explain_difference(published: Mapping[str, Buffer], found: Mapping[str, Buff
         if name not in found or name not in published:
             differences.append(f"{name} is {'missing' if name not in found else 'there and was not published'}")
         elif published[name] == found[name]:
-            total += 0 if name == CONFIG_FILE else _count(published, name)
+            total += 0 if name == CONFIG_FILE else len(parse_tensors(published, name))
         elif name == CONFIG_FILE:
             differences += _explain_settings(bytes(published[name]), bytes(found[name]))
         else:
@@ -49,10 +49,6 @@ def join_differences(differences: Sequence[str], total: int) -> str:
     if len(differences) > NAMED:
         told += "; …"
     return f"{told} ({len(differences)} of {total} tensors {'differs' if len(differences) == 1 else 'differ'})"
-
-
-def _count(files: Mapping[str, Buffer], name: str) -> int:
-    return len(parse_tensors(files, name))
 
 
 def _explain_settings(before: bytes, now: bytes) -> list[str]:

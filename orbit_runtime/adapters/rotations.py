@@ -93,7 +93,12 @@ class Rotations:
         return newest.batch[1]
 
     def _build(self, batch: Batch) -> dict[Blocks, Tensor]:
-        values = [self._parameters[each.owner][_slice(each.experts)] for each in batch]
+        values = [
+            self._parameters[each.owner][
+                WHOLE if each.experts is None else slice(each.experts.start, each.experts.stop)
+            ]
+            for each in batch
+        ]
         flat = [each.flatten(0, -2) for each in values]
         config = self._config
         stacked = rotations(torch.cat(flat), config.block_size, config.parametrization, config.neumann_terms)
@@ -125,7 +130,3 @@ class Rotations:
             for start in range(0, count, step):
                 experts = range(start, min(start + step, count))
                 yield Blocks(owner, experts), len(experts) * each
-
-
-def _slice(experts: range | None) -> slice:
-    return WHOLE if experts is None else slice(experts.start, experts.stop)

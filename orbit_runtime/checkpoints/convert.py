@@ -30,8 +30,8 @@ from orbit_runtime.checkpoints.target import (
 from orbit_runtime.checkpoints.tensor_files import ShardWriter, TensorSource
 from orbit_runtime.errors import UnsupportedError, UsageError
 from orbit_runtime.model_info.checkpoint import folder_headers
-from orbit_runtime.model_info.headers import TensorInfo, read_header
-from orbit_runtime.model_info.layouts import StoredLinear, check_head, read_linears
+from orbit_runtime.model_info.headers import read_header
+from orbit_runtime.model_info.layouts import check_head, read_linears
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.quant.fp8_block import BLOCK
 
@@ -138,7 +138,8 @@ def prepare(source: Path, target: Target) -> tuple[Rewrite, Mapping[str, Any]]:
     # In a changed packed model, packed modules are packed again; all others stay as they are.
     packs_again = bool(linears) and target.layout != "BF16"
     chosen = list(linears) if packs_again else choose_modules(headers.config, dense, target)
-    check_groups({module: _columns(module, linears, dense) for module in chosen}, target)
+    columns = {name: linears[name].columns if name in linears else dense[f"{name}.weight"].shape[1] for name in chosen}
+    check_groups(columns, target)
     return Rewrite(tensors, linears, target, frozenset(chosen), stacks), headers.config
 
 
@@ -210,10 +211,6 @@ def _index(names: list[str], shards: list[list[RewriteItem]]) -> dict[str, Any]:
         "metadata": {"total_size": sum(output.num_bytes for output, _ in placed)},
         "weight_map": {output.name: name for output, name in placed},
     }
-
-
-def _columns(module: str, linears: Mapping[str, StoredLinear], dense: Mapping[str, TensorInfo]) -> int:
-    return linears[module].columns if module in linears else dense[f"{module}.weight"].shape[1]
 
 
 def _write_shard(

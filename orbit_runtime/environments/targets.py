@@ -166,7 +166,8 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
         else:
             check_fields(table, fields_read(spec, {}))
     check_arguments(spec, {})
-    written = [target for target in reward_targets(spec, {}) if _is_entrypoint(spec, target)]
+    names = {reward.name for reward in spec.environment.rewards if reward.entrypoint}
+    written = [target for target in reward_targets(spec, {}) if target.name in names]
     code = spec.environment.code
     if code is not None and not _is_here(code.uri):
         return [*unopened, code.uri]
@@ -226,10 +227,6 @@ def code_path(spec: RunSpec) -> list[str]:
     path = Path(code.uri.removeprefix("file://"))
     code_digest(path, "spec.environment.code.uri")
     return [str(path)]
-
-
-def _is_entrypoint(spec: RunSpec, target: RewardTarget) -> bool:
-    return any(reward.name == target.name and reward.entrypoint for reward in spec.environment.rewards)
 
 
 def _is_here(uri: str) -> bool:

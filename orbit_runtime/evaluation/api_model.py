@@ -254,7 +254,8 @@ class ApiEpisode:
                 if tries > self.api.retries:
                     raise UnansweredSample(error.kind, error.reason) from None
                 wait = FIRST_WAIT * 2.0 ** (tries - 1) if error.wait is None else error.wait
-            await self.sleep(min(LONGEST_WAIT, wait * _spread(key)))
+            # A factor from 1 to 1.5 of its own: requests refused together do not return together.
+            await self.sleep(min(LONGEST_WAIT, wait * (1 + key % 1024 / 2048)))
         return self._completion(prompt_ids_T, answer)
 
     async def _ask(self, body: bytes) -> dict[str, Any]:
@@ -283,11 +284,6 @@ class ApiEpisode:
             reason,
             text,
         )
-
-
-def _spread(key: int) -> float:
-    """A factor from 1 to 1.5 for each request, so that requests refused together do not return together."""
-    return 1 + (key % 1024) / 2048
 
 
 def build_request(

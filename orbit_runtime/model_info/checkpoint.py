@@ -117,7 +117,9 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name
             StoredWeight(expected[module], each.num_bytes, _format(each), _block(expected[module], each))
         )
     ]
-    stored += [StoredWeight(_unknown_weight(tensor), size, "BF16") for tensor, size in unknown.items()]
+    stored += [
+        StoredWeight(Weight(tensor, (), "other", is_split=False), size, "BF16") for tensor, size in unknown.items()
+    ]
     return ModelFacts(
         name=name,
         source=source,
@@ -198,7 +200,3 @@ def _precision(stored: list[StoredWeight]) -> str:
     for each in experts or linears:
         totals[each.format] = totals.get(each.format, 0) + each.weight.num_parameters
     return max(totals, key=lambda name: totals[name]) if totals else "BF16"
-
-
-def _unknown_weight(tensor: str) -> Weight:
-    return Weight(tensor, (), "other", is_split=False)

@@ -186,9 +186,5 @@ def _buffers(name: str, tensors: Sequence[Tensor], index: int) -> tuple[Tensor, 
     """The packed tensors of one expert; the codes of every layout are a matrix, so three axes mean a stack."""
     if tensors[0].ndim == 3:
         return tuple(tensor[index] for tensor in tensors)
-    count = _num_tensors(name)
+    count = sum(not part.endswith("weight_shape") for part in FORMATS[name].tensor_names(""))
     return tuple(tensors[index * count : (index + 1) * count])
-
-
-def _num_tensors(name: str) -> int:
-    return len([part for part in FORMATS[name].tensor_names("") if not part.endswith("weight_shape")])

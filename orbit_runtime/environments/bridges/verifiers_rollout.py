@@ -76,7 +76,8 @@ class VerifiersEpisode:
         output = self._playing.result()
         if output.get("error") and not output.get("is_truncated"):
             raise RuntimeError(f"verifiers: {output['error']}")
-        metrics = {name: float(value) for name, value in (output.get("metrics") or {}).items() if _is_number(value)}
+        measured = (output.get("metrics") or {}).items()
+        metrics = {name: float(value) for name, value in measured if isinstance(value, int | float)}
         return Step(reward=float(output["reward"] or 0.0), done=True, parts=metrics)
 
 
@@ -168,7 +169,3 @@ def _message(message: Any) -> dict[str, Any]:
 def _schema(tool: Any) -> dict[str, Any]:
     about = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": about}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
