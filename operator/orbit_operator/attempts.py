@@ -92,7 +92,8 @@ def _follow(attempt: Attempt, before: Sequence[Attempt], view: _View) -> Attempt
     ended = _end(attempt, job, pods, view)
     if ended.verdict is None:
         return attempt
-    verdict = judge_ranks(ended.verdict, view.observed.rank_pods)
+    taken = any(each.is_suspended and each.attempt == attempt.number for each in view.observed.ranks)
+    verdict = judge_ranks(ended.verdict, view.observed.rank_pods, taken_back=taken)
     due = startup_deadline(ended, view.lifecycle)
     if due is not None and ended.ended is not None and ended.ended >= due:
         raw = view.observed.stored.raw

@@ -20,7 +20,7 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
     attempt = base.attempts[-1]
     job = next((job for job in observed.jobs if job.attempt == attempt.number), None)
     if job is not None and job.is_suspended and (pod is None or not pod.is_deleting):
-        return _queued(run, observed, base, job.name), ()
+        return _queued(run, observed, base, f"Job {job.name}"), ()
     if pod is None:
         return _podless(observed, base), ()
     if pod.is_deleting:
@@ -37,13 +37,15 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
     return state, (ApplySupport(),) if ours else ()
 
 
-def describe_ranks(observed: Observed, base: State, number: int) -> State:
+def describe_ranks(run: RunFacts, observed: Observed, base: State, number: int) -> State:
     """The state of a run whose next attempt waits until the pods of its ranks are placed."""
     if (held := _held_rank(observed, base)) is not None:
         return held
-    problem = next((each.problem for each in observed.ranks if each.attempt == number), "")
-    if problem:
-        return _refused(base, problem)
+    ranks = next((each for each in observed.ranks if each.attempt == number), None)
+    if ranks is not None and ranks.is_suspended:
+        return _queued(run, observed, base, f"RayCluster {ranks.name}")
+    if ranks is not None and ranks.problem:
+        return _refused(base, ranks.problem)
     message = f"attempt {number} is created once the pods of its other nodes are placed"
     return replace(base, reason="RanksPending", message=message)
 
@@ -99,13 +101,13 @@ def _ending(attempt: Attempt) -> list[RunEvent]:
     return [RunEvent(_ENDING_EVENTS.get(verdict.reason, "RunInterrupted"), text, is_warning=True)]
 
 
-def _queued(run: RunFacts, observed: Observed, base: State, job: str) -> State:
+def _queued(run: RunFacts, observed: Observed, base: State, what: str) -> State:
     queue = observed.queue
     # A queue may also take Jobs that do not name one.
     if run.lifecycle.queue_name or queue is not None:
         message = queue.message if queue is not None else f"waiting in queue {run.lifecycle.queue_name}"
         return replace(base, phase="Queued", reason="QueuedByKueue", message=message, owner="cluster")
-    message = f"Job {job} is suspended, and not by the run's manifest"
+    message = f"{what} is suspended, and not by the run's manifest"
     return replace(base, phase="Queued", reason="JobSuspended", message=message, owner="user")
 
 

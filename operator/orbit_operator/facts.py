@@ -256,6 +256,8 @@ class RanksFacts:
     is_deleting: bool = False
     problem: str = ""
     """Why KubeRay cannot create its pods, in the API server's words."""
+    is_suspended: bool = False
+    """Whether a queue holds it, or has taken it back: it has no pods then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,6 @@ from orbit_runtime.spec.run import API_VERSION, upgrade_manifest
 
 NODE_SECONDS = 5.0
 """A node is not read more often than this."""
-QUEUED_RANKS = (
-    "a run over several nodes cannot wait in a queue, and this installation puts every run into {} (`runs.queueName` "
-    "of the chart); leave that empty, or write `nodes: 1` in `spec.placement`"
-)
 KUBERAY_MISSING = "the cluster has no RayCluster (ray.io/v1), which placement.nodes needs: install KubeRay's operator"
 
 
@@ -181,8 +177,10 @@ class Observer:
             others = [each.facts for each in pods if each.run_uid == run.uid and each.facts.attempt == 0]
             observed = await self._with_ranks(run, observed, others)
         live = [job for job in attempts if job.finished is None]
-        if live and live[-1].is_suspended:
-            observed = replace(observed, queue=await self._kueue.ask(run.namespace, live[-1].uid))
+        held = [each.uid for each in live[-1:] if each.is_suspended]
+        held += [each.uid for each in observed.ranks if each.is_suspended and not each.is_deleting]
+        if held:
+            observed = replace(observed, queue=await self._kueue.ask(run.namespace, held[0]))
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
 
     async def _with_ranks(self, run: RunFacts, observed: Observed, pods: Sequence[PodFacts]) -> Observed:
@@ -195,12 +193,10 @@ class Observer:
             if error.status not in (403, 404):
                 raise
             return replace(observed, ranks_problem=KUBERAY_MISSING if error.status == 404 else error.message)
-        uids, queue = {each.uid for each in found}, run.lifecycle.queue_name
         return replace(
             observed,
             ranks=tuple(found),
-            rank_pods=tuple(pod for pod in pods if pod.job_uid in uids),
-            ranks_problem=QUEUED_RANKS.format(queue) if queue else "",
+            rank_pods=tuple(pod for pod in pods if pod.job_uid in {each.uid for each in found}),
         )
 
     def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: RecordedStatus) -> Progress | None:

@@ -192,7 +192,7 @@ def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
         soon = now + PATIENCE_SECONDS if len(observed.rank_pods) < run.nodes else None
         wake = min((each for each in (soon, waiting) if each is not None), default=None)
         actions = () if made else (CreateRanks(number),)
-        return Plan(actions, describe_ranks(observed, base, number), wake_at=wake, waits_for_ranks=number)
+        return Plan(actions, describe_ranks(run, observed, base, number), wake_at=wake, waits_for_ranks=number)
     event = tell_created(number, base.attempts)
     state = replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])
     # There may be no news to wake us: a queue may hold the Job, or the Job may get no pod.

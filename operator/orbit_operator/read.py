@@ -109,7 +109,10 @@ def read_ranks(body: Object) -> RanksFacts:
         or next((each.get("message") for each in failures if each.get("status") != "False"), "")
         or ""
     )[:_TEXT]
-    return RanksFacts(metadata["name"], metadata["uid"], _attempt(body), "deletionTimestamp" in metadata, refused)
+    return RanksFacts(
+        metadata["name"], metadata["uid"], _attempt(body), "deletionTimestamp" in metadata, refused,
+        is_suspended=bool((body.get("spec") or {}).get("suspend")),
+    )  # fmt: skip
 
 
 def read_pod(body: Object) -> PodFacts:

@@ -107,11 +107,11 @@ def _outcome(state: State, words: tuple[Truth, Truth]) -> Judgement:
 def _admitted(run: RunFacts, observed: Observed, state: State, lives: bool) -> Judgement:
     if not run.lifecycle.queue_name and observed.queue is None:
         return "True", "NoQueue", ""
-    if not lives:
-        return "Unknown", "NoJob", ""
     if state.phase == "Queued":
         reason = observed.queue.reason if observed.queue is not None else "QueuedByKueue"
         return "False", reason, state.message
+    if not lives:
+        return "Unknown", "NoJob", ""
     return "True", "Admitted", ""
 
 

@@ -472,12 +472,6 @@ class RunSpec(Block):
             "write `nodes: 1`",
             server=_ONE_NODE,
         ),
-        Rule(
-            "lifecycle.queueName",
-            "self.placement.nodes == 1 || !has(self.lifecycle.queueName)",
-            "the queue would admit the run's pod and the ranks' nodes separately",
-            "remove `queueName`, or write `nodes: 1` in `spec.placement`",
-        ),
     )
 
 

@@ -455,7 +455,7 @@ OTHERS = (
             ("Torch", {"training": "{steps: 1, trainer: Torch}"}, ("spec.placement.nodes",)),
             ("Megatron", {"training": "{steps: 1, trainer: Megatron}", "rollout": "{engine: SGLang}"}, ()),
             ("whole", {"adapter": "{type: Full}"}, ("spec.placement.nodes",)),
-            ("a queue", {"lifecycle": "{queueName: team}"}, ("spec.lifecycle.queueName",)),
+            ("a queue", {"lifecycle": "{queueName: team}"}, ()),
         )
     ),
     Case(

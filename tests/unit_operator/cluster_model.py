@@ -111,7 +111,8 @@ class Cluster:
             assert self.run.nodes > 1
             if all(each.attempt != action.attempt for each in self.ranks.values()):
                 uid = self._uid("ranks")
-                self.ranks[uid] = RanksFacts(uid, uid, action.attempt)
+                held = self.run.lifecycle.queue_name is not None
+                self.ranks[uid] = RanksFacts(uid, uid, action.attempt, is_suspended=held)
         elif isinstance(action, DeleteRanks):
             gone = self.ranks.pop(action.uid, None)
             self.rank_pods = {uid: pod for uid, pod in self.rank_pods.items() if pod.job_uid != action.uid}
@@ -160,7 +161,7 @@ class Cluster:
 
     def place_ranks(self) -> None:
         """KubeRay and the scheduler: a RayCluster's head and ranks are made, and each is placed."""
-        for uid in self.ranks:
+        for uid in (uid for uid, each in self.ranks.items() if not each.is_suspended):
             for number in range(self.run.nodes):
                 name = f"{uid}-{number}"
                 pod = PodFacts(name, name, 0, uid, "Running", f"r{number}", created=self.now, scheduled=self.now)
@@ -248,12 +249,18 @@ class Cluster:
         self.nodes[node] = NodeFacts(node)
 
     def hold(self, held: bool) -> None:
-        """Kueue: gives a Job its GPUs, or takes them back (its pods are deleted)."""
+        """Kueue: gives a Job and its ranks their GPUs, or takes them back (their pods are deleted)."""
+        self.hold_ranks(held)
         for name, job in self.jobs.items():
             if job.finished is None and self.run.lifecycle.queue_name:
                 self.jobs[name] = replace(job, is_suspended=held)
                 for pod in [pod for pod in self.pods.values() if held and pod.job_uid == job.uid]:
                     self.delete_pod(pod.uid)
+
+    def hold_ranks(self, held: bool) -> None:
+        if self.run.lifecycle.queue_name:
+            self.ranks = {uid: replace(each, is_suspended=held) for uid, each in self.ranks.items()}
+            self.rank_pods = {} if held else self.rank_pods
 
     def suspend(self, wanted: bool) -> None:
         self.run = replace(self.run, lifecycle=replace(self.run.lifecycle, suspend=wanted))

@@ -19,7 +19,7 @@ from orbit_operator.actions import CreateAttempt, CreateRanks, DeleteRanks, Stat
 from orbit_operator.api import ApiError
 from orbit_operator.apply import NameTakenError, explain_refusal
 from orbit_operator.cache import Cache, Child, RawRun
-from orbit_operator.facts import ContainerEnd, PodFacts
+from orbit_operator.facts import ContainerEnd, PodFacts, QueueFacts
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.network_policy import build_network_policy
 from orbit_operator.manifests.ray_cluster import build_ray_cluster
@@ -145,13 +145,49 @@ def test_without_kuberay_no_attempt_is_made() -> None:
     assert chosen.wake_at is not None, "it is looked for again"
 
 
-def test_an_installations_queue_and_a_rank_that_no_scheduler_looks_at_are_seen() -> None:
-    """Such a run waits and says what to do: its ranks and its own pod would be admitted separately."""
-    ranks = {"metadata": {"name": "ranks-adder-a1", "uid": "c", "labels": {"orbitrl.dev/attempt": "1"}}}
+def test_in_a_queue_ranks_are_admitted_first_then_the_runs_pod_and_the_run_says_what_it_waits_for() -> None:
+    cluster = build_cluster(nodes=3, queue_name="team-queue")
+    assert work(cluster).actions == (CreateRanks(1),)
+    cluster.place_ranks()
+    assert not cluster.rank_pods, "the queue holds the RayCluster"
+    waits = work(cluster)
+    assert (waits.actions, waits.wake_at is None) == ((), False), "RayClusters are not watched"
+    no_room = replace(cluster.observe(), queue=QueueFacts("Pending", "16 GPUs more needed"))
+    cluster.write_status(no_room, cluster.think(no_room))
+    assert [cluster.status[name] for name in ("phase", "reason", "message", "whoActs")] == [
+        "Queued", "QueuedByKueue", "16 GPUs more needed", "Cluster",
+    ]  # fmt: skip
+    (admitted,) = (each for each in cluster.status["conditions"] if each["type"] == "Admitted")
+    assert (admitted["status"], admitted["reason"]) == ("False", "Pending")
+    cluster.hold(False)
+    cluster.place_ranks()
+    assert work(cluster).actions == (CreateAttempt(1),)
+    work(cluster)
+    assert cluster.status["phase"] == "Queued", "its Job is admitted apart from its ranks"
+    cluster.hold(False)
+    cluster.run_pod()
+    work(cluster)
+    cluster.hold_ranks(True)
+    cluster.exit(81)
+    cluster.conclude_jobs()
+    work(cluster)
+    (attempt,) = cluster.status["attempts"]
+    assert [attempt["ending"][name] for name in ("reason", "whoActs", "budget")] == ["Preempted", "Cluster", "Free"]
+    assert cluster.status["infraRestarts"] == 0
+
+
+def test_kueue_is_asked_for_held_ranks_and_a_rank_that_no_scheduler_looks_at_is_seen() -> None:
+    ranks = {
+        "metadata": {"name": "ranks-adder-a1", "uid": "c", "labels": {"orbitrl.dev/attempt": "1"}},
+        "spec": {"suspend": True},
+    }
+    workload = {"status": {"conditions": [{"type": "QuotaReserved", "status": "False", "message": "no room"}]}}
+    asked = []
 
     class Lists:
-        async def list(self, *_: object) -> AsyncIterator[dict[str, Any]]:
-            yield ranks
+        async def list(self, kind: Any, _: str, selector: dict[str, str]) -> AsyncIterator[dict[str, Any]]:
+            asked.append(selector["labelSelector"])
+            yield workload if "kueue" in str(kind) else ranks
 
     cache, key = Cache(), ("team", "adder")
     head = {"namespace": "team", "name": "adder", "uid": "r"}
@@ -160,9 +196,22 @@ def test_an_installations_queue_and_a_rank_that_no_scheduler_looks_at_are_seen()
     cache.pods.put(key, "p", Child("r", PodFacts("ranks-adder-a1-0", "p", 0, "c", created=1.0)), 1)
     found = asyncio.run(Observer(Lists(), cache, "team-queue").look(key, 60.0))  # type: ignore[arg-type]
     assert found is not None
-    assert "every run into team-queue" in found[2].ranks_problem
-    assert "write `nodes: 1`" in found[2].ranks_problem
+    assert (found[2].ranks_problem, found[2].queue) == ("", QueueFacts("QuotaReserved", "no room"))
+    assert asked[-1] == "kueue.x-k8s.io/job-uid=c"
     assert ["no scheduler" in pod.unschedulable for pod in found[2].rank_pods] == [True]
+
+
+def test_a_ray_cluster_and_its_job_name_the_manifests_queue_or_the_installations() -> None:
+    for lifecycle, settings, queue in (
+        ({"queueName": "team"}, SETTINGS, "team"),
+        ({}, replace(SETTINGS, run_queue="all"), "all"),
+        ({"queueName": "team"}, replace(SETTINGS, run_queue="all"), "team"),
+        ({}, SETTINGS, None),
+    ):
+        run = source({**FLAGSHIP, "lifecycle": lifecycle})
+        for made in (build_ray_cluster(run, 1, settings), build_job(run, 1, (), settings)):
+            assert made["metadata"]["labels"].get("kueue.x-k8s.io/queue-name") == queue
+            assert made["spec"]["suspend"] is (queue is not None)
 
 
 def test_a_ray_cluster_that_is_refused_is_told() -> None:

@@ -21,9 +21,6 @@ FAILURE_RULES: list[Object] = [
 def build_job(source: RunSource, attempt: int, avoid_nodes: Sequence[str], settings: Settings) -> Object:
     """Created once and never changed: a queue decides on `suspend`."""
     head = metadata(source, job_name(source.name, attempt), attempt)
-    queue = source.manifest.spec.lifecycle.queue_name or settings.run_queue
-    if queue:
-        head["labels"][QUEUE_LABEL] = queue
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -34,7 +31,14 @@ def build_job(source: RunSource, attempt: int, avoid_nodes: Sequence[str], setti
             "parallelism": 1,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {"rules": FAILURE_RULES},
-            "suspend": bool(queue),
+            "suspend": put_into_queue(head, source, settings),
             "template": build_pod_template(source, attempt, avoid_nodes, settings),
         },
     }
+
+
+def put_into_queue(head: Object, source: RunSource, settings: Settings) -> bool:
+    """Names the run's queue, if it has one, in the metadata of what waits in it. Returns whether it has."""
+    queue = source.manifest.spec.lifecycle.queue_name or settings.run_queue
+    head["labels"] |= {QUEUE_LABEL: queue} if queue else {}
+    return bool(queue)

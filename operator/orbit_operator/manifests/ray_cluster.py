@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orbit_operator.facts import RANKS_CONTAINER
+from orbit_operator.manifests.job import put_into_queue
 from orbit_operator.manifests.mounts import build_mounts
 from orbit_operator.manifests.pod import (
     build_container,
@@ -28,14 +29,17 @@ NOT_OF_HEAD = ("affinity", "topologySpreadConstraints", "resourceClaims", "resou
 
 
 def build_ray_cluster(source: RunSource, attempt: int, settings: Settings) -> Object:
-    """One node for ranks for each of `placement.nodes` but the first, which the run's own pod uses."""
+    """One node for ranks for each of `placement.nodes` but the first, which the run's own pod uses. To a queue it is a
+    workload of its own, admitted before the run's Job exists."""
     placement = source.manifest.spec.placement
     ranks = placement.nodes - 1
+    head = metadata(source, ranks_name(source.name, attempt), attempt, COMPONENT)
     return {
         "apiVersion": API_VERSION,
         "kind": "RayCluster",
-        "metadata": metadata(source, ranks_name(source.name, attempt), attempt, COMPONENT),
+        "metadata": head,
         "spec": {
+            "suspend": put_into_queue(head, source, settings),
             "enableInTreeAutoscaling": False,
             "headGroupSpec": {
                 "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "include-dashboard": "false"},

@@ -135,13 +135,18 @@ def judge_lost(pod: PodFacts) -> Verdict:
     return Verdict("Failed", "NodeLost", "infra", "cluster", f"{where}; its pod is fenced off", avoid_node=True)
 
 
-def judge_ranks(verdict: Verdict, pods: Sequence[PodFacts]) -> Verdict:
+def judge_ranks(verdict: Verdict, pods: Sequence[PodFacts], *, taken_back: bool = False) -> Verdict:
     """The verdict on an attempt whose ranks did not join, or went: their own pods, if one is not well, know better.
 
     Ranks that were never placed cost no restart: the run waits for nodes, as it does on one node.
+
+    Args: taken_back: whether a queue has suspended the RayCluster, which costs none either.
     """
     if verdict.reason != EXIT_CODES[COLLECTIVE_FAILED][0]:
         return verdict
+    if taken_back:
+        message = "the queue took the run's other nodes back"
+        return Verdict("Failed", "Preempted", "free", "cluster", message, verdict.exit_code)
     for pod in pods:
         found: Verdict | None = None
         if pod.unschedulable or pod.gates:
