@@ -27,7 +27,6 @@ from orbit_runtime.adapters.lora import add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
-from orbit_runtime.policy.modules import FusedRMSNorm
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
 
@@ -89,10 +88,11 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 @dataclass(frozen=True, slots=True, eq=False)
 class _Norm:
     weight: torch.Tensor
+    """fp32."""
     eps: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x / sqrt(mean(x²) + eps) * weight` over the last dimension."""
+        """fp32 `x / sqrt(mean(x²) + eps) * weight` over the last dimension, of fp32 x."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(self.weight)
@@ -121,15 +121,17 @@ class _Layer:
 class DirectDecoder:
     """Hidden states of a Llama-form model. Not for gradients; built once the model is on its device."""
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: nn.Module, compute_dtype: torch.dtype) -> None:
+        self._dtype = compute_dtype
         self._embed: nn.Module = decoder.embed_tokens  # type: ignore[assignment]
         self._rotary: nn.Module = decoder.rotary_emb  # type: ignore[assignment]
         self._norm = _norm(decoder.norm)
         self._layers = [_build_layer(layer) for layer in decoder.layers]  # type: ignore[union-attr,arg-type]
         self._cos_PD = self._sin_PD = torch.empty(0, 0)
         sizes = [group.dense_size for layer in self._layers for group in layer.groups]
-        limit = DENSE_BYTES_LIMIT[self._norm.weight.device.type] // self._norm.weight.itemsize
-        self._dense = self._norm.weight.new_empty(max((size for size in sizes if size <= limit), default=0))
+        limit = DENSE_BYTES_LIMIT[self._norm.weight.device.type] // compute_dtype.itemsize
+        most = max((size for size in sizes if size <= limit), default=0)
+        self._dense = self._norm.weight.new_empty(most, dtype=compute_dtype)
         """Buffer for one dequantised weight at a time; a larger weight is processed in runs of rows."""
 
     def hidden(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
@@ -139,29 +141,30 @@ class DirectDecoder:
             token_ids_T: int64.
             position_T: int64, each below `plan.longest`.
         """
-        x_TN, dense = self._embed(token_ids_T), self._dense
+        # In BF16: products and their inputs; the residual stream, norms and rotations are fp32.
+        x_TN, dense, dtype = self._embed(token_ids_T).float(), self._dense, self._dtype
         cos_T1D, sin_T1D = self._angles(position_T, plan.longest, x_TN)
         for number, layer in enumerate(self._layers):
             heads, kv_heads, size = layer.heads
-            qkv_THD = layer.qkv(layer.before_attention(x_TN), dense).view(len(x_TN), -1, size)
+            qkv_THD = layer.qkv(layer.before_attention(x_TN).to(dtype), dense).view(len(x_TN), -1, size)
             qk_THD = qkv_THD[:, : heads + kv_heads]
             if layer.qk_norm is not None:
-                qk_THD = layer.qk_norm(qk_THD)
+                qk_THD = layer.qk_norm(qk_THD.float())
             # (first half, second half) → (-second, first); the sign is part of the table.
-            turned_THD = torch.cat((qk_THD[..., size // 2 :], qk_THD[..., : size // 2]), -1).mul_(sin_T1D)
-            qk_THD = turned_THD.addcmul_(qk_THD, cos_T1D)
+            turned_THD = torch.cat((qk_THD[..., size // 2 :], qk_THD[..., : size // 2]), -1).mul(sin_T1D)
+            qk_THD = turned_THD.addcmul_(qk_THD, cos_T1D).to(dtype)
             attended_TN = plan.attend_tokens(
                 number, qk_THD[:, :heads], qk_THD[:, heads:], qkv_THD[:, heads + kv_heads :], layer.look
             )
-            x_TN = layer.output(attended_TN, dense).add_(x_TN)
-            gate_TN, up_TN = layer.gate_up(layer.before_mlp(x_TN), dense).chunk(2, -1)
-            x_TN = layer.down(F.silu(gate_TN).mul_(up_TN), dense).add_(x_TN)
-        return self._norm(x_TN)
+            x_TN = x_TN.add_(layer.output(attended_TN, dense))
+            gate_TN, up_TN = layer.gate_up(layer.before_mlp(x_TN).to(dtype), dense).chunk(2, -1)
+            x_TN = x_TN.add_(layer.down(F.silu(gate_TN).mul_(up_TN), dense))
+        return self._norm(x_TN).to(dtype)
 
     def _angles(self, position_T: torch.Tensor, longest: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if longest > len(self._cos_PD):
             positions = torch.arange(1 << (longest - 1).bit_length(), device=like.device)
-            cos, sin = self._rotary(like, positions[None])
+            cos, sin = self._rotary.forward(like, positions[None])
             sign = torch.ones(sin.shape[-1], device=like.device)
             sign[: sin.shape[-1] // 2] = -1.0
             self._cos_PD, self._sin_PD = cos[0], sin[0] * sign
@@ -169,27 +172,23 @@ class DirectDecoder:
 
 
 def build_direct(model: nn.Module, compute_dtype: torch.dtype) -> DirectDecoder | None:
-    """The decoder of `model` in direct form, or None if its form, rope or dtype does not match.
-
-    fp32 only: in BF16 every rounding would have to happen at the same place as in the model's own modules.
-    """
+    """The decoder of `model` in direct form, or None if its form or rope does not match."""
     config = model.config
     decoder = decoder_of(model)
     rope = getattr(decoder.rotary_emb, "rope_type", None) if hasattr(decoder, "rotary_emb") else None
     of_form = (
-        compute_dtype is torch.float32
-        and config.model_type in FORMS  # type: ignore[union-attr]
+        config.model_type in FORMS  # type: ignore[union-attr]
         and config.hidden_act == "silu"  # type: ignore[union-attr]
         and rope in STATIC_ROPE
-        and all(isinstance(norm, FusedRMSNorm) for name, norm in decoder.named_modules() if name.endswith("norm"))
         and all(getattr(layer.self_attn, "sliding_window", None) is None for layer in decoder.layers)
     )
-    return DirectDecoder(decoder) if of_form else None
+    return DirectDecoder(decoder, compute_dtype) if of_form else None
 
 
 def _norm(module: nn.Module) -> _Norm:
-    assert isinstance(module, FusedRMSNorm)
-    return _Norm(module.weight, torch.full((1,), module.eps, device=module.weight.device))
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    eps = float(getattr(module, "variance_epsilon", None) or module.eps)  # type: ignore[arg-type]
+    return _Norm(weight.float(), torch.full((1,), eps, device=weight.device))
 
 
 def _build_layer(layer: nn.Module) -> _Layer:
