@@ -260,15 +260,14 @@ def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[
 
 
 def _widened(setting: Setting) -> Parts:
-    """What linears held dense, and an embedding that is the output layer as well, take beyond their own bytes: a BF16
-    weight is replaced, packed bytes stay."""
+    """What linears held dense, and an embedding that is the output layer as well, take beyond their own bytes: in fp32
+    in place of a BF16 weight, or in BF16 twice, as saved and as products read it; packed bytes stay."""
     if not setting.widened:
         return {}
-    width = 2 if setting.job.spec.model.compute_precision == "BF16" else 4
     is_tied = not any(each.role == "head" for each in setting.model.architecture.weights)
     return {
         WIDENED: sum(
-            stored.num_bytes * (width // 2 - 1) if stored.format == "BF16" else stored.weight.num_parameters * width
+            stored.num_bytes if stored.format == "BF16" else stored.weight.num_parameters * 4
             for stored in base_weights(setting.model, "trainer")
             if stored.weight.role != "routed_expert"
             and (stored.weight.is_linear or (is_tied and stored.weight.role == "embedding"))

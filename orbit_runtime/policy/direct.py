@@ -15,6 +15,7 @@ Legend: `T` tokens, `N` hidden size, `H` query heads, `K` key/value heads, `D` h
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orbit_runtime.adapters.layer import AdaptedLinear, Segment
-from orbit_runtime.adapters.lora import add_lora_
+from orbit_runtime.adapters.lora import LoRASlot, add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
@@ -36,7 +37,8 @@ class LinearGroup:
     def __init__(self, members: Sequence[nn.Module]) -> None:
         self._members = list(members)
         bases = [member.base if isinstance(member, AdaptedLinear) else member for member in members]
-        self._base = share_rows([base for base in bases if isinstance(base, FrozenLinear)])
+        self.base = share_rows([base for base in bases if isinstance(base, FrozenLinear)])
+        """All of them as one; None if their weights cannot be joined."""
         self._adapted: list[tuple[AdaptedLinear, int, int]] = []
         start = 0
         for member in members:
@@ -44,6 +46,7 @@ class LinearGroup:
             if isinstance(member, AdaptedLinear):
                 self._adapted.append((member, start, stop))
             start = stop
+        self._stacks: dict[str, tuple[list[LoRASlot], LoRASlot]] = {}
         first = self._adapted[0][0] if self._adapted else None
         self._selection = first.selection if first is not None else None
         self._rotates = first is not None and first.config.type == "OFT"
@@ -51,28 +54,51 @@ class LinearGroup:
     @property
     def dense_size(self) -> int:
         """Elements of the weight that is dequantised at a time."""
-        return self._base.out_features * self._base.in_features if self._base is not None else 0
+        return self.base.out_features * self.base.in_features if self.base is not None else 0
+
+    def order(self) -> None:
+        if self.base is not None:
+            self.base.order()
 
     def __call__(self, x_TK: Tensor, dense: Tensor) -> Tensor:
         """`dense`: see `FrozenLinear.product`."""
         active = self._selection.active if self._selection is not None else None
-        if active is None and self._base is not None:
-            return self._base.product(x_TK, dense)
-        if self._base is None or (self._rotates and not isinstance(active, str)):
+        if active is None and self.base is not None:
+            return self.base.product(x_TK, dense)
+        if self.base is None or (self._rotates and not isinstance(active, str)):
             return self._one_by_one(x_TK)
-        runs: tuple[Segment, ...] = ((active, 0, len(x_TK)),) if isinstance(active, str) else active or ()
         if self._rotates:
             slots: list[OFTSlot] = [layer.slot(str(active)) for layer, _, _ in self._adapted]  # type: ignore[misc]
             one_input = len(slots) == len(self._members) and all(s.rotation is slots[0].rotation for s in slots)
-            return self._base.product(rotate(x_TK, slots[0].rotation), dense) if one_input else self._one_by_one(x_TK)
+            return self.base.product(rotate(x_TK, slots[0].rotation), dense) if one_input else self._one_by_one(x_TK)
+        runs: tuple[Segment, ...] = ((active, 0, len(x_TK)),) if isinstance(active, str) else active or ()
         if runs and runs[-1][2] > len(x_TK):
             raise InternalError(f"adapter segments reach row {runs[-1][2]} of {len(x_TK)}")
-        y_TN: Tensor = self._base.product(x_TK, dense)
-        for layer, first, last in self._adapted:
-            for name, start, stop in runs:
-                if name is not None and stop > start:
-                    add_lora_(y_TN[start:stop, first:last], x_TK[start:stop], layer.slot(name))  # type: ignore[arg-type]
+        y_TN: Tensor = self.base.product(x_TK, dense)
+        for name, start, stop in runs:
+            if name is not None and stop > start:
+                add_lora_(y_TN[start:stop], x_TK[start:stop], self._stacked(name))
         return y_TN
+
+    def _stacked(self, name: str) -> LoRASlot:
+        """The members' LoRA as one: A below A, each B in its own rows and columns, zeros elsewhere. From then on the
+        members' slots are views of it, so that a trace shows what is multiplied."""
+        slots: list[LoRASlot] = [layer.slot(name) for layer, _, _ in self._adapted]  # type: ignore[misc]
+        held = self._stacks.get(name)
+        if held is not None and all(map(operator.is_, held[0], slots)):
+            return held[1]
+        whole = slots[0]
+        if len(self._members) > 1:
+            ranks = [len(slot.lora_A) for slot in slots]
+            B = whole.lora_B.new_zeros(self.base.out_features, sum(ranks))  # type: ignore[union-attr]
+            whole = LoRASlot(torch.cat([slot.lora_A for slot in slots]), B, whole.scaling)
+            places = zip(slots, self._adapted, whole.lora_A.split(ranks), B.split(ranks, 1), strict=True)
+            for slot, (_, first, last), A, columns in places:
+                columns[first:last] = slot.lora_B
+                # The same tensors as before, for whoever has noted them, now where the whole lies.
+                slot.lora_A.data, slot.lora_B.data = A, columns[first:last]
+        self._stacks[name] = (slots, whole)
+        return whole
 
     def _one_by_one(self, x_TK: Tensor) -> Tensor:
         parts = [member(x_TK) for member in self._members]
@@ -121,18 +147,26 @@ class _Layer:
 class DirectDecoder:
     """Hidden states of a Llama-form model. Not for gradients; built once the model is on its device."""
 
-    def __init__(self, decoder: nn.Module, compute_dtype: torch.dtype) -> None:
+    def __init__(self, decoder: nn.Module, compute_dtype: torch.dtype, *, ordered: bool) -> None:
         self._dtype = compute_dtype
         self._embed: nn.Module = decoder.embed_tokens  # type: ignore[assignment]
         self._rotary: nn.Module = decoder.rotary_emb  # type: ignore[assignment]
         self._norm = _norm(decoder.norm)
         self._layers = [_build_layer(layer) for layer in decoder.layers]  # type: ignore[union-attr,arg-type]
         self._cos_PD = self._sin_PD = torch.empty(0, 0)
-        sizes = [group.dense_size for layer in self._layers for group in layer.groups]
+        self._groups = [group for layer in self._layers for group in layer.groups]
+        for group in self._groups if ordered else ():
+            group.order()
+        sizes = [group.dense_size for group in self._groups]
         limit = DENSE_BYTES_LIMIT[self._norm.weight.device.type] // compute_dtype.itemsize
         most = max((size for size in sizes if size <= limit), default=0)
         self._dense = self._norm.weight.new_empty(most, dtype=compute_dtype)
         """Buffer for one dequantised weight at a time; a larger weight is processed in runs of rows."""
+
+    def shared(self) -> list[tuple[str, FrozenLinear]]:
+        """The linears over one input by which it multiplies in place of the model's own, over the same packed bytes."""
+        bases = (group.base for group in self._groups)
+        return [(f"group {number}", base) for number, base in enumerate(bases) if base is not None]
 
     def hidden(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`[T, N]` after the final norm.
@@ -171,8 +205,11 @@ class DirectDecoder:
         return self._cos_PD[position_T].unsqueeze(1), self._sin_PD[position_T].unsqueeze(1)
 
 
-def build_direct(model: nn.Module, compute_dtype: torch.dtype) -> DirectDecoder | None:
-    """The decoder of `model` in direct form, or None if its form or rope does not match."""
+def build_direct(model: nn.Module, compute_dtype: torch.dtype, *, ordered: bool = False) -> DirectDecoder | None:
+    """The decoder of `model` in direct form, or None if its form or rope does not match.
+
+    Args: ordered: whether BF16 weights are held once more, as products read them.
+    """
     config = model.config
     decoder = decoder_of(model)
     rope = getattr(decoder.rotary_emb, "rope_type", None) if hasattr(decoder, "rotary_emb") else None
@@ -182,7 +219,7 @@ def build_direct(model: nn.Module, compute_dtype: torch.dtype) -> DirectDecoder 
         and rope in STATIC_ROPE
         and all(getattr(layer.self_attn, "sliding_window", None) is None for layer in decoder.layers)
     )
-    return DirectDecoder(decoder, compute_dtype) if of_form else None
+    return DirectDecoder(decoder, compute_dtype, ordered=ordered) if of_form else None
 
 
 def _norm(module: nn.Module) -> _Norm:

@@ -155,7 +155,7 @@ def load_policy(
 def widen(policy: Policy) -> Policy:
     """In place of this policy: one that holds its linears in the dtype in which it computes (`widen_linears`)."""
     widen_linears(policy.model, policy.compute_dtype)
-    return replace(policy, direct=build_direct(policy.model, policy.compute_dtype))
+    return replace(policy, direct=build_direct(policy.model, policy.compute_dtype, ordered=True))
 
 
 def _passes(raw: dict[str, Any], mode: Mode) -> str:

@@ -284,7 +284,8 @@ class Policy:
     def _base_tensors(self) -> dict[str, torch.Tensor]:
         tensors = dict(self.model.named_parameters())
         tensors.update(self.model.named_buffers())
-        linears = ((name, each) for name, each in self.model.named_modules() if isinstance(each, FrozenLinear))
+        linears = [(name, each) for name, each in self.model.named_modules() if isinstance(each, FrozenLinear)]
+        linears += self.direct.shared() if self.direct is not None else ()
         copies = ((f"{name}.dense", linear.changed_copy()) for name, linear in linears)
         tensors.update((name, copy) for name, copy in copies if copy is not None)
         seen: dict[int, str] = {}

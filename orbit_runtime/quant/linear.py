@@ -29,6 +29,9 @@ DENSE_BYTES_LIMIT = {"cpu": 16 << 20, "cuda": 256 << 20}
 On a CPU a run of this size stays in the cache between dequantising and multiplying, so it is also the faster way.
 """
 
+ORDERED_ROWS = 64
+"""Rows of a product for which weights are ordered: those of a decode step."""
+
 DenseRows = Callable[..., Tensor]
 
 
@@ -87,6 +90,7 @@ class FrozenLinear(nn.Module):
         self._packed_names = tuple(buffers)
         self._seen: list[Tensor | None] = []
         self._held: Tensor | None = None
+        self._ordered: Tensor | None = None
         self._kernels: dict[Path, tuple[Product, tuple[Tensor, ...]] | None] = {}
         self._read((), FORMATS[self.format].dense_rows)
         for name, tensor in buffers.items():
@@ -128,18 +132,29 @@ class FrozenLinear(nn.Module):
             return self.forward(x)
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
+        if self._ordered is not None:
+            return self._multiplied(x, self._ordered, bias)
         views = self._views or self._packed_views()
         w = views[0]
         if w.dtype != x.dtype:
             w = dense[:size].view(self.out_features, self.in_features)
             # For a wider dtype, `dense_rows` also widens the BF16 value.
             w.copy_(self._dense_rows(*views, torch.bfloat16))
+        return self._multiplied(x, w, bias)
+
+    def _multiplied(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        product = _ordered_linear if w.is_mkldnn else nn.functional.linear
         if self.rounding is None:
-            return nn.functional.linear(x, w, bias)
+            return product(x, w, bias)
         x, factor = self.rounding(x, self._buffers.get("input_scale"))
-        if factor is None:
-            return nn.functional.linear(x, w, bias)
-        return scaled(nn.functional.linear(x, w), factor, bias)
+        return product(x, w, bias) if factor is None else scaled(product(x, w, None), factor, bias)
+
+    def order(self) -> None:
+        """Holds the dense BF16 weight once more, in the order in which oneDNN reads it. Otherwise each product of few
+        rows puts it in that order first, which takes as long as the product itself."""
+        views = self._packed_views()
+        if len(views) == 1 and views[0].dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            self._ordered = torch.ops.mkldnn._reorder_linear_weight(views[0], ORDERED_ROWS)
 
     def widen(self, wide: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         """Holds the dense weight in `dtype`: the same values, no longer cast or dequantised at every call.
@@ -153,11 +168,13 @@ class FrozenLinear(nn.Module):
 
     def changed_copy(self) -> Tensor | None:
         """The dense copy if its bits are no longer those that the packed tensors stand for."""
-        if self._held is None:
-            return None
-        codec, buffers = FORMATS[self.format], (getattr(self, name) for name in self._packed_names)
-        right = codec.dense_rows(*codec.views(*buffers), self._held.dtype)
-        return None if torch.equal(right.view(torch.uint8), self._held.view(torch.uint8)) else self._held
+        codec, buffers = FORMATS[self.format], [getattr(self, name) for name in self._packed_names]
+        ordered = self._ordered.to_dense() if self._ordered is not None else None
+        for copy in (each for each in (self._held, ordered) if each is not None):
+            right = codec.dense_rows(*codec.views(*buffers), copy.dtype)
+            if not torch.equal(right.view(torch.uint8), copy.view(torch.uint8)):
+                return copy
+        return None
 
     def _hold(self, dense: Tensor) -> None:
         """Multiplies by this copy until a packed tensor is replaced: in the same runs of rows, to the same bits."""
@@ -183,7 +200,7 @@ class FrozenLinear(nn.Module):
         if len(self._seen) != len(buffers) or any(map(operator.is_not, buffers, self._seen)):
             codec = FORMATS[self.format]
             self._read(codec.views(*buffers), codec.dense_rows)
-            self._seen, self._held, self._kernels = buffers, None, {}
+            self._seen, self._held, self._ordered, self._kernels = buffers, None, None, {}
         return self._views
 
     def _chosen_product(self, x: Tensor, views: tuple[Tensor, ...]) -> tuple[Product, tuple[Tensor, ...]]:
@@ -255,6 +272,12 @@ def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
             each._hold(whole._held[rows])
         start = rows.stop
     return whole
+
+
+def _ordered_linear(x: Tensor, ordered: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear` by a weight that is ordered already."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, ordered, bias, "none", [], "")
+    return y
 
 
 class _FrozenMatmul(torch.autograd.Function):

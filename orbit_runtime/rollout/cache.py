@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from orbit_runtime.policy.attention import AttentionSettings, Kernel, attend_rows, fp32_product, softmax_with_sinks
+from orbit_runtime.policy.attention import AttentionSettings, Kernel, fp32_product, softmax_with_sinks
 from orbit_runtime.policy.packed import PackedBatch, PackedPlan, to_device
 from orbit_runtime.policy.whole_rows import OwnRows, WholeRows
+
+KEY_BLOCK = 32
+"""Keys that a fused kernel on a CPU reads together; what a row does not see of its last block adds exact zeros."""
 
 
 class KVCache:
@@ -37,7 +40,8 @@ class KVCache:
         if num_rows <= self.num_rows and num_positions <= self.num_positions:
             return
         old, positions = self._block, self.num_positions
-        self.num_rows, self.num_positions = max(num_rows, self.num_rows), max(num_positions, self.num_positions)
+        self.num_rows = max(num_rows, self.num_rows)
+        self.num_positions = max(_whole_blocks(num_positions), self.num_positions)
         self._block = None
         if live and old is not None:
             layers, pair, _, heads, _, size = old.shape
@@ -110,15 +114,16 @@ class DecodePlan:
         self._kernel: Kernel = kernel
         num_rows = len(positions_B)
         low, high = int(positions_B.min()), int(positions_B.max())
-        self._length = high + 1
         block = cache.block
+        self._is_fused = kernel != "Eager" or block.dtype is not torch.float32
+        self._length = _whole_blocks(high + 1) if self._is_fused else high + 1
         past = block[:, :, :num_rows, :, : self._length]
         self._past = [layer.unbind(0) for layer in past.unbind(0)]
         self._flat = [layer.unbind(0) for layer in past.flatten(2, 3).unbind(0)]
         self._index: torch.Tensor | None = None
         self._positions_B, self._device = positions_B, block.device
         self._heads = block.shape[3]
-        self._masks: dict[int | None, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._masks: dict[int | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = {}
         if low == high:
             self._newest = block[:, :, :num_rows, :, high].unbind(0)
         else:
@@ -131,9 +136,9 @@ class DecodePlan:
     def longest(self) -> int:
         return self._length
 
-    def _mask(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Masks of the keys that rows see, `[B, 1, 1, S]`, and do not see, `[B·K, 1, S]`; None if every row sees
-        everything.
+    def _mask(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Masks of the keys that rows see, bool `[B, 1, 1, S]` and as what is added to scores, and do not see,
+        `[B·K, 1, S]`; None if every row sees everything.
         """
         if window not in self._masks:
             keys, newest = np.arange(self._length), self._positions_B[:, None]
@@ -144,7 +149,8 @@ class DecodePlan:
             if not visible.all():
                 made = to_device(visible, self._device)
                 hidden = (~made).repeat_interleave(self._heads, 0).unsqueeze(1)
-                self._masks[window] = (made[:, None, None], hidden)
+                added = self._past[0][0].new_zeros(made.shape).masked_fill_(~made, float("-inf"))
+                self._masks[window] = (made[:, None, None], added[:, None, None], hidden)
         return self._masks[window]
 
     def attend(
@@ -171,10 +177,11 @@ class DecodePlan:
         else:
             self._newest[layer].index_copy_(0, self._index, new_2BKD.view(-1, new_2BKD.shape[-1]))
         mask = self._mask(look.window)
-        if self._kernel != "Eager":
+        if self._is_fused and look.is_plain:
             keys, values = self._past[layer]
-            visible = mask[0] if mask is not None else None
-            out = attend_rows(q_BHD.unsqueeze(2), keys, values, visible_B1QS=visible, look=look, kernel=self._kernel)
+            # The heads that share keys are queries of one head, so that no key is read twice.
+            q_BKGD, added = q_BHD.unflatten(1, (self._heads, -1)), mask[1] if mask is not None else None
+            out = F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=added, scale=look.scale)
             return out.reshape(len(q_BHD), -1)
         # One query per row: two products over rows and heads at once. `G`: query heads per key head.
         keys_NSD, values_NSD = self._flat[layer]
@@ -183,13 +190,17 @@ class DecodePlan:
             scores_NGS.mul_(look.scale)
         scores_NGS = look.capped(scores_NGS)
         if mask is not None:
-            scores_NGS.masked_fill_(mask[1], float("-inf"))
+            scores_NGS.masked_fill_(mask[2], float("-inf"))
         if look.sinks_H is None:
             weights_NGS = torch.softmax(scores_NGS, dim=-1, dtype=torch.float32)
         else:
             sinks_NG = look.sinks_H.to(scores_NGS.dtype).expand(len(q_BHD), -1).reshape(scores_NGS.shape[:-1])
             weights_NGS = softmax_with_sinks(scores_NGS, sinks_NG)
         return torch.bmm(weights_NGS.to(values_NSD.dtype), values_NSD).view(len(q_BHD), -1)
+
+
+def _whole_blocks(num_positions: int) -> int:
+    return -(-num_positions // KEY_BLOCK) * KEY_BLOCK
 
 
 class TokenHistory:

@@ -167,8 +167,31 @@ def logprobs_of(policy: Policy) -> torch.Tensor:
         return policy.logprobs(policy.pack([Branch(0, PROMPTS[0], PROMPTS[2]), Branch(1, PROMPTS[2], (4, 5))]))[0]
 
 
-def test_another_form_or_dtype_goes_through_its_modules(tmp_path: Path) -> None:
+def test_another_form_goes_through_its_modules(tmp_path: Path) -> None:
     for architecture in sorted(set(ARCHITECTURES) - set(FORMS)):
         assert load_policy(make_checkpoint(tmp_path / architecture, architecture), LORA).direct is None
-    folder = make_checkpoint(tmp_path, "qwen3")
-    assert load_policy(folder, LORA, compute_dtype=torch.bfloat16).direct is None
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
+def test_in_bf16_it_is_as_close_to_fp32_as_the_modules_are(tmp_path: Path, architecture: str) -> None:
+    folder = make_checkpoint(tmp_path, architecture)
+    exact, policy = (
+        with_slots(load_policy(folder, LORA, compute_dtype=each), LORA) for each in (torch.float32, torch.bfloat16)
+    )
+    wide = with_slots(widen(load_policy(folder, LORA, compute_dtype=torch.bfloat16)), LORA)
+    right = hidden_by(exact, "policy-v1", False)
+    by_modules, direct, ordered = (
+        hidden_by(each, "policy-v1", is_direct).float()
+        for each, is_direct in ((policy, False), (policy, True), (wide, True))
+    )
+    assert (direct - right).norm() <= 1.25 * (by_modules - right).norm()
+    assert (ordered - right).norm() <= 1.25 * (by_modules - right).norm()
+    assert wide.base_digest() == policy.base_digest() == exact.base_digest()
+    assert wide.direct is not None
+    for number, (_, shared) in enumerate(wide.direct.shared()[:4]):
+        ordered, other = shared._ordered, shared.views()[0].clone()
+        other.view(torch.int16)[0, 0] ^= 1
+        shared._ordered = torch.ops.mkldnn._reorder_linear_weight(other, 64)
+        assert ordered is not None, number
+        assert wide.base_digest() != exact.base_digest(), number
+        shared._ordered = ordered
