@@ -97,6 +97,8 @@ class LinearGroup:
                 columns[first:last] = slot.lora_B
                 # The same tensors as before, for whoever has noted them, now where the whole lies.
                 slot.lora_A.data, slot.lora_B.data = A, columns[first:last]
+        # Only of slots that are still loaded.
+        self._stacks = {each: kept for each, kept in self._stacks.items() if each in self._adapted[0][0].slots}
         self._stacks[name] = (slots, whole)
         return whole
 
