@@ -31,7 +31,8 @@ from orbit_runtime.digests import cut
 from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.policy.attention import Kernel
-from orbit_runtime.policy.families import find_family
+from orbit_runtime.policy.families import DENSE, Family, find_family
+from orbit_runtime.policy.families.published import published_family
 from orbit_runtime.policy.load import build_model, read_config
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import keep_stream_fp32
@@ -159,8 +160,10 @@ def load_whole(
             fix="train an adapter (adapter.type: LoRA)",
         )
     model, mode = build_model(folder, raw, family, longest)
-    applied = _fill(model, reader, compute_dtype)
-    reader.check_all_used()
+    if family is DENSE:
+        family = published_family(model, reader.tensors, mode.uncalled)
+    applied = _fill(model, reader, family, compute_dtype)
+    reader.check_all_used(family.left_out)
     model.eval()
     model.to(device)
     keep_stream_fp32(model, compute_dtype)
@@ -183,8 +186,11 @@ def load_whole(
     )
 
 
-def _fill(model: nn.Module, reader: CheckpointReader, compute_dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """Gives every module its weights; a head tied to the embedding uses the embedding's weight."""
+def _fill(
+    model: nn.Module, reader: CheckpointReader, family: Family, compute_dtype: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """Gives every module its weights, by their published names; a head tied to the embedding uses the embedding's
+    weight. Returns them under the model's own names, which it is written with."""
     embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
@@ -192,7 +198,7 @@ def _fill(model: nn.Module, reader: CheckpointReader, compute_dtype: torch.dtype
     for owner, child, name, empty in list(_weights(model)):
         if is_tied and owner is head and child == "weight":
             continue
-        value = reader.read(name)
+        value = reader.read(family.checkpoint_name(name))
         if value.shape != empty.shape or not value.is_floating_point():
             raise ModelError(
                 f"{name} is {value.dtype} {list(value.shape)}, config.json says {list(empty.shape)}",

@@ -35,6 +35,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.load import is_router
 from orbit_runtime.policy.modules import FusedRMSNorm, keep_stream_fp32
 from orbit_runtime.policy.packed import Branch, build_packed
+from orbit_runtime.policy.whole import load_whole
 from orbit_runtime.policy.whole_rows import OwnRows
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.cache import KVCache
@@ -301,6 +302,20 @@ def test_other_names_of_tensors_are_asked_of_transformers_once(tmp_path: Path, m
     assert facts.architecture.default_targets == saved.architecture.default_targets
     monkeypatch.setattr(sys, "executable", "nothing")
     assert folder_facts(folder) == facts
+
+
+def test_a_whole_model_is_loaded_by_the_names_that_it_is_published_with(tmp_path: Path) -> None:
+    folder = make_type(tmp_path / "model", "gpt2")
+    saved = load_whole(folder, longest=64).whole
+    tensors = load_file(folder / "model.safetensors")
+    first = {name.removeprefix("transformer."): each for name, each in tensors.items()}
+    # The first releases also hold the causal mask of each layer, which is no weight.
+    save_file({**first, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, folder / "model.safetensors")
+    published = load_whole(folder, longest=64).whole
+    assert saved is not None
+    assert published is not None
+    assert list(published.parameters) == list(saved.parameters)
+    assert all(torch.equal(published.parameters[name], each) for name, each in saved.parameters.items())
 
 
 def test_a_text_part_that_was_saved_under_its_names_in_the_whole_model_is_loaded(tmp_path: Path) -> None:
