@@ -88,7 +88,7 @@ def test_the_page_answers_whether_it_works_and_says_of_each_stage_what_it_shows_
         records[name].end(status, why)  # type: ignore[arg-type]
     assert page(FACTS | {"torch": "2.14.1"}, records).splitlines() == [
         f"Orbit on cpu, torch 2.14.1, commit {'c' * 12}",
-        "Smallest sizes: this shows that the stages run, and measures nothing.",
+        "Smallest sizes, kernels interpreted: the stages run; nothing was compiled for a card or measured.",
         "DOES NOT WORK: resume",
         "",
         "Does it work?",

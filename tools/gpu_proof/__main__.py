@@ -55,8 +55,14 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--stage", action="append", choices=STAGES, help="only this one; may be given several times")
     parser.add_argument("--again", action="store_true", help="also what this commit was measured on already")
-    parser.add_argument("--tiny", action="store_true", help="smallest sizes, without a device in Triton's interpreter")
-    parser.add_argument("--pretended", action="store_true", help="--tiny, on a pretended device in main memory")
+    parser.add_argument(
+        "--tiny", action="store_true", help="smallest sizes, without a device, kernels in Triton's interpreter"
+    )
+    parser.add_argument(
+        "--pretended",
+        action="store_true",
+        help="--tiny on a device pretended in main memory: what would mix two devices fails",
+    )
     parser.add_argument("--out", type=Path, help=f"folder of the results; {OUT.relative_to(ROOT)} unless given")
     parser.add_argument("--seconds", type=float, default=STAGE_SECONDS, help="longest that one stage may take")
     parser.add_argument("--commit", help="of these files, where there is no git checkout to ask")

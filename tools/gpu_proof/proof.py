@@ -118,7 +118,9 @@ def page(facts: Mapping[str, Any], records: Mapping[str, Record]) -> str:
     bad = [name for name, record in records.items() if record.status in BAD]
     lines = [f"Orbit on {facts['card']}, torch {facts['torch']}, commit {str(facts['commit'])[:12]}"]
     if facts["tiny"]:
-        lines.append("Smallest sizes: this shows that the stages run, and measures nothing.")
+        lines.append(
+            "Smallest sizes, kernels interpreted: the stages run; nothing was compiled for a card or measured."
+        )
     lines.append(f"DOES NOT WORK: {', '.join(bad)}" if bad else "Nothing that ran failed.")
     asked = [name for name in STAGES if name in records]
     for question, names in itertools.groupby(asked, key=lambda name: STAGES[name].question):
