@@ -245,13 +245,13 @@ class _Attended(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BHQD: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask = ctx.saved_tensors
-        rows, heads, queries, size = q.shape
+        rows, heads, queries, _ = q.shape
         kv_heads, keys = k.shape[1:3]
         if ctx.causal:
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_()
         # The heads that share keys are one matrix.
-        q, grad = (each.reshape(rows * kv_heads, -1, size) for each in (q, grad_BHQD))
-        k, v = (each.reshape(rows * kv_heads, keys, size) for each in (k, v))
+        q, grad = (each.reshape(rows * kv_heads, -1, each.shape[-1]) for each in (q, grad_BHQD))
+        k, v = (each.flatten(0, 1) for each in (k, v))
         scores = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(ctx.scale).view(rows, heads, queries, keys)
         if mask is not None:
             scores.masked_fill_(~mask, float("-inf"))
@@ -260,8 +260,8 @@ class _Attended(torch.autograd.Function):
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, torch.float32).mul_(ctx.scale).to(q.dtype)
         grad_v = torch.bmm(weights.to(grad.dtype).transpose(1, 2), grad)
         grad_q, grad_k = torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q)
-        shape = (rows, kv_heads, keys, size)
-        return grad_q.view(rows, heads, queries, size), grad_k.view(shape), grad_v.view(shape), None, None, None
+        of_q, of_k, of_v = (each.unflatten(0, (rows, kv_heads)) for each in (grad_q, grad_k, grad_v))
+        return of_q.reshape(rows, heads, queries, -1), of_k, of_v, None, None, None
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
