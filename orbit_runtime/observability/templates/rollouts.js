@@ -118,7 +118,7 @@
   function heat(tokens) {
     var made = element('details', 'heat'), place = element('div', 'said'), note = element('p', 'label'), first = element('summary', 'label', 'token by token');
     function tell(t) {
-      note.textContent = t ? JSON.stringify(t[0]) + ' · log-prob ' + text(t[1]) + ' (' + text(100 * Math.exp(t[1])) + ' %) · advantage ' + text(t[2]) + ' · version ' + t[3] : 'Point at a token for its numbers.';
+      note.textContent = t ? JSON.stringify(t[0]) + ' · log-prob ' + text(t[1]) + ' (' + text(100 * Math.exp(t[1])) + ' %) · advantage ' + text(t[2]) + ' · version ' + t[3] : 'Point at a token for its numbers. The entropy at each token is not kept: the chart has its mean of each step.';
     }
     function paint(by) {
       var most = Math.max.apply(null, tokens.map(function (t) { return Math.abs(t[2]); })) || 1;
