@@ -28,7 +28,7 @@ from orbit_runtime.services.shared_store import sweep, try_to_share
 from orbit_runtime.sides.engines import build_servers, place_of, routed_layers
 from orbit_runtime.sides.interface import EngineOrder, TrainerOrder, TrainerSide
 from orbit_runtime.sides.teacher import CONTENT, teacher_digest
-from orbit_runtime.sides.trainers import decide_rate
+from orbit_runtime.sides.trainers import decide_by_size
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.storage import Execution, Store
@@ -82,7 +82,7 @@ class RemoteSides:
         """The trainer's process has loaded the manifest's."""
 
     def settle(self, resolved: Resolved, folder: Path, longest_prompt: Callable[[], int] | None = None) -> Resolved:
-        return decide_rate(with_trainer(resolved, "Torch"), folder)
+        return decide_by_size(with_trainer(resolved, "Torch"), folder)
 
     def start_engine(self, order: EngineOrder) -> None:
         """Its process has started it."""

@@ -5,7 +5,7 @@ that each reports.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from orbit_runtime.sides.content import resolve_names
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.teacher import CONTENT, open_teacher, teacher_digest
-from orbit_runtime.sides.trainers import decide_rate
+from orbit_runtime.sides.trainers import decide_by_size
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, resolve
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
@@ -57,13 +57,14 @@ def open_manifest(manifest: OrbitRun, folder: Path, patience: RetryPolicy) -> Si
         OrbitError: it cannot be resolved here, the model is unavailable, or it is supported in one process only.
     """
     check_apart(manifest.spec)
-    # Whatever GPUs a machine has: all three must decide alike, and none knows the others'.
-    resolved = with_trainer(resolve(manifest, machine_facts(), folder=folder), "Torch")
+    # Whatever GPUs and processors a machine has: all three must decide alike, and none knows the others'.
+    machine = replace(machine_facts(), multiplies_bf16=False)
+    resolved = with_trainer(resolve(manifest, machine, folder=folder), "Torch")
     search_path = [str(each) for each in (folder, Path.cwd())]
     inputs = Inputs(resolved.run.spec, {}, patience, search_path)
     teacher = open_teacher(resolved.run.spec)
     model = inputs.model()
-    return SideManifest(decide_rate(resolved, model), inputs, model, teacher)
+    return SideManifest(decide_by_size(resolved, model), inputs, model, teacher)
 
 
 def common_facts(kind: str, asked: SideManifest, base_digest: str, rounding: Mapping[str, str]) -> dict[str, Any]:

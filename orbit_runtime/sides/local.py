@@ -14,8 +14,8 @@ from orbit_runtime.sides.trainers import (
     TrainerLayout,
     build_side,
     check_rank_packages,
+    decide_by_size,
     decide_division,
-    decide_rate,
     load_loss,
 )
 from orbit_runtime.spec import MachineFacts, Resolved
@@ -68,9 +68,12 @@ class LocalSides:
         ):
             if taken < asked and self._division.trainer == "Torch":
                 self._note(f"{asked} do not fit in the memory of this machine: {field} is {taken}")
-        resolved = decide_rate(with_trainer(resolved, self._division.trainer), folder)
+        resolved = decide_by_size(with_trainer(resolved, self._division.trainer), folder)
         if resolved.asked.spec.training.learning_rate is None:
             self._note(f"training.learningRate is not set: this run takes {resolved.run.spec.training.decided_rate:g}")
+        is_auto = resolved.asked.spec.model.compute_precision == "Auto"
+        if is_auto and resolved.device == "cpu" and resolved.compute_dtype == "bfloat16":
+            self._note("products are computed in BF16, for which this machine has instructions")
         self.starts_engine = may_start_ahead(resolved, self._division)
         return resolved
 

@@ -14,6 +14,7 @@ from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner import Machine
 from orbit_runtime.spec import MachineFacts
 from orbit_runtime.spec.placement import Placement
+from orbit_runtime.spec.resolve import has_bf16_products
 from orbit_runtime.workers.child.signals import StopFlag
 from orbit_runtime.workers.servers.process import AGENT_VARIABLE
 from orbit_runtime.workers.system import gc_paused, joined_nodes, ray_address, usable_memory
@@ -27,7 +28,8 @@ def machine_facts() -> MachineFacts:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return MachineFacts(has_cuda=count > 0, num_gpus=count, joins_nodes=joins_nodes)
+    bf16 = has_bf16_products(_of_processor("flags").split())
+    return MachineFacts(has_cuda=count > 0, num_gpus=count, multiplies_bf16=bf16, joins_nodes=joins_nodes)
 
 
 def find_machine(stage: Callable[[str], None], stop: StopFlag) -> MachineFacts:
@@ -84,7 +86,7 @@ def rounding_facts() -> dict[str, str]:
 
     facts = {
         "threads": str(torch.get_num_threads()),
-        "processor": _processor(),
+        "processor": _of_processor("model name") or platform.processor() or platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         **{name: version for name, version in installed_versions().items() if name in ("torch", "transformers")},
     }
@@ -111,11 +113,10 @@ def explain_rounding(before: Sequence[Mapping[str, str]], now: Mapping[str, str]
     return list(dict.fromkeys(lines))
 
 
-def _processor() -> str:
-    """The processor's model name, if the system reports one."""
+def _of_processor(name: str) -> str:
+    """What the system reports of the first processor under this name; empty if nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

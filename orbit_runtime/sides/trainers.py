@@ -28,7 +28,7 @@ from orbit_runtime.sides.interface import TrainerOrder, TrainerSide
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
-from orbit_runtime.spec.resolve import with_new_tokens, with_rate, with_sequences
+from orbit_runtime.spec.resolve import with_new_tokens, with_sequences, with_size
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import TEACHER_SLOT, Probe, Sampling, Trainer
 from orbit_runtime.workers.system import joined_nodes, ray_address
@@ -68,16 +68,18 @@ class TrainerLayout:
     """Whether the plan has room for BF16 linears in fp32, so that passes in fp32 do not cast them again."""
 
 
-def decide_rate(resolved: Resolved, folder: Path) -> Resolved:
-    """Fills a learning rate that the manifest leaves open; a model of unknown size gets that of a large one."""
-    if resolved.run.spec.training.learning_rate is not None:
+def decide_by_size(resolved: Resolved, folder: Path) -> Resolved:
+    """Fills a learning rate and a dtype of products that the manifest leaves open; a model of unknown size gets the
+    rate of a large one."""
+    spec = resolved.run.spec
+    if spec.training.learning_rate is not None and spec.model.compute_precision != "Auto":
         return resolved
     from orbit_runtime.model_info.checkpoint import folder_facts
 
     size = math.inf
     with suppress(OrbitError):
         size = folder_facts(folder).architecture.num_parameters()
-    return with_rate(resolved, size)
+    return with_size(resolved, size)
 
 
 LEAST_NEW_TOKENS = 256

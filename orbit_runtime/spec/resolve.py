@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,12 +19,21 @@ from typing import Any, Literal, NamedTuple
 from orbit_runtime.spec.block import Block, FieldSet, inner_blocks
 from orbit_runtime.spec.fields import field_sets, later_defaults
 from orbit_runtime.spec.rollout import Rollout
-from orbit_runtime.spec.run import ComputePrecision, OrbitRun, RunSpec
+from orbit_runtime.spec.run import OrbitRun, RunSpec
 from orbit_runtime.spec.training import StopWhen, usual_rate
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 AUTO_BUILTIN_PRECISION: Literal["INT4"] = "INT4"
 """Meaning of `precision: Auto` for a shipped model: the variant that shows a frozen quantised base."""
+
+
+SMALLEST_BF16 = 50e6
+"""Parameters from which products take most of a pass, so that a processor with BF16 instructions is faster in BF16."""
+
+
+def has_bf16_products(flags: Collection[str]) -> bool:
+    """Args: flags: a processor's, as Linux names them."""
+    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,8 @@ class MachineFacts:
     """GPUs of this machine; other nodes' are not counted."""
     joins_nodes: bool = False
     """A Ray cluster is named, whose nodes are for ranks where `placement.nodes` asks for several."""
+    multiplies_bf16: bool = False
+    """The processor has instructions for products of BF16 (`has_bf16_products`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +60,9 @@ class Resolved:
 
     What stays `Auto`: `precision` of a model folder, where the manifest does not claim one, as the checkpoint says it;
     `training.recompute`, and on several GPUs trainer and engine, as the plan says them (`with_trainer`);
-    `observability.logFormat`, which depends on who watches each start. `training.learningRate` may be unset until the
-    model is there (`with_rate`), `rollout.sampling.maxNewTokens` until the prompts are too (`with_new_tokens`).
+    `observability.logFormat`, which depends on who watches each start. `training.learningRate` may be unset, and
+    `model.computePrecision` be `Auto`, until the model is there (`with_size`), `rollout.sampling.maxNewTokens` until
+    the prompts are too (`with_new_tokens`).
     """
     device: Literal["cpu", "cuda"]
 
@@ -114,15 +127,13 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         training=_changed(training, trainer=trainer, attention=attention, stop_when=_decide_stop(spec)),
         placement=_changed(spec.placement, base_copies=_decide_copies(rollout, spec.placement.base_copies)),
     )
-    compute = _decide_compute(spec.model.compute_precision, machine)
+    apart = trainer != "Torch" or rollout.engine != "Torch" or spec.adapter.type == "Full"
+    may_bf16 = machine.multiplies_bf16 and not apart and not spec.model.uri.startswith("builtin://")
+    compute = spec.model.compute_precision
+    if compute == "Auto" and (machine.has_cuda or not may_bf16):
+        compute = "BF16" if machine.has_cuda else "FP32"
     decided = _with_spec(decided, model=_changed(decided.spec.model, compute_precision=compute))
     return Resolved(run, decided, "cuda" if machine.has_cuda else "cpu")
-
-
-def _decide_compute(asked: ComputePrecision, machine: MachineFacts) -> ComputePrecision:
-    if asked != "Auto":
-        return asked
-    return "BF16" if machine.has_cuda else "FP32"
 
 
 _READ_FROM_PATHS = ("model", "adapter", "algorithm", "data", "environment", "evaluation")
@@ -175,13 +186,18 @@ def with_trainer(resolved: Resolved, trainer: str) -> Resolved:
     return replace(resolved, run=decided)
 
 
-def with_rate(resolved: Resolved, num_parameters: float) -> Resolved:
-    """The manifest with a learning rate that suits a model of that size; unchanged if it has one."""
-    training = resolved.run.spec.training
-    if training.learning_rate is not None:
-        return resolved
-    rate = usual_rate(resolved.run.spec.adapter.type, num_parameters)
-    return replace(resolved, run=_with_spec(resolved.run, training=_changed(training, learning_rate=rate)))
+def with_size(resolved: Resolved, num_parameters: float) -> Resolved:
+    """The manifest with a learning rate and a dtype of products that suit a model of that size, where it has none.
+
+    Args: num_parameters: infinite if unknown.
+    """
+    spec, training = resolved.run.spec, resolved.run.spec.training
+    rate = training.learning_rate or usual_rate(spec.adapter.type, num_parameters)
+    compute = spec.model.compute_precision
+    if compute == "Auto":
+        compute = "BF16" if SMALLEST_BF16 <= num_parameters < math.inf else "FP32"
+    model = _changed(spec.model, compute_precision=compute)
+    return replace(resolved, run=_with_spec(resolved.run, model=model, training=_changed(training, learning_rate=rate)))
 
 
 def with_new_tokens(run: OrbitRun, tokens: int | None) -> OrbitRun:

@@ -182,7 +182,9 @@ class Model(Block):
     SGLang is asked for kernels that do the same."""
     compute_precision: Annotated[ComputePrecision, LAYOUT] = "Auto"
     """Dtype of activations and products on both sides; norms, softmax, log-probs, loss and optimizer are FP32 in any
-    case. `Auto`: BF16 on a GPU, FP32 on a CPU. A resumed run computes as its first start did."""
+    case. `Auto`: BF16 on a GPU, and on a CPU with instructions for it (AMX, AVX512-BF16) for a model from 50 million
+    parameters on, with torch's trainer and engine in one process; else FP32. A resumed run computes as its first start
+    did."""
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
     """Maximum length of prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
 

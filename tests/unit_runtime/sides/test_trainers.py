@@ -9,9 +9,9 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import (
     check_rank_packages,
+    decide_by_size,
     decide_division,
     decide_new_tokens,
-    decide_rate,
     visible_gpus,
 )
 from orbit_runtime.spec import Resolved, keep_decisions, parse_manifest, resolve
@@ -61,8 +61,8 @@ def test_what_memory_lacks_is_lowered_unless_prompts_are_short_and_an_open_rate_
     asked = asked_with("rollout.sampling.maxNewTokens=256")
     lowered, short = decide_division(asked, folder), decide_division(asked, folder, lambda: 8)
     assert 1 <= lowered.running < 256 < short.running == 512
-    assert decide_rate(asked, folder).run.spec.training.decided_rate == 2e-3
-    assert decide_rate(asked, folder / "missing").run.spec.training.decided_rate == 1e-4
+    assert decide_by_size(asked, folder).run.spec.training.decided_rate == 2e-3
+    assert decide_by_size(asked, folder / "missing").run.spec.training.decided_rate == 1e-4
 
 
 def test_an_open_length_is_what_the_prompts_leave_while_the_kv_cache_holds_it_and_is_kept() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from orbit_runtime.spec import (
 )
 from orbit_runtime.spec.fields import all_fields, field_sets
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
-from orbit_runtime.spec.resolve import with_rate, with_trainer
+from orbit_runtime.spec.resolve import has_bf16_products, with_size, with_trainer
 from orbit_runtime.spec.run import upgrade_manifest
 
 TEXT = """\
@@ -129,11 +130,39 @@ def test_a_rate_that_is_not_set_suits_adapter_and_size_and_is_that_of_the_first_
     precision = "model={uri: builtin://tiny-adder, precision: BF16}"
     open_, asked = resolved(f"adapter.type={adapter}", precision), resolved("training.learningRate=0.5")
     assert "spec.training.learningRate" not in identity_fields(open_.run)
-    first = with_rate(open_, parameters)
+    first = with_size(open_, parameters)
     assert first.run.spec.training.decided_rate == rate
-    assert with_rate(asked, parameters) == asked
-    kept = with_rate(keep_decisions(open_, first.run.to_manifest()), 1.0)
+    assert with_size(asked, parameters) == asked
+    kept = with_size(keep_decisions(open_, first.run.to_manifest()), 1.0)
     assert (kept.run.spec.training.decided_rate, kept.identity) == (rate, first.identity)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx2 avx512f avx512_bf16 amx_bf16 amx_tile amx_int8", True),  # Sapphire Rapids
+        ("fpu avx2 avx512f avx512_bf16 avx512_vnni", True),  # Zen 4, Cooper Lake
+        ("fpu avx2 avx512f avx512_vnni avx512_vbmi2", False),  # Ice Lake
+        ("fpu avx2 fma", False), ("fp asimd bf16", False), ("", False),
+    ],
+)  # fmt: skip
+def test_the_dtype_of_products_follows_from_processor_and_size_and_is_that_of_the_first_start(
+    flags: str, expected: bool
+) -> None:
+    machine = replace(CPU, multiplies_bf16=has_bf16_products(flags.split()))
+
+    def computed(*settings: str, size: float = 134e6) -> str:
+        run = build("model.uri=models/any", *settings)
+        return with_size(resolve(run, machine), size).run.spec.model.compute_precision
+
+    assert computed() == ("BF16" if expected else "FP32")
+    assert computed("model.computePrecision=FP32") == computed(size=1e6) == computed(size=math.inf) == "FP32"
+    for setting in ("model.uri=builtin://tiny-adder", "rollout.engine=SGLang", "adapter.type=Full"):
+        assert computed(setting) == "FP32", setting
+    first = with_size(resolve(build("model.uri=models/any"), machine), 134e6)
+    other = resolve(first.asked, replace(CPU, multiplies_bf16=not expected))
+    kept = with_size(keep_decisions(other, first.run.to_manifest()), 134e6)
+    assert kept.compute_dtype == first.compute_dtype
 
 
 def test_a_model_that_moved_out_of_the_package_keeps_its_precision() -> None:
