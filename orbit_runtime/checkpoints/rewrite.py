@@ -249,7 +249,7 @@ class Rewrite:
         # GPTQ and AWQ weights have been converted to our layout by then.
         own = FORMATS[linear.layout] if linear.layout not in ("GPTQ", "GPTQv2", "AWQ") else FORMATS["INT4Asymmetric"]
         views = own.views(*own.buffers(weight).values())
-        return lambda start, stop: own.dense_rows(*(view[start:stop] for view in views), torch.float32)
+        return lambda start, stop: own.dense_rows(*(view[start:stop] for view in views)).float()
 
     def _extra(self, module: str) -> Mapping[str, Any]:
         """NVFP4: the largest value of all projections that an engine fuses with this one."""

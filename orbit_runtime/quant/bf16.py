@@ -58,8 +58,8 @@ def views(qdata: Tensor) -> tuple[Tensor]:
     return (qdata,)
 
 
-def dense_rows(qdata: Tensor, dtype: torch.dtype) -> Tensor:
-    return qdata.to(dtype)
+def dense_rows(qdata: Tensor) -> Tensor:
+    return qdata
 
 
 def dequantize(weight: BF16Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:

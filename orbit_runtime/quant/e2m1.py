@@ -17,17 +17,16 @@ TIES_UP = (False, True, False, True, False, True, False)
 
 
 @functools.cache
-def _four_values(device: torch.device) -> Tensor:
+def _four_values(values: tuple[float, ...], device: torch.device) -> Tensor:
     """int64 `[65536]` (512 KiB): entry i holds the BF16 values of the four codes in the 16 bits i, in order."""
     words = torch.arange(1 << 16, dtype=torch.int32).unsqueeze(-1) >> torch.arange(0, 16, 4, dtype=torch.int32)
-    values = torch.tensor(VALUES).bfloat16()[words & 15]
-    return values.view(torch.int64).view(-1).to(device)
+    return torch.tensor(values).bfloat16()[words & 15].view(torch.int64).view(-1).to(device)
 
 
-def unpack(words: Tensor) -> Tensor:
-    """uint16 `[rows, K/4]` → BF16 values `[rows, K]`; every value is exact."""
-    packed = _four_values(words.device).index_select(0, words.to(torch.int32).view(-1))
-    return packed.view(torch.bfloat16).view(words.shape[0], -1)
+def unpack(words: Tensor, values: tuple[float, ...] = VALUES) -> Tensor:
+    """uint16 `[rows, K/4]` → BF16 `[rows, K]`, of the sixteen `values` those of the codes; every value is exact."""
+    # `index_select` would be one thread's work.
+    return _four_values(values, words.device).take(words.to(torch.int64)).view(torch.bfloat16)
 
 
 def encode(values: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Codec:
     views: Callable[..., tuple[Tensor, ...]]
     """`(*packed tensors)` → views of the same memory in the form that `dense_rows` reads, rows first."""
     dense_rows: Callable[..., Tensor]
-    """`(*views of any run of rows, dtype)` → dense `[rows, K]`."""
+    """`(*views of any run of rows)` → BF16 `[rows, K]`."""
     dequantize: Callable[..., Tensor]
     num_bytes: Callable[[Any], int]
     tiles: Callable[[Any], dict[str, tuple[int, int] | None]]

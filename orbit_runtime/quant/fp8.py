@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.quant.checks import DAMAGED, check_matrix, check_scale, take
+from orbit_runtime.quant.checks import (
+    DAMAGED,
+    check_codes,
+    check_matrix,
+    check_scale,
+    e4m3_values,
+    take,
+    times_scales,
+)
 from orbit_runtime.quant.fp8_block import MAX
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,6 +61,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> FP8Weight:
     names = tensor_names(name)
     qdata, scale = take(tensors, names)
     check_matrix(qdata, (torch.float8_e4m3fn,), None, names[0])
+    check_codes(qdata, names[0])
     rows = qdata.shape[0]
     if scale.dtype not in SCALE_DTYPES or list(scale.shape) not in ([], [1], [1, 1], [rows], [rows, 1]):
         raise ModelError(
@@ -81,14 +90,13 @@ def views(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return qdata, scale.reshape(1, 1).expand(rows, 1) if scale.numel() == 1 else scale.view(rows, 1)
 
 
-def dense_rows(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense `[rows, K]` from the `views` of any run of rows."""
-    w = qdata.float().mul_(scale.float()).to(torch.bfloat16)
-    return w if dtype is torch.bfloat16 else w.to(dtype)
+def dense_rows(qdata: Tensor, scale: Tensor) -> Tensor:
+    """BF16 `[rows, K]` from the `views` of any run of rows."""
+    return times_scales(e4m3_values(qdata), scale.float())
 
 
 def dequantize(weight: FP8Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return dense_rows(*views(weight.qdata, weight.scale), dtype)
+    return dense_rows(*views(weight.qdata, weight.scale)).to(dtype)
 
 
 def buffers(weight: FP8Weight) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orbit_runtime.quant.checks import check_matrix, check_scale, take
+from orbit_runtime.quant.checks import check_codes, check_matrix, check_scale, e4m3_values, take, times_scales
 
 BLOCK = 128
 MAX = 448.0
@@ -54,6 +54,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str, layout: str = "FP8
     names = tensor_names(name, layout)
     qdata, scale = take(tensors, names)
     check_matrix(qdata, (torch.float8_e4m3fn,), None, names[0])
+    check_codes(qdata, names[0])
     rows, columns = qdata.shape
     check_matrix(scale, SCALE_DTYPES, (-(-rows // BLOCK), -(-columns // BLOCK)), names[1])
     check_scale(scale, names[1])
@@ -79,21 +80,17 @@ def views(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return qdata, block_rows, scale.unsqueeze(0).expand(rows, *scale.shape)
 
 
-def dense_rows(qdata: Tensor, block_rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense `[rows, K]` from the `views` of any run of rows."""
-    rows, columns = qdata.shape
+def dense_rows(qdata: Tensor, block_rows: Tensor, scale: Tensor) -> Tensor:
+    """BF16 `[rows, K]` from the `views` of any run of rows."""
+    columns = qdata.shape[1]
     by_row = scale[0].float().index_select(0, block_rows)
-    w = qdata.float()
-    if columns % BLOCK == 0:
-        w.view(rows, -1, BLOCK).mul_(by_row.unsqueeze(-1))
-    else:
-        w.mul_(by_row.repeat_interleave(BLOCK, dim=1)[:, :columns])
-    w = w.to(torch.bfloat16)
-    return w if dtype is torch.bfloat16 else w.to(dtype)
+    if columns % BLOCK:
+        by_row = by_row.repeat_interleave(BLOCK, dim=1)[:, :columns]
+    return times_scales(e4m3_values(qdata), by_row)
 
 
 def dequantize(weight: FP8BlockWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return dense_rows(*views(weight.qdata, weight.scale), dtype)
+    return dense_rows(*views(weight.qdata, weight.scale)).to(dtype)
 
 
 def buffers(weight: FP8BlockWeight) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ rounding to nearest even (a BF16 multiplication does exactly this); wider dtypes
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +13,13 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.errors import ModelError
+from orbit_runtime.quant import e2m1
 from orbit_runtime.quant.checks import DAMAGED, check_groups, check_matrix, check_scale, read_shape, take
 
 CODES_PER_WORD = 8
 ZERO_CODE = 8
 """Codes are stored offset binary: 0..15 for -8..7."""
+VALUES = tuple(range(-ZERO_CODE, ZERO_CODE))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,30 +92,21 @@ def quantize(w: Tensor, group: int) -> INT4Weight:
     return INT4Weight(pack(codes.view(rows, columns)), scale, (rows, columns), group)
 
 
-@functools.cache
-def _four_codes(device: torch.device) -> Tensor:
-    """int64 `[65536]` (512 KiB): entry i holds the BF16 values of the four codes in the 16 bits i, in order."""
-    words = torch.arange(1 << 16, dtype=torch.int32).unsqueeze(-1) >> torch.arange(0, 16, 4, dtype=torch.int32)
-    return ((words & 15) - ZERO_CODE).to(torch.bfloat16).view(torch.int64).view(-1).to(device)
-
-
 def views(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The packed tensors in the form that `dense_rows` reads, sharing memory: uint16 `[N, K/4]`, scales `[N, K/g,
     1]`."""
     return qdata.view(torch.uint16), scale.unsqueeze(-1)
 
 
-def dense_rows(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense `[rows, K]` from the `views` of any run of rows. Uses few operations, because each costs while decoding."""
+def dense_rows(qdata: Tensor, scale: Tensor) -> Tensor:
+    """BF16 `[rows, K]` from the `views` of any run of rows. Uses few operations, because each costs while decoding."""
     rows, groups, _ = scale.shape
-    codes = _four_codes(qdata.device).index_select(0, qdata.to(torch.int32).view(-1)).view(torch.bfloat16)
-    w = codes.view(rows, groups, -1).mul_(scale).view(rows, -1)
-    return w if dtype is torch.bfloat16 else w.to(dtype)
+    return e2m1.unpack(qdata, VALUES).view(rows, groups, -1).mul_(scale).view(rows, -1)
 
 
 def dequantize(weight: INT4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Dense `[N, K]`. If that is too large to hold, process it by rows as `FrozenLinear` does."""
-    return dense_rows(*views(weight.qdata, weight.scale), dtype)
+    return dense_rows(*views(weight.qdata, weight.scale)).to(dtype)
 
 
 def buffers(weight: INT4Weight) -> dict[str, Tensor]:

@@ -16,8 +16,16 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.quant import int4
-from orbit_runtime.quant.checks import DAMAGED, check_groups, check_matrix, check_scale, read_shape, take
+from orbit_runtime.quant import e2m1, int4
+from orbit_runtime.quant.checks import (
+    DAMAGED,
+    check_groups,
+    check_matrix,
+    check_scale,
+    read_shape,
+    take,
+    times_scales,
+)
 
 CODES_PER_WORD = int4.CODES_PER_WORD
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -97,22 +105,21 @@ def views(qdata: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, ...
     """Words, scales, the index of each row, and all zero points expanded (without memory) to each row."""
     rows = qdata.shape[0]
     numbers = torch.arange(rows, dtype=torch.int32, device=qdata.device)
-    return qdata, scale, numbers, zero_point.unsqueeze(0).expand(rows, *zero_point.shape)
+    return qdata.view(torch.uint16), scale, numbers, zero_point.unsqueeze(0).expand(rows, *zero_point.shape)
 
 
-def dense_rows(qdata: Tensor, scale: Tensor, numbers: Tensor, zero_point: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense `[rows, K]` from the `views` of any run of rows."""
+def dense_rows(qdata: Tensor, scale: Tensor, numbers: Tensor, zero_point: Tensor) -> Tensor:
+    """BF16 `[rows, K]` from the `views` of any run of rows."""
     rows, groups = scale.shape
     words = zero_point[0].index_select(0, numbers // CODES_PER_WORD)
     shifts = (numbers % CODES_PER_WORD * 4).unsqueeze(-1)
     zeros = ((words >> shifts) & 15) - int4.ZERO_CODE
-    codes = int4.unpack(qdata).view(rows, groups, -1) - zeros.unsqueeze(-1)
-    w = codes.float().mul_(scale.float().unsqueeze(-1)).to(torch.bfloat16).view(rows, -1)
-    return w if dtype is torch.bfloat16 else w.to(dtype)
+    codes = e2m1.unpack(qdata, int4.VALUES).view(rows, groups, -1).sub_(zeros.bfloat16().unsqueeze(-1))
+    return times_scales(codes.view(rows, -1), scale.float())
 
 
 def dequantize(weight: INT4AsymmetricWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return dense_rows(*views(weight.qdata, weight.scale, weight.zero_point), dtype)
+    return dense_rows(*views(weight.qdata, weight.scale, weight.zero_point)).to(dtype)
 
 
 def buffers(weight: INT4AsymmetricWeight) -> dict[str, Tensor]:

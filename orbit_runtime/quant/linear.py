@@ -31,6 +31,8 @@ On a CPU a run of this size stays in the cache between dequantising and multiply
 
 ORDERED_ROWS = 64
 """Rows of a product for which weights are ordered: those of a decode step."""
+CODEC_ELEMENTS = 1 << 20
+"""Most elements that a codec dequantises at a time on a CPU, so that what it computes with stays in the cache."""
 
 DenseRows = Callable[..., Tensor]
 
@@ -135,11 +137,7 @@ class FrozenLinear(nn.Module):
         if self._ordered is not None:
             return self._multiplied(x, self._ordered, bias)
         views = self._views or self._packed_views()
-        w = views[0]
-        if w.dtype != x.dtype:
-            w = dense[:size].view(self.out_features, self.in_features)
-            # For a wider dtype, `dense_rows` also widens the BF16 value.
-            w.copy_(self._dense_rows(*views, torch.bfloat16))
+        w = dense_into(dense[:size].view(self.out_features, self.in_features), self._dense_rows, views)
         return self._multiplied(x, w, bias)
 
     def _multiplied(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -164,14 +162,15 @@ class FrozenLinear(nn.Module):
         if self.format == "BF16":
             self._buffers["weight"] = wide(self._buffers["weight"])  # type: ignore[arg-type]
         else:
-            self._hold(self.dense(self._packed_views(), dtype))
+            views = self._packed_views()
+            dense = torch.empty(self.out_features, self.in_features, dtype=dtype)
+            self._hold(dense_into(dense, self._dense_rows, views))
 
     def changed_copy(self) -> Tensor | None:
         """The dense copy if its bits are no longer those that the packed tensors stand for."""
-        codec, buffers = FORMATS[self.format], [getattr(self, name) for name in self._packed_names]
         ordered = self._ordered.to_dense() if self._ordered is not None else None
         for copy in (each for each in (self._held, ordered) if each is not None):
-            right = codec.dense_rows(*codec.views(*buffers), copy.dtype)
+            right = FORMATS[self.format].dequantize(self.packed, copy.dtype)
             if not torch.equal(right.view(torch.uint8), copy.view(torch.uint8)):
                 return copy
         return None
@@ -192,7 +191,7 @@ class FrozenLinear(nn.Module):
 
     def dense(self, views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The whole weight `[N, K]`."""
-        return self._dense_rows(*views, dtype)
+        return self._dense_rows(*views).to(dtype)
 
     def _packed_views(self) -> tuple[Tensor, ...]:
         """Rebuilt only when a buffer was replaced by another tensor: building them on every call is slow."""
@@ -300,22 +299,15 @@ def forward_by_rows(
     x: Tensor, bias: Tensor | None, dense_rows: DenseRows, dense_bytes: int | None, packed: Sequence[Tensor]
 ) -> Tensor:
     """`x @ W.T + bias`; `packed` are the codec's `views`. Outside of autograd."""
-    num_rows, dtype = packed[0].shape[0], x.dtype
-    run = _rows_per_run(num_rows, x.shape[-1], x, dense_bytes)
-    if run >= num_rows:
-        return nn.functional.linear(x, dense_rows(*packed, dtype), bias)
+    num_rows = packed[0].shape[0]
+    dense = _buffer(num_rows, x.shape[-1], x, dense_bytes)
+    if len(dense) == num_rows:
+        return nn.functional.linear(x, dense_into(dense, dense_rows, packed), bias)
     flat_x = x.reshape(-1, x.shape[-1])
-    if _is_faster_transposed(flat_x):
-        y_t = flat_x.new_empty(num_rows, flat_x.shape[0])
-        for start in range(0, num_rows, run):
-            rows = [tensor[start : start + run] for tensor in packed]
-            torch.mm(dense_rows(*rows, dtype), flat_x.t(), out=y_t[start : start + run])
-        y = y_t.t().contiguous()
-    else:
-        y = flat_x.new_empty(flat_x.shape[0], num_rows)
-        for start in range(0, num_rows, run):
-            rows = [tensor[start : start + run] for tensor in packed]
-            torch.mm(flat_x, dense_rows(*rows, dtype).t(), out=y[:, start : start + run])
+    y = flat_x.new_empty(flat_x.shape[0], num_rows)
+    for start in range(0, num_rows, len(dense)):
+        rows = [tensor[start : start + len(dense)] for tensor in packed]
+        torch.mm(flat_x, dense_into(dense, dense_rows, rows).t(), out=y[:, start : start + len(dense)])
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], num_rows)
@@ -325,31 +317,33 @@ def backward_by_rows(
     dy: Tensor, num_columns: int, dense_rows: DenseRows, dense_bytes: int | None, packed: Sequence[Tensor]
 ) -> Tensor:
     """`dy @ W`, the gradient of the input."""
-    num_rows, dtype = packed[0].shape[0], dy.dtype
-    run = _rows_per_run(num_rows, num_columns, dy, dense_bytes)
-    if run >= num_rows:
-        return dy @ dense_rows(*packed, dtype)
+    num_rows = packed[0].shape[0]
+    dense = _buffer(num_rows, num_columns, dy, dense_bytes)
+    if len(dense) == num_rows:
+        return dy @ dense_into(dense, dense_rows, packed)
     flat_dy = dy.reshape(-1, num_rows)
-    if _is_faster_transposed(flat_dy):
-        dx_t = flat_dy.new_zeros(num_columns, flat_dy.shape[0])
-        for start in range(0, num_rows, run):
-            rows = [tensor[start : start + run] for tensor in packed]
-            dx_t.addmm_(dense_rows(*rows, dtype).t(), flat_dy[:, start : start + run].t())
-        return dx_t.t().contiguous().view(*dy.shape[:-1], num_columns)
     dx = flat_dy.new_zeros(flat_dy.shape[0], num_columns)
-    for start in range(0, num_rows, run):
-        rows = [tensor[start : start + run] for tensor in packed]
-        dx.addmm_(flat_dy[:, start : start + run], dense_rows(*rows, dtype))
+    for start in range(0, num_rows, len(dense)):
+        rows = [tensor[start : start + len(dense)] for tensor in packed]
+        dx.addmm_(flat_dy[:, start : start + len(dense)], dense_into(dense, dense_rows, rows))
     return dx.view(*dy.shape[:-1], num_columns)
 
 
-def _is_faster_transposed(flat_x: Tensor) -> bool:
-    """Whether `W @ x.T` beats `x @ W.T`: on a CPU, oneMKL prefers the long side first (7 % at 256 rows, 30 % at 64)."""
-    return not flat_x.is_cuda and 32 <= flat_x.shape[0] <= 256
+def dense_into(dense: Tensor, dense_rows: DenseRows, packed: Sequence[Tensor]) -> Tensor:
+    """The rows that `packed` stands for, in the dtype of the buffer `dense` `[at least as many, K]`: in its first rows,
+    or as they are if they are of that dtype."""
+    num_rows = len(packed[0])
+    if packed[0].dtype is dense.dtype:
+        return packed[0]
+    step = num_rows if dense.is_cuda else max(1, CODEC_ELEMENTS // dense.shape[1])
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        dense[start:stop].copy_(dense_rows(*(tensor[start:stop] for tensor in packed)))
+    return dense[:num_rows]
 
 
-def _rows_per_run(num_rows: int, num_columns: int, like: Tensor, dense_bytes: int | None) -> int:
+def _buffer(num_rows: int, num_columns: int, like: Tensor, dense_bytes: int | None) -> Tensor:
+    """For all rows, or for as many as `dense_bytes` hold."""
     if dense_bytes is None:
         dense_bytes = DENSE_BYTES_LIMIT["cuda" if like.is_cuda else "cpu"]
-    fitting = dense_bytes // (num_columns * like.itemsize)
-    return num_rows if fitting >= num_rows else max(fitting, 1)
+    return like.new_empty(min(num_rows, max(1, dense_bytes // (num_columns * like.itemsize))), num_columns)

@@ -111,16 +111,15 @@ def views(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return qdata.view(torch.uint16), scale.view(torch.uint8)
 
 
-def dense_rows(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense `[rows, K]` from the `views` of any run of rows."""
+def dense_rows(qdata: Tensor, scale: Tensor) -> Tensor:
+    """BF16 `[rows, K]` from the `views` of any run of rows."""
     rows, groups = scale.shape
     factors = _powers(scale.device).index_select(0, scale.to(torch.int32).view(-1)).view(rows, groups, 1)
-    w = e2m1.unpack(qdata).view(rows, groups, GROUP).mul_(factors).view(rows, -1)
-    return w if dtype is torch.bfloat16 else w.to(dtype)
+    return e2m1.unpack(qdata).view(rows, groups, GROUP).mul_(factors).view(rows, -1)
 
 
 def dequantize(weight: MXFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return dense_rows(*views(weight.qdata, weight.scale), dtype)
+    return dense_rows(*views(weight.qdata, weight.scale)).to(dtype)
 
 
 def expert(weight: MXFP4Weight, index: int) -> MXFP4Weight:

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.quant import e2m1
-from orbit_runtime.quant.checks import DAMAGED, check_groups, check_matrix, check_scale, take
+from orbit_runtime.quant.checks import (
+    DAMAGED,
+    check_groups,
+    check_matrix,
+    check_scale,
+    e4m3_values,
+    take,
+    times_scales,
+)
 
 GROUP = 16
 E4M3_MAX, E4M3_TINY = 448.0, 2.0**-9
@@ -104,19 +112,19 @@ def views(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[Tensor, T
     return qdata.view(torch.uint16), scale, global_scale.reshape(1, 1).expand(qdata.shape[0], 1)
 
 
-def dense_rows(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense `[rows, K]` from the `views` of any run of rows; layout `NVFP4`."""
-    return _dense(qdata, scale.float() / global_scale, dtype)
+def dense_rows(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """BF16 `[rows, K]` from the `views` of any run of rows; layout `NVFP4`."""
+    return times_scales(e2m1.unpack(qdata), e4m3_values(scale).float() / global_scale)
 
 
-def dense_rows_modelopt(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dense_rows_modelopt(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """The same for layout `NVFP4ModelOpt`."""
-    return _dense(qdata, scale.float() * global_scale, dtype)
+    return times_scales(e2m1.unpack(qdata), e4m3_values(scale).float() * global_scale)
 
 
 def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     rows = dense_rows if weight.layout == "NVFP4" else dense_rows_modelopt
-    return rows(*views(weight.qdata, weight.scale, weight.global_scale), dtype)
+    return rows(*views(weight.qdata, weight.scale, weight.global_scale)).to(dtype)
 
 
 def buffers(weight: NVFP4Weight) -> dict[str, Tensor]:
@@ -141,10 +149,3 @@ def tiles(weight: NVFP4Weight) -> dict[str, tuple[int, int] | None]:
 def to_checkpoint(weight: NVFP4Weight) -> dict[str, Tensor]:
     """The tensors of this weight in a file, relative to the module."""
     return buffers(weight)
-
-
-def _dense(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    rows, groups = scale.shape
-    w = e2m1.unpack(qdata).float().view(rows, groups, GROUP).mul_(scale.unsqueeze(-1)).view(rows, -1)
-    w = w.to(torch.bfloat16)
-    return w if dtype is torch.bfloat16 else w.to(dtype)

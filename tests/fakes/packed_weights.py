@@ -45,12 +45,18 @@ def ordinary_floats(*shape: int, seed: int) -> Tensor:
     return torch.exp(torch.randn(shape, generator=generator(seed)) * 2 - 6)
 
 
+def _e4m3(*shape: int, seed: int) -> Tensor:
+    """Every code but NaN."""
+    drawn = random_bytes(*shape, seed=seed)
+    return torch.where(drawn & 0x7F == 0x7F, drawn - 1, drawn).view(torch.float8_e4m3fn)
+
+
 def fp8_block(rows: int, columns: int, scale: Tensor, layout: str = "FP8Block") -> FP8BlockWeight:
-    return FP8BlockWeight(random_bytes(rows, columns, seed=1).view(torch.float8_e4m3fn), scale, layout)
+    return FP8BlockWeight(_e4m3(rows, columns, seed=1), scale, layout)
 
 
 def fp8(rows: int, columns: int, scale: Tensor) -> FP8Weight:
-    return FP8Weight(random_bytes(rows, columns, seed=2).view(torch.float8_e4m3fn), scale)
+    return FP8Weight(_e4m3(rows, columns, seed=2), scale)
 
 
 def nvfp4(rows: int, columns: int, global_scale: float, layout: str = "NVFP4") -> NVFP4Weight:

@@ -162,6 +162,7 @@ ROWS: dict[str, Row] = {
     "infinite FP8 block scale": Row(
         "FP8", put(f"{M}.weight_scale_inv", one(float("inf"))), (f"{M}.weight_scale_inv", "is inf"), VALUES
     ),
+    "FP8 value of NaN": Row("FP8", put(f"{M}.weight", one(float("nan"))), (f"{M}.weight", "is NaN"), VALUES),
     "FP8 scale missing": Row("FP8", drop(f"{M}.weight_scale_inv"), (f"{M}.weight_scale_inv", "missing")),
     "FP8 scale of the wrong shape": Row(
         "FP8", put(f"{M}.weight_scale_inv", lambda t: t.repeat(2, 1)), (f"{M}.weight_scale_inv", "expected F32")
