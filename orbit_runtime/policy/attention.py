@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -208,9 +207,10 @@ def attend_rows(
     causal = isinstance(visible_B1QS, str)
     mask = None if isinstance(visible_B1QS, str) else visible_B1QS
     if kernel != "Eager" and look.is_plain:
-        if q_BHQD.requires_grad and q_BHQD.dtype == torch.bfloat16 and not q_BHQD.is_cuda:
-            return _Attended.apply(q_BHQD, k_BKSD, v_BKSD, mask, causal, look.scale)
-        return _attend_fused(q_BHQD, k_BKSD, v_BKSD, mask, causal, look.scale)
+        gqa = q_BHQD.shape[1] != k_BKSD.shape[1]
+        return F.scaled_dot_product_attention(
+            q_BHQD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal, scale=look.scale, enable_gqa=gqa
+        )
     assert not causal, "the explicit products are given a mask"
     rows, heads, queries, _ = q_BHQD.shape
     kv_heads = k_BKSD.shape[1]
@@ -226,42 +226,30 @@ def attend_rows(
     return torch.matmul(weights.to(v_BKSD.dtype), v_BKSD).view(rows, heads, queries, -1)
 
 
-def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+def attention_gradients(
+    q_BHQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, grad_BHQD: Tensor, visible_B1QS: Visible, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, given that of what `attend_rows` returned for them.
 
-
-class _Attended(torch.autograd.Function):
-    """torch's fused kernel, whose own backward in BF16 takes a CPU eight times as long as these products, and five
-    times as long as in fp32. Scores and the gradient of the weights are in fp32, as inside of the kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-        ctx.save_for_backward(q, k, v, mask)
-        ctx.causal, ctx.scale = causal, scale
-        return _attend_fused(q, k, v, mask, causal, scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BHQD: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask = ctx.saved_tensors
-        rows, heads, queries, _ = q.shape
-        kv_heads, keys = k.shape[1:3]
-        if ctx.causal:
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_()
-        # The heads that share keys are one matrix.
-        q, grad = (each.reshape(rows * kv_heads, -1, each.shape[-1]) for each in (q, grad_BHQD))
-        k, v = (each.flatten(0, 1) for each in (k, v))
-        scores = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(ctx.scale).view(rows, heads, queries, keys)
-        if mask is not None:
-            scores.masked_fill_(~mask, float("-inf"))
-        weights = torch.softmax(scores, -1).view(rows * kv_heads, -1, keys)
-        grad_weights = torch.bmm(grad.float(), v.float().transpose(1, 2))
-        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, torch.float32).mul_(ctx.scale).to(q.dtype)
-        grad_v = torch.bmm(weights.to(grad.dtype).transpose(1, 2), grad)
-        grad_q, grad_k = torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q)
-        of_q, of_k, of_v = (each.unflatten(0, (rows, kv_heads)) for each in (grad_q, grad_k, grad_v))
-        return of_q.reshape(rows, heads, queries, -1), of_k, of_v, None, None, None
+    In BF16 torch's fused kernel takes a CPU eight times as long as these products, and five times as long as in fp32.
+    Scores, weights and their gradients are fp32, as within the kernel.
+    """
+    rows, heads, queries, _ = q_BHQD.shape
+    kv_heads, keys = k_BKSD.shape[1:3]
+    # The heads that share keys are one matrix.
+    q, grad = (each.reshape(rows * kv_heads, -1, each.shape[-1]) for each in (q_BHQD, grad_BHQD))
+    k, v = (each.flatten(0, 1) for each in (k_BKSD, v_BKSD))
+    scores = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(scale).view(rows, heads, queries, keys)
+    if visible_B1QS is not None:
+        causal = isinstance(visible_B1QS, str)
+        visible = scores.new_ones(queries, keys, dtype=torch.bool).tril_() if causal else visible_B1QS
+        scores.masked_fill_(~visible, float("-inf"))  # type: ignore[operator]
+    weights = torch.softmax(scores, -1).view(rows * kv_heads, -1, keys)
+    grad_weights = torch.bmm(grad.float(), v.float().transpose(1, 2))
+    grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, torch.float32).mul_(scale).to(q.dtype)
+    grad_v = torch.bmm(weights.to(grad.dtype).transpose(1, 2), grad)
+    grad_q, grad_k = torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q)
+    return grad_q.view(q_BHQD.shape), grad_k.view(k_BKSD.shape), grad_v.view(v_BKSD.shape)
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,14 @@
-"""The decoder of Llama-form models as one straight sequence of tensor operations, for the engine.
+"""The decoder of Llama-form models as one straight sequence of tensor operations.
 
 The cost of a decode step on a CPU depends on the number of operations, not on their size: transformers' modules take
 about 220 per layer, this takes about 40. Linears that read the same input are one product if their weights allow it,
-each under its own adapter; queries and keys are normalised and rotated together, and the residual is added in place. It
-is a second implementation beside the one that the trainer uses, so the parity of engine and trainer covers both.
+each under its own adapter; queries and keys are normalised and rotated together, and the residual is added in place.
+The engine uses it, and in BF16 on a CPU the trainer too, unless it trains OFT or a whole model, drops, or computes
+layers again. In fp32 the trainer's passes go through the model's modules.
 
-Belongs here: recognising models of that form, their forward pass without gradient, and sharing one packed weight among
-neighbours. Does not belong here: other forms (those run through their own modules), attention over the cache
-(`rollout.cache`), one layer's dispatch and maths (`adapters`).
+Belongs here: recognising models of that form, their forward pass, and sharing one packed weight among neighbours. Does
+not belong here: the steps' gradients (`gradients`), other forms (those run through their own modules), attention over
+the cache (`rollout.cache`), one layer's dispatch and maths (`adapters`).
 
 Legend: `T` tokens, `N` hidden size, `H` query heads, `K` key/value heads, `D` head size; of a group of linears: x
 `[T, K]`, result `[T, N]` with N the sum of the members' outputs, in their order.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from orbit_runtime.adapters.lora import LoRASlot, add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
+from orbit_runtime.policy.gradients import AdaptedProduct, Normed, gated, turned
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
 
@@ -64,9 +67,12 @@ class LinearGroup:
         """`dense`: see `FrozenLinear.product`."""
         active = self._selection.active if self._selection is not None else None
         if active is None and self.base is not None:
-            return self.base.product(x_TK, dense)
+            records = torch.is_grad_enabled() and x_TK.requires_grad
+            return self.base(x_TK) if records else self.base.product(x_TK, dense)  # type: ignore[no-any-return]
         if self.base is None or (self._rotates and not isinstance(active, str)):
             return self._one_by_one(x_TK)
+        if torch.is_grad_enabled() and isinstance(active, str) and not self._rotates:
+            return self._with_gradient(x_TK, active, dense)
         if self._rotates:
             slots: list[OFTSlot] = [layer.slot(str(active)) for layer, _, _ in self._adapted]  # type: ignore[misc]
             one_input = len(slots) == len(self._members) and all(s.rotation is slots[0].rotation for s in slots)
@@ -102,6 +108,16 @@ class LinearGroup:
         self._stacks[name] = (slots, whole)
         return whole
 
+    def _with_gradient(self, x_TK: Tensor, name: str, dense: Tensor) -> Tensor:
+        """The same sums as with `_stacked`, recorded for gradients."""
+        base: FrozenLinear = self.base  # type: ignore[assignment]
+        slots: list[LoRASlot] = [layer.slot(name) for layer, _, _ in self._adapted]  # type: ignore[misc]
+        placed = zip(slots, self._adapted, strict=True)
+        B_NR = torch.cat([F.pad(s.lora_B, (0, 0, at, base.out_features - end)) for s, (_, at, end) in placed], 1)
+        A_RK, product = torch.cat([slot.lora_A for slot in slots]), partial(base.product, dense=dense)
+        result: Tensor = AdaptedProduct.apply(x_TK, A_RK, B_NR, slots[0].scaling, product, base.input_gradient)
+        return result
+
     def _one_by_one(self, x_TK: Tensor) -> Tensor:
         parts = [member(x_TK) for member in self._members]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -121,9 +137,13 @@ class _Norm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """fp32 `x / sqrt(mean(x²) + eps) * weight` over the last dimension, of fp32 x."""
+        if torch.is_grad_enabled():
+            return Normed.apply(x, self.weight, self.scale)
+        return (x * self.scale(x)).mul_(self.weight)
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(self.eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        return (x * scale).mul_(self.weight)
+        return torch.addcmul(self.eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +167,7 @@ class _Layer:
 
 
 class DirectDecoder:
-    """Hidden states of a Llama-form model. Not for gradients; built once the model is on its device."""
+    """Hidden states of a Llama-form model; built once the model is on its device."""
 
     def __init__(self, decoder: nn.Module, compute_dtype: torch.dtype, *, ordered: bool) -> None:
         self._dtype = compute_dtype
@@ -180,21 +200,20 @@ class DirectDecoder:
         # In BF16: products and their inputs; the residual stream, norms and rotations are fp32.
         x_TN, dense, dtype = self._embed(token_ids_T).float(), self._dense, self._dtype
         cos_T1D, sin_T1D = self._angles(position_T, plan.longest, x_TN)
+        add = torch.add if torch.is_grad_enabled() else Tensor.add_
         for number, layer in enumerate(self._layers):
             heads, kv_heads, size = layer.heads
             qkv_THD = layer.qkv(layer.before_attention(x_TN).to(dtype), dense).view(len(x_TN), -1, size)
             qk_THD = qkv_THD[:, : heads + kv_heads]
             if layer.qk_norm is not None:
                 qk_THD = layer.qk_norm(qk_THD.float())
-            # (first half, second half) → (-second, first); the sign is part of the table.
-            turned_THD = torch.cat((qk_THD[..., size // 2 :], qk_THD[..., : size // 2]), -1).mul(sin_T1D)
-            qk_THD = turned_THD.addcmul_(qk_THD, cos_T1D).to(dtype)
+            qk_THD = turned(qk_THD, cos_T1D, sin_T1D, dtype)
             attended_TN = plan.attend_tokens(
                 number, qk_THD[:, :heads], qk_THD[:, heads:], qkv_THD[:, heads + kv_heads :], layer.look
             )
-            x_TN = x_TN.add_(layer.output(attended_TN, dense))
-            gate_TN, up_TN = layer.gate_up(layer.before_mlp(x_TN).to(dtype), dense).chunk(2, -1)
-            x_TN = x_TN.add_(layer.down(F.silu(gate_TN).mul_(up_TN), dense))
+            x_TN = add(x_TN, layer.output(attended_TN, dense))
+            both_TN = layer.gate_up(layer.before_mlp(x_TN).to(dtype), dense)
+            x_TN = add(x_TN, layer.down(gated(both_TN), dense))
         return self._norm(x_TN).to(dtype)
 
     def _angles(self, position_T: torch.Tensor, longest: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from orbit_runtime.adapters.inject import InjectedAdapter
 from orbit_runtime.adapters.layer import AppliedTensors
 from orbit_runtime.adapters.masters import Trainable
 from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
-from orbit_runtime.policy.attention import PACKED, AttentionPlan, Kernel, Mode, hidden_of, run_decoder
+from orbit_runtime.policy.attention import PACKED, AttentionPlan, Kernel, Mode, hidden_of, layers_of, run_decoder
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.distance import Measure, TeacherReport, token_distances
 from orbit_runtime.policy.division import ProcessIndex
@@ -77,7 +77,7 @@ class Policy:
     """Format of the checkpoint's quantised layers: a name in `quant.FORMATS`."""
     kernel: Kernel = "SDPA"
     direct: DirectDecoder | None = None
-    """The engine's own implementation of the base, if its form is known; None to use the model's modules."""
+    """Orbit's own implementation of the base, if its form is known; None to use the model's modules."""
     mode: Mode = PACKED
     whole: Trainable | None = None
     """The masters, if every weight is trained; None if `injected` has the trained parameters."""
@@ -237,8 +237,26 @@ class Policy:
         if self.mode.rows != "packed":
             return OwnRows(batch, self.mode.rows == "single").hidden(self._decode_rows, self.injected.selection)
         plan = self.plan(batch)
+        if self.direct is not None and self._passes_directly:
+            return self.direct.hidden(batch.token_ids_T, batch.position_T, plan)
         with self.routing.given(routed_TLC) if self.routing else nullcontext():
             return self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
+
+    @property
+    def _passes_directly(self) -> bool:
+        """Whether the trainer's passes use `direct` too: those in BF16 on a CPU. All of them or none, so that a pass
+        without gradient has the bits of one with it."""
+        config, selection = self.injected.config, self.injected.selection
+        return (
+            self.compute_dtype is torch.bfloat16
+            and self.device.type == "cpu"
+            and self.division is None
+            and self.whole is None
+            and config.type == "LoRA"
+            and not config.dropout
+            and not layers_of(self.model)[0].training
+            and not (torch.is_grad_enabled() and isinstance(selection.active, tuple))
+        )
 
     def recompute(self, recompute: Recompute) -> None:
         """Sets what passes that record gradients keep of each layer from now on. Results do not change.

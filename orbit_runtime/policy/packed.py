@@ -16,14 +16,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from orbit_runtime.errors import InternalError
-from orbit_runtime.policy.attention import AttentionSettings, Kernel, Visible, attend_rows
+from orbit_runtime.policy.attention import AttentionSettings, Kernel, Visible, attend_rows, attention_gradients
 from orbit_runtime.policy.chunked import attend_chunked
 from orbit_runtime.policy.division import ProcessIndex, own_tokens
 from orbit_runtime.policy.routing import OWN_CHOICE
@@ -378,21 +380,30 @@ class PackedPlan:
         if self.kernel == "Chunked":
             return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look).flatten(1)
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
-        heads, kv_heads = q_THD.shape[1], k_TKD.shape[1]
+        heads, is_bf16 = (q_THD.shape[1], k_TKD.shape[1]), q_THD.dtype == torch.bfloat16
+        if q_THD.requires_grad and is_bf16 and not q_THD.is_cuda and self.kernel == "SDPA" and look.is_plain:
+            return _Attended.apply(q_TN, k_TN, v_TN, heads, self, look)
+        return self.attend_buckets(q_TN, k_TN, v_TN, heads, look)
+
+    def attend_buckets(
+        self,
+        q_TN: torch.Tensor,
+        k_TN: torch.Tensor,
+        v_TN: torch.Tensor,
+        heads: tuple[int, int],
+        look: AttentionSettings,
+    ) -> torch.Tensor:
+        """`[T, N]` by the kernel; `heads`: of queries, and of keys and values."""
         pieces = []
-        for number, bucket in enumerate(self.batch.buckets):
-            q, k, v = (
-                gather_rows(source, index).unflatten(-1, (count, -1)).transpose(1, 2)
-                for source, index, count in (
-                    (q_TN, bucket.query_BQ, heads),
-                    (k_TN, bucket.key_BS, kv_heads),
-                    (v_TN, bucket.key_BS, kv_heads),
-                )
-            )
-            visible = self._visible_of(number, bucket, look)
+        for bucket, visible in self.masked(look):
+            q, k, v = heads_of(bucket, (q_TN, k_TN, v_TN), heads)
             out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel)
             pieces.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return gather_rows(torch.cat(pieces), self.batch.unsort_T)
+
+    def masked(self, look: AttentionSettings) -> Iterator[tuple[Bucket, Visible]]:
+        """Each bucket, and what its queries see."""
+        return ((bucket, self._visible_of(number, bucket, look)) for number, bucket in enumerate(self.batch.buckets))
 
     def _visible_of(self, number: int, bucket: Bucket, look: AttentionSettings) -> Visible:
         """The mask, built once for all layers with the same window; not needed if the fused kernel can derive it."""
@@ -402,3 +413,51 @@ class PackedPlan:
         if place not in self._visible:
             self._visible[place] = bucket.visible(look.window)
         return self._visible[place]
+
+
+def heads_of(bucket: Bucket, sources_TN: Sequence[Tensor], heads: tuple[int, int]) -> list[Tensor]:
+    """Queries, keys and values of a bucket's rows, `[B, heads, tokens, D]`."""
+    kinds = ((bucket.query_BQ, heads[0]), (bucket.key_BS, heads[1]), (bucket.key_BS, heads[1]))
+    return [
+        gather_rows(source, index).unflatten(-1, (count, -1)).transpose(1, 2)
+        for source, (index, count) in zip(sources_TN, kinds, strict=True)
+    ]
+
+
+class _Attended(torch.autograd.Function):
+    """`PackedPlan.attend_buckets` with the gradient of `attention_gradients`; saves queries, keys and values only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TN: Tensor,
+        k_TN: Tensor,
+        v_TN: Tensor,
+        heads: tuple[int, int],
+        plan: PackedPlan,
+        look: AttentionSettings,
+    ) -> Tensor:
+        ctx.save_for_backward(q_TN, k_TN, v_TN)
+        ctx.settings = heads, plan, look
+        return plan.attend_buckets(q_TN, k_TN, v_TN, heads, look)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        heads, plan, look = ctx.settings
+        buckets, unsort_T = plan.batch.buckets, plan.batch.unsort_T
+        counts = [bucket.query_BQ.numel() for bucket in buckets]
+        # The gradient of padding is 0.
+        sorted_grad = grad_TN.new_zeros(sum(counts), grad_TN.shape[1]).index_copy_(0, unsort_T, grad_TN)
+        found: list[list[Tensor]] = []
+        for (bucket, visible), grad in zip(plan.masked(look), sorted_grad.split(counts), strict=True):
+            grad_BHQD = grad.view(*bucket.query_BQ.shape, heads[0], -1).transpose(1, 2)
+            q, k, v = heads_of(bucket, ctx.saved_tensors, heads)
+            grads = attention_gradients(q, k, v, grad_BHQD, visible, look.scale)
+            found.append([each.transpose(1, 2).flatten(2).flatten(0, 1) for each in grads])
+        of_q, of_k, of_v = (torch.cat(pieces) for pieces in zip(*found, strict=True))
+        keys = torch.cat([bucket.key_BS.flatten() for bucket in buckets])
+        of_k, of_v = (
+            torch.ops.aten.embedding_dense_backward(each, keys, len(grad_TN), -1, False) for each in (of_k, of_v)
+        )
+        return gather_rows(of_q, unsort_T), of_k, of_v, None, None, None

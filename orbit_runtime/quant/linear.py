@@ -154,6 +154,10 @@ class FrozenLinear(nn.Module):
         if len(views) == 1 and views[0].dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self._ordered = torch.ops.mkldnn._reorder_linear_weight(views[0], ORDERED_ROWS)
 
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """`dy @ W` for dy `[T, N]`; outside of autograd."""
+        return self._product.input_gradient(dy, self._packed_views())
+
     def widen(self, wide: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         """Holds the dense weight in `dtype`: the same values, no longer cast or dequantised at every call.
 

@@ -1,4 +1,4 @@
-"""The engine's own way through models of the Llama form, against the model's modules."""
+"""Orbit's own way through models of the Llama form, against the model's modules."""
 
 from __future__ import annotations
 
@@ -195,3 +195,39 @@ def test_in_bf16_it_is_as_close_to_fp32_as_the_modules_are(tmp_path: Path, archi
         assert ordered is not None, number
         assert wide.base_digest() != exact.base_digest(), number
         shared._ordered = ordered
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "down_proj")], ids=["all", "some"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_gradients_equal_those_of_autograd_through_the_models_modules(
+    tmp_path: Path, architecture: str, targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = AdapterConfig(type="LoRA", targets=targets, rank=4, alpha=8.0)
+    policy = with_slots(load_policy(make_checkpoint(tmp_path, architecture), lora), lora)
+    found = []
+    for direct in (True, False):
+        monkeypatch.setattr(Policy, "_passes_directly", direct)
+        (logprobs_of(policy) * torch.linspace(-1, 1, 9)).sum().backward()
+        found.append([master.grad for master in policy.injected.parameters()])
+        for master in policy.injected.parameters():
+            master.grad = None
+    for grad, expected in zip(*found, strict=True):
+        assert grad is not None
+        torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_pass_in_bf16_with_gradients_has_the_bits_of_one_without(tmp_path: Path, architecture: str) -> None:
+    folder = make_checkpoint(tmp_path, architecture)
+    policy = with_slots(load_policy(folder, LORA, compute_dtype=torch.bfloat16), LORA)
+    recorded = logprobs_of(policy)
+    with torch.no_grad():
+        assert torch.equal(logprobs_of(policy), recorded)
+    recorded.sum().backward()
+    exact = with_slots(load_policy(folder, LORA), LORA)
+    logprobs_of(exact).sum().backward()
+    near, far = (
+        torch.cat([master.grad.flatten() for master in each.injected.parameters()])  # type: ignore[union-attr]
+        for each in (policy, exact)
+    )
+    assert float((near - far).norm() / far.norm()) < 0.03

@@ -65,7 +65,8 @@ def test_layers_multiply_in_bf16_and_add_in_fp32(name: str) -> None:
             if isinstance(module, FrozenLinear | FrozenExpertLinear):
                 module.register_forward_pre_hook(lambda _, args: factors.add(args[0].dtype))
     found, expected = gradients(policy), gradients(exact)
-    assert (streams, factors) == ({torch.float32}, {torch.bfloat16})
+    # The direct decoder calls no modules.
+    assert (streams, factors) == (({torch.float32}, {torch.bfloat16}) if policy.direct is None else (set(), set()))
     assert cosine_similarity(found, expected, dim=0) > 0.99
     assert policy.base_digest() == exact.base_digest()
 

@@ -9,7 +9,7 @@ from torch import nn
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.policy.attention import AttentionSettings, attend_rows
+from orbit_runtime.policy.attention import attention_gradients
 from orbit_runtime.policy.logprobs import logits_of, token_logprobs
 from orbit_runtime.policy.packed import Branch
 
@@ -66,16 +66,14 @@ def test_gradients_of_log_probs_in_bf16_are_those_of_double_precision(entropy: b
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_of_attention_in_bf16_are_those_of_double_precision(masked: bool) -> None:
-    q, k, v = (hidden_of(2 * heads * 7, 8).view(2, heads, 7, 8).requires_grad_(True) for heads in (6, 2, 2))
-    exact = [each.detach().double().requires_grad_(True) for each in (q, k, v)]
+    q, k, v = (hidden_of(2 * heads * 7, 8).view(2, heads, 7, 8) for heads in (6, 2, 2))
+    exact = [each.double().requires_grad_(True) for each in (q, k, v)]
     visible = (torch.ones(7, 7).tril() > 0).expand(2, 1, 7, 7)
-    out = attend_rows(q, k, v, visible_B1QS=visible if masked else "causal", look=AttentionSettings(0.3), kernel="SDPA")
     wide = [each.repeat_interleave(3, 1) for each in exact[1:]]
     wanted = torch.softmax((exact[0] @ wide[0].mT * 0.3).masked_fill(~visible, float("-inf")), -1) @ wide[1]
-    slope = hidden_of(out.numel(), 1).view_as(out)
-    for grad, expected in zip(
-        torch.autograd.grad(out, (q, k, v), slope), torch.autograd.grad(wanted, exact, slope.double()), strict=True
-    ):
+    slope = hidden_of(wanted.numel(), 1).view_as(wanted)
+    found = attention_gradients(q, k, v, slope, visible if masked else "causal", 0.3)
+    for grad, expected in zip(found, torch.autograd.grad(wanted, exact, slope.double()), strict=True):
         assert grad.dtype == torch.bfloat16
         torch.testing.assert_close(grad.double(), expected, rtol=2**-5, atol=float(expected.abs().max()) * 2**-6)
 
