@@ -19,6 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from orbit_runtime.errors import UnsupportedError
 
 IMPLEMENTATION = "orbit"
+KEY_BLOCK = 32
+"""With keys in whole blocks of this size, torch's fused kernel for BF16 on a CPU gives a query the same bits whatever
+other queries and unseen keys stand beside it; what is not seen adds exact zeros."""
 DELTA_CHUNK = 64
 """Longest chunk of the gated delta rule in transformers' own code, which pads sequences to a multiple of it."""
 Kernel = Literal["Eager", "SDPA", "Chunked"]
@@ -207,10 +210,15 @@ def attend_rows(
     causal = isinstance(visible_B1QS, str)
     mask = None if isinstance(visible_B1QS, str) else visible_B1QS
     if kernel != "Eager" and look.is_plain:
-        gqa = q_BHQD.shape[1] != k_BKSD.shape[1]
-        return F.scaled_dot_product_attention(
+        gqa, queries = q_BHQD.shape[1] != k_BKSD.shape[1], q_BHQD.shape[2]
+        if queries % KEY_BLOCK == 1 and q_BHQD.dtype is torch.bfloat16 and not q_BHQD.is_cuda:
+            # A query alone in the kernel's last block would go through another product.
+            q_BHQD = torch.cat((q_BHQD, q_BHQD[:, :, -1:]), 2)
+            mask = mask if mask is None else torch.cat((mask, mask[:, :, -1:]), 2)
+        attended = F.scaled_dot_product_attention(
             q_BHQD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal, scale=look.scale, enable_gqa=gqa
         )
+        return attended[:, :, :queries]
     assert not causal, "the explicit products are given a mask"
     rows, heads, queries, _ = q_BHQD.shape
     kv_heads = k_BKSD.shape[1]

@@ -16,10 +16,11 @@ Legend: `T` tokens, `N` hidden size, `H` query heads, `K` key/value heads, `D` h
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,31 @@ from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
 from orbit_runtime.policy.gradients import AdaptedProduct, Normed, gated, turned
+from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
+
+SAME_BITS = (48, 192)
+"""Numbers of rows between which oneDNN multiplies BF16 by one kernel, wherever it does not cut the columns."""
+
+
+@cache
+def gives_same_bits(in_features: int, out_features: int, rank: int, _num_threads: int) -> bool:
+    """Whether products of this shape in BF16, with LoRA added, give a row the same bits for all of `SAME_BITS`."""
+    generator, most = torch.Generator().manual_seed(0), SAME_BITS[1]
+    shapes = ((4 * most, in_features), (out_features, in_features), (rank, in_features), (out_features, rank))
+    x, w, A, B = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    linear, slot = FrozenLinear(BF16Weight(w)), LoRASlot(A, B, 2.0)
+    linear.order()
+
+    def products(count: int) -> Tensor:
+        found = [add_lora_(linear.product(rows, w), rows, slot) for rows in x.split(count) if len(rows) == count]
+        return torch.cat(found)
+
+    with torch.no_grad():
+        expected = products(most)
+        # Some in a thousand results differ if another kernel is chosen.
+        found = (products(count) for count in (SAME_BITS[0], 57, 64, 100, 128, 171))
+        return all(torch.equal(each, expected[: len(each)]) for each in found)
 
 
 class LinearGroup:
@@ -49,6 +74,8 @@ class LinearGroup:
             if isinstance(member, AdaptedLinear):
                 self._adapted.append((member, start, stop))
             start = stop
+        self.blocks: tuple[int, int] | None = None
+        """Least and most rows of a product, if a row's bits are the same for all numbers between."""
         self._stacks: dict[str, tuple[list[LoRASlot], LoRASlot]] = {}
         first = self._adapted[0][0] if self._adapted else None
         self._selection = first.selection if first is not None else None
@@ -60,31 +87,65 @@ class LinearGroup:
         return self.base.out_features * self.base.in_features if self.base is not None else 0
 
     def order(self) -> None:
+        """Orders the weight as the library reads it, and finds how many rows to hand it."""
         if self.base is not None:
             self.base.order()
+            config = self._adapted[0][0].config if self._adapted else None
+            rank = config.rank * len(self._adapted) if config is not None and config.type == "LoRA" else 0
+            shape = (self.base.in_features, self.base.out_features, rank, torch.get_num_threads())
+            self.blocks = SAME_BITS if self.base.is_ordered and gives_same_bits(*shape) else None
 
     def __call__(self, x_TK: Tensor, dense: Tensor) -> Tensor:
         """`dense`: see `FrozenLinear.product`."""
         active = self._selection.active if self._selection is not None else None
-        if active is None and self.base is not None:
-            records = torch.is_grad_enabled() and x_TK.requires_grad
-            return self.base(x_TK) if records else self.base.product(x_TK, dense)  # type: ignore[no-any-return]
-        if self.base is None or (self._rotates and not isinstance(active, str)):
+        records = torch.is_grad_enabled() and (active is not None or x_TK.requires_grad)
+        if self.base is None or (self._rotates and active is not None and not isinstance(active, str)):
             return self._one_by_one(x_TK)
-        if torch.is_grad_enabled() and isinstance(active, str) and not self._rotates:
+        if active is None:
+            return self.base(x_TK) if records else self.in_blocks(x_TK, lambda x, _: self.base.product(x, dense))  # type: ignore[no-any-return,union-attr]
+        if records and isinstance(active, str) and not self._rotates:
             return self._with_gradient(x_TK, active, dense)
         if self._rotates:
             slots: list[OFTSlot] = [layer.slot(str(active)) for layer, _, _ in self._adapted]  # type: ignore[misc]
             one_input = len(slots) == len(self._members) and all(s.rotation is slots[0].rotation for s in slots)
             return self.base.product(rotate(x_TK, slots[0].rotation), dense) if one_input else self._one_by_one(x_TK)
-        runs: tuple[Segment, ...] = ((active, 0, len(x_TK)),) if isinstance(active, str) else active or ()
+        runs: tuple[Segment, ...] = ((active, 0, len(x_TK)),) if isinstance(active, str) else active
         if runs and runs[-1][2] > len(x_TK):
             raise InternalError(f"adapter segments reach row {runs[-1][2]} of {len(x_TK)}")
-        y_TN: Tensor = self.base.product(x_TK, dense)
-        for name, start, stop in runs:
-            if name is not None and stop > start:
-                add_lora_(y_TN[start:stop], x_TK[start:stop], self._stacked(name))
+        adapters = [
+            (self._stacked(name), start, stop) for name, start, stop in runs if name is not None and stop > start
+        ]
+        return self.in_blocks(x_TK, partial(self._adapted_block, adapters=adapters, dense=dense))
+
+    def _adapted_block(
+        self, x_TK: Tensor, first: int, *, adapters: Sequence[tuple[LoRASlot, int, int]], dense: Tensor
+    ) -> Tensor:
+        """Args: first: number of the block's first row; adapters: each with its first and end row."""
+        y_TN: Tensor = self.base.product(x_TK, dense)  # type: ignore[union-attr]
+        for slot, start, stop in adapters:
+            start, stop = max(start - first, 0), min(stop - first, len(x_TK))
+            if self.blocks is None:
+                add_lora_(y_TN[start:stop], x_TK[start:stop], slot)
+            elif stop > start:
+                # Products over all rows of the block: fewer could have other bits.
+                whole = start == 0 and len(adapters) == 1
+                added = add_lora_(y_TN if whole else y_TN.clone(), x_TK, slot)
+                y_TN = added if whole else y_TN.index_copy_(0, torch.arange(start, stop), added[start:stop])
         return y_TN
+
+    def in_blocks(self, x_TK: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """`product` of x, of numbers of rows for which the library gives a row the same bits, if there are such.
+
+        Args: product: called with rows and the number of the first.
+        """
+        count = len(x_TK)
+        if self.blocks is None or self.blocks[0] <= count <= self.blocks[1]:
+            return product(x_TK, 0)
+        if count < self.blocks[0]:
+            return product(F.pad(x_TK, (0, 0, 0, self.blocks[0] - count)), 0)[:count]
+        parts = x_TK.tensor_split(-(-count // self.blocks[1]))
+        firsts = itertools.accumulate((len(part) for part in parts), initial=0)
+        return torch.cat([product(part, first) for part, first in zip(parts, firsts, strict=False)])
 
     def _stacked(self, name: str) -> LoRASlot:
         """The members' LoRA as one: A below A, each B in its own rows and columns, zeros elsewhere. From then on the
@@ -114,8 +175,11 @@ class LinearGroup:
         slots: list[LoRASlot] = [layer.slot(name) for layer, _, _ in self._adapted]  # type: ignore[misc]
         placed = zip(slots, self._adapted, strict=True)
         B_NR = torch.cat([F.pad(s.lora_B, (0, 0, at, base.out_features - end)) for s, (_, at, end) in placed], 1)
-        A_RK, product = torch.cat([slot.lora_A for slot in slots]), partial(base.product, dense=dense)
-        result: Tensor = AdaptedProduct.apply(x_TK, A_RK, B_NR, slots[0].scaling, product, base.input_gradient)
+        A_RK, whole = torch.cat([slot.lora_A for slot in slots]), slots[0].scaling
+        slot = LoRASlot(A_RK.detach(), B_NR.detach(), whole)
+        product = partial(self._adapted_block, adapters=[(slot, 0, len(x_TK))], dense=dense)
+        forward = partial(self.in_blocks, product=product)
+        result: Tensor = AdaptedProduct.apply(x_TK, A_RK, B_NR, whole, forward, base.input_gradient)
         return result
 
     def _one_by_one(self, x_TK: Tensor) -> Tensor:

@@ -98,19 +98,18 @@ class AdaptedProduct(torch.autograd.Function):
         A_RK: Tensor,
         B_NR: Tensor,
         scaling: float,
-        product: Callable[[Tensor], Tensor],
+        adapted: Callable[[Tensor], Tensor],
         input_gradient: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        h_TR = torch.mm(x_TK, A_RK.t())
-        ctx.save_for_backward(x_TK, A_RK, B_NR, h_TR)
+        ctx.save_for_backward(x_TK, A_RK, B_NR)
         ctx.scaling, ctx.input_gradient = scaling, input_gradient
-        return product(x_TK).addmm_(h_TR, B_NR.t(), alpha=scaling)
+        return adapted(x_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, A_RK, B_NR, h_TR = ctx.saved_tensors
+        x_TK, A_RK, B_NR = ctx.saved_tensors
         grad_TR = torch.mm(grad_TN, B_NR).mul_(ctx.scaling)
         of_x = ctx.input_gradient(grad_TN).addmm_(grad_TR, A_RK) if ctx.needs_input_grad[0] else None
-        of_B = torch.mm(grad_TN.t(), h_TR).mul_(ctx.scaling)
+        of_B = torch.mm(grad_TN.t(), torch.mm(x_TK, A_RK.t())).mul_(ctx.scaling)
         return of_x, torch.mm(grad_TR.t(), x_TK), of_B, None, None, None

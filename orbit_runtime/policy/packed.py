@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from orbit_runtime.errors import InternalError
-from orbit_runtime.policy.attention import AttentionSettings, Kernel, Visible, attend_rows, attention_gradients
+from orbit_runtime.policy.attention import (
+    KEY_BLOCK,
+    AttentionSettings,
+    Kernel,
+    Visible,
+    attend_rows,
+    attention_gradients,
+)
 from orbit_runtime.policy.chunked import attend_chunked
 from orbit_runtime.policy.division import ProcessIndex, own_tokens
 from orbit_runtime.policy.routing import OWN_CHOICE
@@ -69,6 +76,11 @@ class Bucket:
     prefix_length_B: torch.Tensor
     starts_later: bool
     """False if every query sees exactly the keys up to its own position."""
+
+    def in_key_blocks(self) -> Bucket:
+        """With whole blocks of keys: their last one is repeated, unseen."""
+        missing = -self.key_BS.shape[1] % KEY_BLOCK
+        return replace(self, key_BS=torch.cat((self.key_BS, self.key_BS[:, -1:].expand(-1, missing)), 1))
 
     def visible(self, window: int | None) -> torch.Tensor:
         """bool `[B, 1, Q, S]`: which keys each query sees. As large as the scores of one head."""
@@ -355,6 +367,7 @@ class PackedPlan:
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
         self._visible: dict[tuple[int, int | None], torch.Tensor] = {}
+        self.buckets = batch.buckets
 
     @property
     def longest(self) -> int:
@@ -379,6 +392,8 @@ class PackedPlan:
             k_TKD, v_TKD = (x.unflatten(-1, (kv_heads, -1)) for x in (met_TN[:, :width], met_TN[:, width:]))
         if self.kernel == "Chunked":
             return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look).flatten(1)
+        if q_THD.dtype is torch.bfloat16 and q_THD.device.type == "cpu" and self.buckets is self.batch.buckets:
+            self.buckets = tuple(bucket.in_key_blocks() for bucket in self.buckets)
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
         heads, is_bf16 = (q_THD.shape[1], k_TKD.shape[1]), q_THD.dtype == torch.bfloat16
         if q_THD.requires_grad and is_bf16 and not q_THD.is_cuda and self.kernel == "SDPA" and look.is_plain:
@@ -403,7 +418,7 @@ class PackedPlan:
 
     def masked(self, look: AttentionSettings) -> Iterator[tuple[Bucket, Visible]]:
         """Each bucket, and what its queries see."""
-        return ((bucket, self._visible_of(number, bucket, look)) for number, bucket in enumerate(self.batch.buckets))
+        return ((bucket, self._visible_of(number, bucket, look)) for number, bucket in enumerate(self.buckets))
 
     def _visible_of(self, number: int, bucket: Bucket, look: AttentionSettings) -> Visible:
         """The mask, built once for all layers with the same window; not needed if the fused kernel can derive it."""
@@ -445,7 +460,7 @@ class _Attended(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         heads, plan, look = ctx.settings
-        buckets, unsort_T = plan.batch.buckets, plan.batch.unsort_T
+        buckets, unsort_T = plan.buckets, plan.batch.unsort_T
         counts = [bucket.query_BQ.numel() for bucket in buckets]
         # The gradient of padding is 0.
         sorted_grad = grad_TN.new_zeros(sum(counts), grad_TN.shape[1]).index_copy_(0, unsort_T, grad_TN)

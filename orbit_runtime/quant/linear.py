@@ -147,6 +147,10 @@ class FrozenLinear(nn.Module):
         x, factor = self.rounding(x, self._buffers.get("input_scale"))
         return product(x, w, bias) if factor is None else scaled(product(x, w, None), factor, bias)
 
+    @property
+    def is_ordered(self) -> bool:
+        return self._ordered is not None
+
     def order(self) -> None:
         """Holds the dense BF16 weight once more, in the order in which oneDNN reads it. Otherwise each product of few
         rows puts it in that order first, which takes as long as the product itself."""

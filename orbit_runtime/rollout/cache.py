@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from orbit_runtime.policy.attention import AttentionSettings, Kernel, fp32_product, softmax_with_sinks
+from orbit_runtime.policy.attention import (
+    KEY_BLOCK,
+    AttentionSettings,
+    Kernel,
+    attend_rows,
+    fp32_product,
+    softmax_with_sinks,
+)
 from orbit_runtime.policy.packed import PackedBatch, PackedPlan, to_device
 from orbit_runtime.policy.whole_rows import OwnRows, WholeRows
-
-KEY_BLOCK = 32
-"""Keys that a fused kernel on a CPU reads together; what a row does not see of its last block adds exact zeros."""
 
 
 class KVCache:
@@ -181,7 +185,7 @@ class DecodePlan:
             keys, values = self._past[layer]
             # The heads that share keys are queries of one head, so that no key is read twice.
             q_BKGD, added = q_BHD.unflatten(1, (self._heads, -1)), mask[1] if mask is not None else None
-            out = F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=added, scale=look.scale)
+            out = attend_rows(q_BKGD, keys, values, visible_B1QS=added, look=look, kernel="SDPA")
             return out.reshape(len(q_BHD), -1)
         # One query per row: two products over rows and heads at once. `G`: query heads per key head.
         keys_NSD, values_NSD = self._flat[layer]
