@@ -249,6 +249,11 @@ class DirectDecoder:
         self._dense = self._norm.weight.new_empty(most, dtype=compute_dtype)
         """Buffer for one dequantised weight at a time; a larger weight is processed in runs of rows."""
 
+    @property
+    def gives_same_bits(self) -> bool:
+        """Whether a token's hidden states have the same bits whatever is computed beside it."""
+        return all(group.blocks is not None for group in self._groups)
+
     def shared(self) -> list[tuple[str, FrozenLinear]]:
         """The linears over one input by which it multiplies in place of the model's own, over the same packed bytes."""
         bases = (group.base for group in self._groups)

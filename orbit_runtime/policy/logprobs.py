@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from orbit_runtime.algorithms.distribution import add_bias, penalise, penalty_slope, truncate
 from orbit_runtime.policy.preceding_tokens import PrecedingTokens
@@ -52,17 +53,18 @@ class _Logits(torch.autograd.Function):
         if hidden_RN.is_cuda:
             return torch.mm(hidden_RN, weight_VN.T, out_dtype=torch.float32)
         # A CPU has no such product. One in fp32 that may round its factors to BF16, which they are, is the same.
-        logits_RV = hidden_RN.new_empty(len(hidden_RN), len(weight_VN), dtype=torch.float32)
+        # Of few rows by few columns, which are another kernel's, more are computed.
+        wide = F.pad(hidden_RN.float(), (0, 0, 0, max(0, FEWEST_ROWS - len(hidden_RN))))
+        logits_RV = wide.new_empty(len(wide), len(weight_VN))
         before = torch.backends.mkldnn.matmul.fp32_precision
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         try:
-            wide = hidden_RN.float()
             for start in range(0, len(weight_VN), WIDENED_ROWS):
                 part = slice(start, start + WIDENED_ROWS)
                 torch.mm(wide, weight_VN[part].float().T, out=logits_RV[:, part])
         finally:
             torch.backends.mkldnn.matmul.fp32_precision = before
-        return logits_RV
+        return logits_RV[: len(hidden_RN)]
 
     @staticmethod
     def backward(ctx: Any, grad_RV: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -73,6 +75,8 @@ class _Logits(torch.autograd.Function):
         return of_hidden, of_weight
 
 
+FEWEST_ROWS = 48
+"""Fewest rows of a product on a CPU whose rows are to have the same bits whatever their number."""
 WIDENED_ROWS = 4096
 """Rows of the head's matrix that are widened at a time: they stay in the cache."""
 CHUNK_ELEMENTS = 1 << 24

@@ -1,0 +1,131 @@
+"""The trainer's packed pass and the torch engine's decode steps give the same bits, whatever stands beside."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.adapters.lora import LoRASlot
+from orbit_runtime.model_info.builtin_models import any_builtin_folder
+from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.load import widen
+from orbit_runtime.policy.packed import Branch
+from orbit_runtime.rollout.torch_engine import TorchEngine
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.types import Completion, Request, Sampling
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SEQUENCES, PROMPTS, RUNNING = 72, 24, 12
+REAL_MODEL = os.environ.get("ORBIT_REAL_MODEL", "")
+
+
+@dataclass
+class Endless:
+    """A tokenizer with which answers end by length."""
+
+    eos_ids: tuple[int, ...] = ()
+
+    def decode(self, _tokens: object) -> str:
+        return ""
+
+
+def policy_of(folder: Path) -> Policy:
+    """In BF16, with a random adapter as the trainer's and, as it is published, as the engine's `policy-v1`."""
+    config = AdapterConfig("LoRA", PROJECTIONS, rank=16, alpha=32.0)
+    policy = widen(load_policy(folder, config, compute_dtype=torch.bfloat16))
+    generator, masters = torch.Generator().manual_seed(0), policy.injected.masters.parameters
+    with torch.no_grad():
+        for name, master in masters.items():
+            size = 0.02 if name.endswith("lora_B") else master.shape[-1] ** -0.5
+            master.copy_(torch.randn(master.shape, generator=generator) * size)
+    for name, layer in policy.injected.layers.items():
+        A, B = (masters[f"{name}.{kind}"].detach().bfloat16() for kind in ("lora_A", "lora_B"))
+        layer.slots["policy-v1"] = LoRASlot(A, B, config.scaling)  # type: ignore[union-attr]
+    return policy
+
+
+def asked(policy: Policy) -> list[Request]:
+    """Of mixed length, some of one prompt, one in seven without adapter."""
+    generator = torch.Generator().manual_seed(1)
+
+    def whole(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    prompts = [tuple(whole(5, policy.vocabulary) for _ in range(whole(3, 70))) for _ in range(PROMPTS)]
+    return [
+        Request(
+            number,
+            stream_key(0, "same-bits", number),
+            prompts[number % PROMPTS],
+            Sampling(max_new_tokens=whole(1, 41)),
+            "policy-v1" if number % 7 else None,
+        )
+        for number in range(SEQUENCES)
+    ]
+
+
+def sampled(policy: Policy, requests: list[Request], running: int) -> dict[int, Completion]:
+    engine, found = TorchEngine(policy, Endless(), max_running_requests=running), {}  # type: ignore[arg-type]
+    engine.adopt("policy-v1", 1)
+    engine.submit(requests)
+    while engine.under_way:
+        found |= {completion.request_id: completion for completion in engine.advance()}
+    return found
+
+
+FOLDERS = [
+    ("tiny-adder", "BF16"),
+    ("tiny-adder", "INT4"),
+    ("tiny-adder", "NVFP4"),
+    ("tiny-qwen3", "FP8"),
+    ("tiny-llama", "BF16"),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "model",
+    [*(any_builtin_folder(*each) for each in FOLDERS), Path(REAL_MODEL)],
+    ids=lambda each: "-".join(each.parts[-2:]) or "real",
+)
+def test_log_probs_of_engine_and_trainer_are_equal_to_the_bit(model: Path, threads: int) -> None:
+    if model == Path():
+        pytest.skip("no real model: ORBIT_REAL_MODEL names no folder (make real-model)")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        policy = policy_of(model)
+        assert policy.direct is not None
+        if not policy.direct.gives_same_bits:
+            pytest.skip("oneDNN multiplies BF16 by different kernels for different numbers of rows on this processor")
+        requests = asked(policy)
+        found = sampled(policy, requests, RUNNING)
+        adapted = [each for each in requests if each.adapter]
+        branches = [
+            Branch(each.request_id % PROMPTS, each.prompt_ids_T, found[each.request_id].token_ids_T) for each in adapted
+        ]
+        for part in (slice(None), slice(9), slice(20, 21)):
+            for records in (True, False):
+                with torch.set_grad_enabled(records), policy.injected.selection.use(TRAINER_SLOT):
+                    scored, _ = policy.logprobs(policy.pack(branches[part]))
+                expected = [one for each in adapted[part] for one in found[each.request_id].logprobs_T]
+                assert scored.tolist() == expected, (part, records)
+        # Others beside them, and fewer at a time: the same tokens with the same log-probs.
+        again = sampled(policy, adapted[::5], 3)
+        assert all(again[number] == found[number] for number in again)
+        # One bit of a weight that is used makes a difference.
+        weight = policy.direct.shared()[0][1].views()[0]
+        with torch.no_grad():
+            weight.view(torch.int16)[0, 0] ^= 1 << 9
+        policy.direct.shared()[0][1].order()
+        with torch.no_grad(), policy.injected.selection.use(TRAINER_SLOT):
+            changed, _ = policy.logprobs(policy.pack(branches))
+        assert changed.tolist() != [one for each in adapted for one in found[each.request_id].logprobs_T]
+    finally:
+        torch.set_num_threads(before)
