@@ -46,8 +46,9 @@ class Ceiling(NamedTuple):
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
         48_700,
-        "BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights ordered "
-        "once, equal bits, codecs into the product's dtype (the transposed product goes), a queue for several nodes. "
+        "BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
+        "ordered once, equal bits, codecs into the product's dtype (the transposed product goes), queues for several "
+        "nodes. "
         "records of types, and models beside a vision tower; usual targets of unknown types go. Damaged files, rows "
         "and folders are told, one guard and one server for all ports (three servers and two guards go), pods of "
         "clusters with rules of their own, what keeps any pod from starting; the best adapter is kept and named; plans "
@@ -60,13 +61,15 @@ CEILINGS: dict[str, Ceiling] = {
     ),
     "functions": Ceiling(
         5845,
-        "gradients of the decoder's steps, numbers of rows with equal bits; making and reading a type's record; a check for each kind of damaged input; limits of one connection; finding "
+        "gradients of the decoder's steps, numbers of rows with equal bits; "
+        "making and reading a type's record; a check for each kind of damaged input; limits of one connection; finding "
         "and comparing a run's code; why a run ends early; what a pod may be given; decisions of the first start, "
         "drift, marks of answers",
     ),
     "files": Ceiling(
         535,
-        "gradients of the decoder's steps; a type's record: one makes it, one reads it without torch; the package of ports: two of serve's went; the "
+        "gradients of the decoder's steps; "
+        "a type's record: one makes it, one reads it without torch; the package of ports: two of serve's went; the "
         "code of a run; orbit try",
     ),
     "files of adapters": Ceiling(19),
@@ -85,7 +88,8 @@ CEILINGS: dict[str, Ceiling] = {
     "files of planner": Ceiling(17),
     "files of policy": Ceiling(
         31,
-        "gradients of the decoder's steps; the probe of a model before it is loaded: its wrong numbers are refused; families without a row, and records",
+        "gradients of the decoder's steps; "
+        "the probe of a model before it is loaded: its wrong numbers are refused; families without a row, and records",
     ),
     "files of ports": Ceiling(3, "the guard and the server that serve, observability and agents had apart"),
     "files of quant": Ceiling(27),
