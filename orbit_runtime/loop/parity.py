@@ -109,8 +109,7 @@ def _floor_limits(parts: Parts, floor: float) -> ParityLimits:
 def _sequences(parts: Parts, adapter: str) -> tuple[tuple[tuple[int, ...], ...], Mapping[int, Sequence[float]]]:
     """Sequences to measure: prompts as training sees them, completions, and one of the maximum length. And by sequence,
     the log-probs of its completion as it was sampled, if nothing shapes the distribution."""
-    asked = parts.spec.rollout.sampling
-    tokens = min(asked.max_new_tokens, COMPLETION_TOKENS)
+    tokens = min(parts.spec.new_tokens, COMPLETION_TOKENS)
     sampling = replace(sampling_of(parts.spec.rollout), max_new_tokens=tokens)
     requests = [
         Request(index, stream_key(parts.spec.data.seed, "parity", index), prompt, sampling, adapter)
@@ -129,7 +128,7 @@ def _sequences(parts: Parts, adapter: str) -> tuple[tuple[tuple[int, ...], ...],
     )
     sampled = {each.request_id: each.logprobs_T for each in answers if sampling == unshaped}
     # A server accepts one token less than its context, to leave room for one to sample.
-    longest = max(map(len, parts.sequences)) + asked.max_new_tokens
+    longest = max(map(len, parts.sequences)) + parts.spec.new_tokens
     longest = min(longest, parts.spec.model.max_sequence_length - 1)
     return build_sequences(parts.sequences, completions, longest), sampled
 
