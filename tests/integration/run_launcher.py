@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ def main() -> None:
                 else:
                     os.environ.update(message["environment"])
                     code = _life(message["manifest"], message["out"])
+            except Exception:
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(code)

@@ -115,6 +115,12 @@ def _kernel(op: Any, base: str) -> Callable[..., Any]:
             return CPU if isinstance(value, torch.device) and value.type == "cuda" else value
 
         given = tuple(on_host(value) for value in given)
+        # A number that torch wrapped in a tensor arrives as a number, and not every operation takes it for one.
+        kinds = [str(argument.type) for argument in op._schema.arguments]
+        given = tuple(
+            torch.tensor(value) if kind == "Tensor" and isinstance(value, int | float) else value
+            for value, kind in zip(given, kinds, strict=False)
+        )
         named = {name: on_host(value) for name, value in named.items()}
         refilled = [name for name, value in named.items() if name.startswith("out") and id(value) in back]
         for name in refilled:

@@ -201,8 +201,8 @@ def test_one_device_samples_fewer_at_a_time_where_eight_gpus_are_asked_to_choose
 
 def test_a_small_machine_takes_smaller_micro_batches_and_fewer_requests_by_itself() -> None:
     """Of a small real model with defaults, more was planned than a laptop has."""
-    small = Machine(None, 0, 8 * GIB)
-    run, facts = build(), card_facts("HuggingFaceTB/SmolLM2-135M-Instruct")
+    small, answers = Machine(None, 0, 8 * GIB), {"sampling": {"maxNewTokens": 256}}
+    run, facts = build(rollout=answers), card_facts("HuggingFaceTB/SmolLM2-135M-Instruct")
     verdict = judge(run, facts, small)
     assert verdict.reason == YES
     made = verdict.plan
@@ -213,7 +213,8 @@ def test_a_small_machine_takes_smaller_micro_batches_and_fewer_requests_by_itsel
     short = plan_as_run(with_sequences(run, 40), facts, small)
     assert not short.waits
     assert short.micro_batch_tokens > made.micro_batch_tokens
-    fixed = plan_as_run(build(training={"microBatchTokens": 16384}, rollout={"maxRunningRequests": 512}), facts, small)
+    asked = build(training={"microBatchTokens": 16384}, rollout=answers | {"maxRunningRequests": 512})
+    fixed = plan_as_run(asked, facts, small)
     assert (fixed.micro_batch_tokens, fixed.waits) == (16384, False), "what the manifest sets is not lowered"
 
 
