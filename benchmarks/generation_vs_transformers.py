@@ -28,10 +28,11 @@ from benchmarks.harness import Measured, add_model_option, compare, pass_seconds
 from benchmarks.long_tail import MAX_NEW_TOKENS, build_model_folder
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.policy.load import load_policy
+from orbit_runtime.policy.load import load_policy, widen
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.seeds import stream_key
+from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.types import Request, Sampling
 
 MEASURES = ("orbit_runtime/rollout", "orbit_runtime/policy", "orbit_runtime/adapters", "orbit_runtime/quant")
@@ -59,7 +60,9 @@ def measure(options: argparse.Namespace) -> Measured:
     temporary = tempfile.TemporaryDirectory()
     folder = real_model() if is_real else build_model_folder(Path(temporary.name) / "long-tail")
     tokenizer = ChatTokenizer(folder)
-    policy = load_policy(folder, AdapterConfig(type="LoRA", targets=("q_proj",)))
+    # As a run chooses it (`spec.resolve`): the shipped model's size is below that from which products are in BF16.
+    dtype = torch.bfloat16 if is_real and machine_facts().multiplies_bf16 else torch.float32
+    policy = widen(load_policy(folder, AdapterConfig(type="LoRA", targets=("q_proj",)), compute_dtype=dtype))
     models = {
         f"transformers, {each}" if is_real else "transformers": AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, each), attn_implementation="sdpa"
