@@ -35,6 +35,7 @@ from orbit_runtime.policy.gradients import AdaptedProduct, Normed, gated, turned
 from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
+ALL_ROWS = 1 << 62
 SAME_BITS = (48, 192)
 """Numbers of rows between which oneDNN multiplies BF16 by one kernel, wherever it does not cut the columns."""
 
@@ -109,12 +110,10 @@ class LinearGroup:
             slots: list[OFTSlot] = [layer.slot(str(active)) for layer, _, _ in self._adapted]  # type: ignore[misc]
             one_input = len(slots) == len(self._members) and all(s.rotation is slots[0].rotation for s in slots)
             return self.base.product(rotate(x_TK, slots[0].rotation), dense) if one_input else self._one_by_one(x_TK)
-        runs: tuple[Segment, ...] = ((active, 0, len(x_TK)),) if isinstance(active, str) else active
-        if runs and runs[-1][2] > len(x_TK):
-            raise InternalError(f"adapter segments reach row {runs[-1][2]} of {len(x_TK)}")
-        adapters = [
-            (self._stacked(name), start, stop) for name, start, stop in runs if name is not None and stop > start
-        ]
+        if not isinstance(active, str) and active and active[-1][2] > len(x_TK):
+            raise InternalError(f"adapter segments reach row {active[-1][2]} of {len(x_TK)}")
+        runs: tuple[Segment, ...] = ((active, 0, ALL_ROWS),) if isinstance(active, str) else active
+        adapters = [(self._stacked(name), *rows) for name, *rows in runs if name is not None and rows[1] > rows[0]]
         return self.in_blocks(x_TK, partial(self._adapted_block, adapters=adapters, dense=dense))
 
     def _adapted_block(
@@ -128,7 +127,7 @@ class LinearGroup:
                 add_lora_(y_TN[start:stop], x_TK[start:stop], slot)
             elif stop > start:
                 # Products over all rows of the block: fewer could have other bits.
-                whole = start == 0 and len(adapters) == 1
+                whole = start == 0 and stop == len(x_TK)
                 added = add_lora_(y_TN if whole else y_TN.clone(), x_TK, slot)
                 y_TN = added if whole else y_TN.index_copy_(0, torch.arange(start, stop), added[start:stop])
         return y_TN
@@ -177,7 +176,7 @@ class LinearGroup:
         B_NR = torch.cat([F.pad(s.lora_B, (0, 0, at, base.out_features - end)) for s, (_, at, end) in placed], 1)
         A_RK, whole = torch.cat([slot.lora_A for slot in slots]), slots[0].scaling
         slot = LoRASlot(A_RK.detach(), B_NR.detach(), whole)
-        product = partial(self._adapted_block, adapters=[(slot, 0, len(x_TK))], dense=dense)
+        product = partial(self._adapted_block, adapters=[(slot, 0, ALL_ROWS)], dense=dense)
         forward = partial(self.in_blocks, product=product)
         result: Tensor = AdaptedProduct.apply(x_TK, A_RK, B_NR, whole, forward, base.input_gradient)
         return result
