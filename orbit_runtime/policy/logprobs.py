@@ -170,9 +170,11 @@ def _slope(
 
 
 def _saves_slopes(hidden_RN: Tensor, sampling: Sampling) -> bool:
+    # Ranks on a CPU keep what they keep on a GPU, as planned.
+    is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
     cuts = sampling.logit_bias or sampling.top_k or sampling.min_p or sampling.top_p < 1.0
     scales = sampling.temperature != 1.0 or sampling.repetition_penalty != 1.0
-    return hidden_RN.dtype == torch.bfloat16 and not (hidden_RN.is_cuda or cuts or scales)
+    return hidden_RN.dtype == torch.bfloat16 and not (hidden_RN.is_cuda or is_rank or cuts or scales)
 
 
 def _score_with_slope(hidden_RN: Tensor, targets_R: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:

@@ -120,7 +120,8 @@ class Policy:
 
     def plan(self, batch: PackedBatch) -> PackedPlan:
         divided = self.division is not None and self.division.context[1] > 1
-        return PackedPlan(batch, self.kernel, meet=self.division.meet_tokens if divided else None)  # type: ignore[union-attr]
+        meet = self.division.meet_tokens if divided else None  # type: ignore[union-attr]
+        return PackedPlan(batch, self.kernel, meet=meet, is_alone=self.division is None)
 
     def logprobs(
         self,

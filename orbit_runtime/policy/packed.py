@@ -360,10 +360,15 @@ class PackedPlan:
         *,
         capture: bool = False,
         meet: Callable[[Tensor], Tensor] | None = None,
+        is_alone: bool = True,
     ) -> None:
-        """Args: meet: rows of this process's tokens → rows of all tokens; None if it has all."""
+        """Args:
+        meet: rows of this process's tokens → rows of all tokens; None if it has all.
+        is_alone: whether this process holds the whole model. Ranks on a CPU keep what they keep on a GPU, as planned.
+        """
         self.batch = batch
         self._meet = meet
+        self._is_alone = is_alone
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
         self._visible: dict[tuple[int, int | None], torch.Tensor] = {}
@@ -392,11 +397,17 @@ class PackedPlan:
             k_TKD, v_TKD = (x.unflatten(-1, (kv_heads, -1)) for x in (met_TN[:, :width], met_TN[:, width:]))
         if self.kernel == "Chunked":
             return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look).flatten(1)
-        if q_THD.dtype is torch.bfloat16 and q_THD.device.type == "cpu" and self.buckets is self.batch.buckets:
+        if (
+            self._is_alone
+            and q_THD.dtype is torch.bfloat16
+            and q_THD.device.type == "cpu"
+            and self.buckets is self.batch.buckets
+        ):
             self.buckets = tuple(bucket.in_key_blocks() for bucket in self.buckets)
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
         heads, is_bf16 = (q_THD.shape[1], k_TKD.shape[1]), q_THD.dtype == torch.bfloat16
-        if q_THD.requires_grad and is_bf16 and not q_THD.is_cuda and self.kernel == "SDPA" and look.is_plain:
+        is_fused = self.kernel == "SDPA" and look.is_plain
+        if self._is_alone and q_THD.requires_grad and is_bf16 and not q_THD.is_cuda and is_fused:
             return _Attended.apply(q_TN, k_TN, v_TN, heads, self, look)
         return self.attend_buckets(q_TN, k_TN, v_TN, heads, look)
 
