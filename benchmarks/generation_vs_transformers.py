@@ -60,7 +60,6 @@ def measure(options: argparse.Namespace) -> Measured:
     temporary = tempfile.TemporaryDirectory()
     folder = real_model() if is_real else build_model_folder(Path(temporary.name) / "long-tail")
     tokenizer = ChatTokenizer(folder)
-    # As a run chooses it (`spec.resolve`): the shipped model's size is below that from which products are in BF16.
     dtype = torch.bfloat16 if is_real and machine_facts().multiplies_bf16 else torch.float32
     policy = widen(load_policy(folder, AdapterConfig(type="LoRA", targets=("q_proj",)), compute_dtype=dtype))
     models = {
@@ -73,8 +72,7 @@ def measure(options: argparse.Namespace) -> Measured:
     messages = [[{"role": "user", "content": f"{10 + n % 90}+{10 + n // 90}="}] for n in range(LONG_TAILED_REQUESTS)]
     prompts = tokenizer.encode_many(messages)
     assert len({len(prompt) for prompt in prompts}) == 1
-    calls = 0
-    tokens: dict[str, list[int]] = {}
+    calls, tokens = 0, dict[str, list[int]]()
 
     def orbit(engine: TorchEngine, count: int, new_tokens: int, name: str) -> None:
         nonlocal calls
