@@ -32,11 +32,13 @@ from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
 from orbit_runtime.policy.gradients import AdaptedProduct, Normed, gated, turned
+from orbit_runtime.policy.logprobs import FEWEST_ROWS
 from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
 ALL_ROWS = 1 << 62
-SAME_BITS = (48, 192)
+"""End of a slot's rows that is after every row, padding included."""
+SAME_BITS = (FEWEST_ROWS, 192)
 """Numbers of rows between which oneDNN multiplies BF16 by one kernel, wherever it does not cut the columns."""
 
 

@@ -65,7 +65,7 @@ class TrainerLayout:
     names.
     """
     widened: bool = False
-    """Whether the plan has room for BF16 linears in fp32, so that passes in fp32 do not cast them again."""
+    """Whether the plan has room for linears held dense, so that no pass casts or dequantises them again."""
 
 
 def decide_by_size(resolved: Resolved, folder: Path) -> Resolved:
