@@ -91,12 +91,11 @@ class LinearGroup:
 
     def order(self) -> None:
         """Orders the weight as the library reads it, and finds how many rows to hand it."""
-        if self.base is not None:
-            self.base.order()
+        if self.base is not None and self.base.order():
             config = self._adapted[0][0].config if self._adapted else None
             rank = config.rank * len(self._adapted) if config is not None and config.type == "LoRA" else 0
             shape = (self.base.in_features, self.base.out_features, rank, torch.get_num_threads())
-            self.blocks = SAME_BITS if self.base.is_ordered and gives_same_bits(*shape) else None
+            self.blocks = SAME_BITS if gives_same_bits(*shape) else None
 
     def __call__(self, x_TK: Tensor, dense: Tensor) -> Tensor:
         """`dense`: see `FrozenLinear.product`."""

@@ -147,16 +147,14 @@ class FrozenLinear(nn.Module):
         x, factor = self.rounding(x, self._buffers.get("input_scale"))
         return product(x, w, bias) if factor is None else scaled(product(x, w, None), factor, bias)
 
-    @property
-    def is_ordered(self) -> bool:
-        return self._ordered is not None
-
-    def order(self) -> None:
+    def order(self) -> bool:
         """Holds the dense BF16 weight once more, in the order in which oneDNN reads it. Otherwise each product of few
-        rows puts it in that order first, which takes as long as the product itself."""
+        rows puts it in that order first, which takes as long as the product itself. Returns whether it does so: only
+        of what is dense and BF16."""
         views = self._packed_views()
         if len(views) == 1 and views[0].dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self._ordered = torch.ops.mkldnn._reorder_linear_weight(views[0], ORDERED_ROWS)
+        return self._ordered is not None
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         """`dy @ W` for dy `[T, N]`; outside of autograd."""
