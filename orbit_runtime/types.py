@@ -218,6 +218,8 @@ class Sample:
     prompt_number: int | None = None
     """Number of its prompt in the batch, whose samples train in one mini-batch; None: `prefix_id`."""
     teacher_top: TopTokens | None = None
+    is_shown: bool = False
+    """Whether a report shows its tokens; the update returns their entropies."""
 
     def __post_init__(self) -> None:
         _hold_arrays(self, token_ids_T=TOKENS, loss_mask_T=FLAGS)
@@ -317,6 +319,9 @@ class UpdateResult:
     """`loss kl entropy grad_norm clip_fraction learning_rate` and the `parity_*` statistics."""
     optimizer_updates: int
     tokens: int
+    entropies_T: tuple[float, ...] = ()
+    """Nats, of the trained tokens of the sample that is shown: of what each was drawn from, in the step's first pass
+    over it."""
 
 
 class Tokenizer(Protocol):

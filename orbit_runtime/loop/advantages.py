@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import compress, islice
 from statistics import fmean
 from typing import Any
@@ -70,7 +71,18 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     ]
     if algorithm.returns is not None:
         samples_D = _with_numbers(samples_D, "return", groups_P, algorithm.returns(scored_P))
-    return _with_numbers(samples_D, "advantage", groups_P, algorithm.advantages(scored_P))
+    return with_shown(_with_numbers(samples_D, "advantage", groups_P, algorithm.advantages(scored_P)))
+
+
+def with_shown(samples_D: Sequence[Sample]) -> list[Sample]:
+    """The samples, with a mark on the one of the largest mean advantage in the first group that teaches."""
+    first = next((each.prompt_number for each in samples_D if any(each.columns["advantage"])), None)
+    shown = max(
+        (each for each in samples_D if each.prompt_number == first),
+        key=lambda each: abs(sum(each.columns["advantage"])) / count_trained(each.loss_mask_T),
+        default=None,
+    )
+    return [replace(each, is_shown=True) if each is shown else each for each in samples_D]
 
 
 def measure_drift(spec: RunSpec, trainer: Trainer, samples_D: Sequence[Sample]) -> float | None:
@@ -118,13 +130,18 @@ def _that_teach(objective: Objective, groups_P: Sequence[Group]) -> Sequence[Gro
 
 
 def describe_training(
-    objective: Objective, groups_P: Sequence[Group], samples_D: Sequence[Sample], text_of: Callable[[int], str]
+    objective: Objective,
+    groups_P: Sequence[Group],
+    samples_D: Sequence[Sample],
+    entropies_T: Sequence[float],
+    text_of: Callable[[int], str],
 ) -> dict[tuple[str, int, int], dict[str, Any]]:
-    """How each rollout trains, for people: its mean `advantage` over its tokens; of one also each of its first `tokens`
-    with text, log-prob, advantage and policy version. It is the one of the largest advantage in the first group that
-    teaches.
+    """How each rollout trains, for people: its mean `advantage` over its tokens; of the one that is shown
+    also each of its first `tokens` with text, log-prob, advantage, policy version and entropy.
 
-    Args: samples_D: what `build_batch` made of the groups.
+    Args:
+        samples_D: what `build_batch` made of the groups.
+        entropies_T: see `UpdateResult`.
     Returns: by prompt, visit and sample.
     """
     rollouts_D = [
@@ -134,22 +151,17 @@ def describe_training(
         if rollout.trains
     ]
     told: dict[tuple[str, int, int], dict[str, Any]] = {}
-    answers = {}
     for (prompt, rollout), sample in zip(rollouts_D, samples_D, strict=True):
         advantages = trained(sample.columns["advantage"], sample.loss_mask_T)
         key = (prompt.prompt_id, prompt.visit, rollout.sample_index)
         told[key] = {"advantage": sum(advantages) / len(advantages)}
-        answers[key] = (rollout, advantages)
-    first = next((key for key in told if told[key]["advantage"]), None)
-    if first is not None:
-        shown = max((key for key in told if key[:2] == first[:2]), key=lambda key: abs(told[key]["advantage"]))
-        rollout, advantages = answers[shown]
-        columns = (rollout.token_ids_T, rollout.logprobs_T, rollout.versions_T)
-        chosen_T = zip(*(compress(column, rollout.loss_mask_T) for column in columns), advantages, strict=True)
-        told[shown]["tokens"] = [
-            [text_of(token), round(logprob, 4), round(advantage, 4), version]
-            for token, logprob, version, advantage in islice(chosen_T, SHOWN_TOKENS)
-        ]
+        if sample.is_shown:
+            columns = (rollout.token_ids_T, rollout.logprobs_T, rollout.versions_T)
+            of_T = (*(compress(column, rollout.loss_mask_T) for column in columns), advantages, entropies_T)
+            told[key]["tokens"] = [
+                [text_of(token), round(logprob, 4), round(advantage, 4), version, round(entropy, 4)]
+                for token, logprob, version, advantage, entropy in islice(zip(*of_T, strict=True), SHOWN_TOKENS)
+            ]
     return told
 
 

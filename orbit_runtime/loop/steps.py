@@ -143,7 +143,9 @@ def _run(
                 collected,
                 before=state.row,
                 reference_fields=parts.reference_fields,
-                trained=describe_training(parts.spec.algorithm.objective, groups, samples_D, parts.text_of),
+                trained=describe_training(
+                    parts.spec.algorithm.objective, groups, samples_D, result.entropies_T, parts.text_of
+                ),
                 digests=state.rows,
             )
             _warn_of_changed_code(parts, state)

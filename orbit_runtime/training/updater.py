@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -91,15 +92,17 @@ class MiniBatchLoss:
         old: Mapping[int, torch.Tensor],
         totals: dict[str, float],
         parity: ParitySums | None,
+        shown: list[torch.Tensor] | None,
     ) -> None:
         """
         Args:
             old: log-probs of the old policy, by the micro-batch's number; without them, those of the pass itself.
             totals: the step's sums over tokens, to which each pass adds.
             parity: to which each pass adds; None if it is not measured.
+            shown: to which a pass adds the entropies of the sample that is shown; None if they are not asked for.
         """
         self._loss, self._settings, self._old, self._parity = loss, settings, old, parity
-        self.totals = totals
+        self.totals, self._shown = totals, shown
         self.is_finite = True
 
     def __call__(
@@ -128,7 +131,11 @@ class MiniBatchLoss:
             return 0.0 * loss  # type: ignore[no-any-return]
         if self._parity is not None and "sampled" in micro.columns_R:
             self._parity.add(logprobs_R.detach(), sampled_R, micro.columns_R.get("stale"))
-        values = as_floats(sums | {"entropy": entropy_R.detach()[micro.trained_R].sum()})
+        entropy_R = entropy_R.detach()[micro.trained_R]
+        if self._shown is not None and any(each.is_shown for each in micro.samples):
+            pieces = entropy_R.split([count_trained(each.loss_mask_T) for each in micro.samples])
+            self._shown += compress(pieces, [each.is_shown for each in micro.samples])
+        values = as_floats(sums | {"entropy": entropy_R.sum()})
         for name, value in values.items():
             self.totals[name] = self.totals.get(name, 0.0) + value
         self.is_finite = self.is_finite and math.isfinite(values["loss"])
@@ -199,14 +206,16 @@ class Updater:
         ]
         totals: dict[str, float] = {}
         replayed = self._replay_parity(mini_batches[0][0])
-        parity = ParitySums()
+        parity, shown = ParitySums(), list[torch.Tensor]()
         norms = value_losses = 0.0
         # A policy that waits for its critic to warm up is measured as usual, but not changed.
         is_held = self.critic is not None and self.steps < self.critic.settings.warmup_steps
         for epoch in range(settings.training.update_epochs):
             for number, micro in enumerate(mini_batches):
                 first = epoch == 0 and number == 0
-                loss_of = MiniBatchLoss(self._loss, settings, old[number], totals, parity if first else None)
+                loss_of = MiniBatchLoss(
+                    self._loss, settings, old[number], totals, parity if first else None, None if epoch else shown
+                )
                 self._passes.forward_backward(self._training_passes(micro), settings.sampling, loss_of)
                 self._check_loss(loss_of)
                 norms += self._hold_gradient() if is_held else self._apply_gradient()
@@ -220,7 +229,9 @@ class Updater:
         if self.teacher is not None and updates > 0:
             self.let_be_read()
             self.teacher.follow(self.steps)
-        return UpdateResult(metrics | parity.metrics(self._passes.collect) | replayed, updates, tokens)
+        metrics |= parity.metrics(self._passes.collect) | replayed
+        entropies_T = self._passes.collect(torch.cat(shown or [torch.zeros(0)])).tolist()
+        return UpdateResult(metrics, updates, tokens, tuple(entropies_T))
 
     def _check_loss(self, loss_of: MiniBatchLoss) -> None:
         """Raises DivergedError if the loss of one of the mini-batch's passes, on any rank, is not finite."""

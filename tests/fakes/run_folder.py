@@ -91,7 +91,7 @@ def synthetic_group(step: int, prompt: int, pretend: SyntheticRun) -> list[dict[
             "finish_reason": "stop",
             "routed_experts": None,
             "advantage": reward - mean,
-            **({"tokens": [["2", -0.01, reward - mean, step - 1], ["1", -2.3, reward - mean, step]]}
+            **({"tokens": [["2", -0.01, reward - mean, step - 1, 0.12], ["1", -2.3, reward - mean, step, 0.6]]}
                if (prompt, sample) == (3, 0) else {}),
         }
         for sample, reward in enumerate(rewards)

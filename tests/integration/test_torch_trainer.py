@@ -29,7 +29,7 @@ from orbit_runtime.training.settings import learning_rate
 from orbit_runtime.training.state import PART, build_state, unpack_state
 from orbit_runtime.types import Sample, Sampling
 from tests.fakes.held_state import HeldState, hold_state
-from tests.integration.tiny_models import TARGETS, make_checkpoint
+from tests.integration.tiny_models import TARGETS, load_reference, make_checkpoint
 
 SETTINGS = TrainerSettings(
     Training(steps=10, learning_rate=1e-2, weight_decay=0.01, micro_batch_tokens=4096),
@@ -102,6 +102,19 @@ def gradients(trainer: TorchTrainer, samples: list[Sample]) -> dict[str, torch.T
         name: trainer._updater.optimizer.state[parameter]["exp_avg"] * 10
         for name, parameter in trainer._policy.injected.masters.parameters.items()
     }
+
+
+def test_entropies_of_the_answer_that_is_shown_are_those_of_transformers_before_the_update(folder: Path) -> None:
+    samples = samples_of(9)
+    samples[2] = shown = replace(samples[2], is_shown=True)
+    trainer = build(folder, sampling=Sampling(temperature=0.7), micro_batch_tokens=25, update_epochs=2)
+    found = trainer.update(samples).entropies_T
+    with torch.no_grad():
+        (logits,) = load_reference(folder)(torch.tensor([list(shown.token_ids_T)])).logits
+    probabilities = (logits[shown.prefix_length - 1 : -1] / 0.7).softmax(-1)
+    expected = -(probabilities * probabilities.log()).sum(-1)
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=2e-6)
+    assert trainer.update(samples_of(9)).entropies_T == ()
 
 
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS))

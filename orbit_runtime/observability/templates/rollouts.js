@@ -114,18 +114,18 @@
     });
     return table;
   }
-  // The tokens of an answer as a heat map: how improbable each was, or what it was trained with.
+  // The tokens of an answer as a heat map: how improbable each was, how open the choice, or what it was trained with.
   function heat(tokens) {
     var made = element('details', 'heat'), place = element('div', 'said'), note = element('p', 'label'), first = element('summary', 'label', 'token by token');
     function tell(t) {
-      note.textContent = t ? JSON.stringify(t[0]) + ' · log-prob ' + text(t[1]) + ' (' + text(100 * Math.exp(t[1])) + ' %) · advantage ' + text(t[2]) + ' · version ' + t[3] : 'Point at a token for its numbers. The entropy at each token is not kept: the chart has its mean of each step.';
+      note.textContent = t ? JSON.stringify(t[0]) + ' · log-prob ' + text(t[1]) + ' (' + text(100 * Math.exp(t[1])) + ' %) · advantage ' + text(t[2]) + ' · version ' + t[3] + (t.length > 4 ? ' · entropy ' + text(t[4]) : '') : 'Point at a token for its numbers.';
     }
     function paint(by) {
-      var most = Math.max.apply(null, tokens.map(function (t) { return Math.abs(t[2]); })) || 1;
+      var of = {advantage: 2, entropy: 4}[by], most = Math.max.apply(null, tokens.map(function (t) { return Math.abs(t[of]); })) || 1;
       place.textContent = '';
       tokens.forEach(function (t, at) {
         var cell = element('span', by === 'advantage' && t[2] > 0 ? 'up' : '', t[0] || '∅');
-        cell.style.setProperty('--share', by === 'advantage' ? Math.abs(t[2]) / most : 1 - Math.exp(t[1]));
+        cell.style.setProperty('--share', of ? Math.abs(t[of]) / most : 1 - Math.exp(t[1]));
         if (at && tokens[at - 1][3] !== t[3]) cell.classList.add('newer');
         ['pointerenter', 'click'].forEach(function (event) { cell.addEventListener(event, function () { tell(t); }); });
         place.appendChild(cell);
@@ -133,7 +133,7 @@
       tell();
     }
     made.appendChild(first);
-    made.appendChild(select('colour', [['logprob', 'how improbable it was'], ['advantage', 'advantage']], 'logprob', paint));
+    made.appendChild(select('colour', [['logprob', 'how improbable it was'], ['entropy', 'entropy'], ['advantage', 'advantage']].filter(function (o) { return o[0] !== 'entropy' || tokens[0].length > 4; }), 'logprob', paint));
     made.appendChild(place); made.appendChild(note);
     paint('logprob');
     return made;

@@ -15,7 +15,7 @@ import pytest
 from orbit_runtime.algorithms.table import build_algorithm
 from orbit_runtime.data.records import compress_rollouts, decompress_rollouts, decompressed_lines
 from orbit_runtime.data.samples import build_samples, with_column
-from orbit_runtime.loop.advantages import build_batch, describe_training, measure_drift
+from orbit_runtime.loop.advantages import build_batch, describe_training, measure_drift, with_shown
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.objectives import OBJECTIVES
 from orbit_runtime.spec.run import RunSpec
@@ -128,13 +128,15 @@ def test_a_model_that_trains_as_a_whole_and_a_step_without_samples_have_no_drift
 
 def test_one_answer_of_a_step_is_kept_token_by_token() -> None:
     groups = [group(EQUAL, "a"), group((1.0, 0.0, 0.0, 0.0), "b"), group((0.0, 9.0), "c")]
-    samples_D = [
+    samples_D = with_shown([
         replace(each, columns={"advantage": array("f", [0.0, value])})
         for each, value in zip(build_samples(groups), (0, 0, 1.5, -0.5, -0.5, -0.5, -1, 1), strict=True)
-    ]
-    told = describe_training(OBJECTIVES["GRPO"], groups, samples_D, lambda token: f"<{token}>")
+    ])  # fmt: skip
+    told = describe_training(OBJECTIVES["GRPO"], groups, samples_D, [0.25], lambda token: f"<{token}>")
     shown = {key: each["tokens"] for key, each in told.items() if "tokens" in each}
-    assert shown == {("b", 0, 0): [["<6>", -1.0, 1.5, 0]]}, "of the first group that teaches, the largest advantage"
+    assert shown == {("b", 0, 0): [["<6>", -1.0, 1.5, 0, 0.25]]}, (
+        "the largest advantage of the first group that teaches"
+    )
     assert len(told) == 8
     made = [rollout for each in groups for rollout in each.rollouts_G]
     data = compress_rollouts(made, [{}, {}, told["b", 0, 0], *[{}] * 5])

@@ -233,7 +233,7 @@ def test_advantages_compare_rollouts_of_one_cohort() -> None:
     algorithm = build_algorithm(asked.algorithm)
     samples = build_batch(asked, algorithm, None, [SIDES])  # type: ignore[arg-type]
     # By hand: the means are 0.5 of white and 7 of black.
-    told = describe_training(asked.algorithm.objective, [SIDES], samples, chr)
+    told = describe_training(asked.algorithm.objective, [SIDES], samples, [0.25, 0.5], chr)
     assert {key: each["advantage"] for key, each in told.items()} == {
         ("p", 0, 0): 0.5, ("p", 0, 2): -0.5, ("p", 0, 1): -2.0, ("p", 0, 3): 2.0
     }  # fmt: skip

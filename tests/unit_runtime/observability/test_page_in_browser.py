@@ -69,13 +69,15 @@ def test_one_answer_is_shown_token_by_token(browser: Browser, page: str) -> None
     assert browser.run(f"{cells}.map(e => e.textContent)") == ["2", "1"]
     assert browser.run(shares) == [0.01, 0.9], "1 - p"
     assert browser.run(f"{cells}.map(e => e.className)") == ["", "newer"]
-    assert "entropy at each token is not kept" in browser.text(".heat > p")
     browser.run(f"{cells}[1].click()")
-    assert browser.text(".heat > p") == '"1" · log-prob -2.3 (10.03 %) · advantage 0.5 · version 60'
-    browser.run(
-        "(() => { const s = document.querySelector('.heat select'); s.value = 'advantage'; "
-        "s.dispatchEvent(new Event('change')); })()"
+    assert browser.text(".heat > p") == '"1" · log-prob -2.3 (10.03 %) · advantage 0.5 · version 60 · entropy 0.6'
+    choose = (
+        "(() => {{ const s = document.querySelector('.heat select'); s.value = '{}'; "
+        "s.dispatchEvent(new Event('change')); }})()"
     )
+    browser.run(choose.format("entropy"))
+    assert browser.run(shares) == [0.2, 1]
+    browser.run(choose.format("advantage"))
     assert browser.run(shares) == [1, 1]
     assert browser.run(f"{cells}.map(e => e.className)") == ["up", "up newer"]
     assert browser.size()[0] == PHONE[0]
