@@ -24,8 +24,9 @@ ColumnName = Literal["sampled", "advantage", "reference", "stale", "value", "ret
 """What a sample's column holds for each token. `sampled`: its log-prob on the sampling side; `reference`: its log-prob
 under the bare base; `stale`: 1 if a policy older than the trained one sampled it; `value`: the critic's prediction
 before it; `return`: the critic's target; `teacher`: its log-prob under the teacher."""
-Computed = Literal["policy", "reference", "value", "teacher"]
-"""A column that a trainer computes; `policy`: each token's log-prob under the current policy."""
+Computed = Literal["policy", "reference", "base", "value", "teacher"]
+"""A column that a trainer computes; `policy`: each token's log-prob under the current policy; `base`: like
+`reference`, in the fastest way: its last bits may differ."""
 
 BASE_VERSION = -1
 """Stands for the bare base in place of a policy version."""

@@ -32,9 +32,8 @@ from orbit_runtime.types import ColumnName, Group, Rollout, Sample, Trainer
 
 DRIFT_TOKENS = 2048
 """Most tokens that a step scores again with the adapter off."""
-DRIFT_SHARE = 16
-"""Those are at most one in so many of the step's, but one sample at least. Measured: 3.6 % of a step of the quickstart,
-whose passes are short; 2.9 % with a model of 135 million parameters when it was one in eight."""
+DRIFT_SHARE = 64
+"""Those are at most one in so many of the step's, but one sample at least."""
 SHOWN_TOKENS = 400
 """Most tokens of the answer that a report shows token by token."""
 
@@ -97,13 +96,15 @@ def measure_drift(spec: RunSpec, trainer: Trainer, samples_D: Sequence[Sample]) 
     longest = max(len(each.token_ids_T) for each in samples_D)
     count = max(1, min(DRIFT_TOKENS, passed // DRIFT_SHARE) // longest)
     few_D = [shortened(each, DRIFT_TOKENS) for each in samples_D[:: -(-len(samples_D) // count)]]
-    if "reference" not in few_D[0].columns:
-        few_D = with_column(few_D, "reference", trainer.column("reference", few_D))
+    if "reference" in few_D[0].columns:
+        references_D = [each.columns["reference"] for each in few_D]
+    else:
+        references_D = trainer.column("base", [replace(each, columns={}) for each in few_D])
     return fmean(
         distance
-        for each in few_D
+        for each, reference_T in zip(few_D, references_D, strict=True)
         for distance in kl_penalties(
-            *(trained(each.columns[name], each.loss_mask_T) for name in ("sampled", "reference")),
+            *(trained(column, each.loss_mask_T) for column in (each.columns["sampled"], reference_T)),
             coefficient=1.0,
             estimator="K3",
         )

@@ -130,14 +130,16 @@ class Policy:
         sampling: Sampling = UNSHAPED,
         seen: PrecedingTokens | None = None,
         routed_TLC: torch.Tensor | None = None,
+        directly: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter, as `sampling` draws.
 
         Args:
             seen: of the same branches; required if `sampling` penalises repetition.
             routed_TLC: experts that the tokens are sent to (`lay_out_experts`); None if the routers choose.
+            directly: by `direct` where there is one, whose bits are not those of the trainer's passes.
         """
-        hidden_RN = self.target_hidden(batch, routed_TLC)
+        hidden_RN = self.target_hidden(batch, routed_TLC, directly)
         return self.logprobs_of(hidden_RN, batch, sampling=sampling, seen=seen)
 
     def logprobs_of(
@@ -215,11 +217,13 @@ class Policy:
         logprobs_R, number_R = self._joined(batch, (logprobs_R, top_R.float()))
         return logprobs_R, number_R.long()
 
-    def target_hidden(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
+    def target_hidden(
+        self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None, directly: bool = False
+    ) -> torch.Tensor:
         """Last hidden states `[R, N]` at the positions that predict the batch's targets, with gradient to the adapter;
         in a divided pass, for this process's targets only."""
         source_R = batch.target_source_R if batch.own_targets is None else batch.own_targets[1]
-        return gather_rows(self.through(batch, routed_TLC), source_R)
+        return gather_rows(self.through(batch, routed_TLC, directly), source_R)
 
     def _joined(
         self, batch: PackedBatch, found: tuple[torch.Tensor, torch.Tensor]
@@ -232,13 +236,15 @@ class Policy:
         )
         return first_R, second_R
 
-    def through(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
+    def through(
+        self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None, directly: bool = False
+    ) -> torch.Tensor:
         """Hidden states `[T, N]` of the batch's tokens after this process's last layer; in a divided pass, of its own
         tokens only."""
         if self.mode.rows != "packed":
             return OwnRows(batch, self.mode.rows == "single").hidden(self._decode_rows, self.injected.selection)
         plan = self.plan(batch)
-        if self.direct is not None and self._passes_directly:
+        if self.direct is not None and (directly or self._passes_directly):
             return self.direct.hidden(batch.token_ids_T, batch.position_T, plan)
         with self.routing.given(routed_TLC) if self.routing else nullcontext():
             return self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]

@@ -22,7 +22,7 @@ from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.routing import Routing
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.teacher import Teacher
-from orbit_runtime.types import Sampling
+from orbit_runtime.types import Computed, Sampling
 from orbit_runtime.workers.child.heartbeat import device_work
 
 
@@ -89,9 +89,9 @@ class Passes(Protocol):
         """Experts chosen during rollout, for this process's layers and tokens."""
         ...
 
-    def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
-        """fp32 `[R]` without gradient; with `adapter` off, the reference policy's. A process without the output layer
-        returns zeros."""
+    def logprobs(self, micro: MicroBatch, sampling: Sampling, *, of: Computed, routed_TLC: Tensor | None) -> Tensor:
+        """fp32 `[R]` without gradient, of `policy`, `reference` or `base`. A process without the output layer returns
+        zeros."""
         ...
 
     def forward_backward(self, passes: Iterable[TrainingPass], sampling: Sampling, loss_of: LossOf) -> None:
@@ -148,14 +148,16 @@ class LocalPasses:
     def routed_tokens(self, micro: MicroBatch) -> Tensor | None:
         return micro.routed_tokens()
 
-    def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
+    def logprobs(self, micro: MicroBatch, sampling: Sampling, *, of: Computed, routed_TLC: Tensor | None) -> Tensor:
         policy = self._policy
         with (
             torch.no_grad(),
-            policy.injected.selection.use(TRAINER_SLOT if adapter else None),
+            policy.injected.selection.use(TRAINER_SLOT if of == "policy" else None),
             device_work("a micro-batch of log-probs", policy.device.type),
         ):
-            logprobs_R, _ = policy.logprobs(micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=routed_TLC)
+            logprobs_R, _ = policy.logprobs(
+                micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=routed_TLC, directly=of == "base"
+            )
         return logprobs_R
 
     def forward_backward(self, passes: Iterable[TrainingPass], sampling: Sampling, loss_of: LossOf) -> None:

@@ -201,7 +201,7 @@ class Updater:
         # With a single update, the old policy is the current one, and its log-probs need no extra pass.
         old_needed = settings.correction is not None and updates > 1
         old = [
-            {each.number: self._passed(each, adapter=True) for each in micro} if old_needed else {}
+            {each.number: self._passed(each, of="policy") for each in micro} if old_needed else {}
             for micro in mini_batches
         ]
         totals: dict[str, float] = {}
@@ -381,9 +381,9 @@ class Updater:
         routed_TLC = passes.routed_tokens(micro)
         if not passes.largest(0.0 if routed_TLC is None else 1.0):
             return {}
-        own_R = self._logprobs(micro, adapter=True, routed_TLC=None)
+        own_R = self._logprobs(micro, of="policy", routed_TLC=None)
         with routing.preferred() if routing else nullcontext() as preferred:
-            given_R = self._logprobs(micro, adapter=True, routed_TLC=routed_TLC)
+            given_R = self._logprobs(micro, of="policy", routed_TLC=routed_TLC)
         counted: dict[str, float] = {"agreeing": 0, "known": 0, "replayed": 0, "unreplayed": 0, "tokens": 0}
         if routed_TLC is not None and micro.counts:
             if preferred is not None:
@@ -404,13 +404,13 @@ class Updater:
             "router_agreement": summed["agreeing"] / max(1.0, summed["known"]),
         }
 
-    def _passed(self, micro: MicroBatch, *, adapter: bool) -> torch.Tensor:
+    def _passed(self, micro: MicroBatch, *, of: Computed) -> torch.Tensor:
         """Runs like the step's own passes: with rollout's experts if they are replayed."""
-        return self._logprobs(micro, adapter=adapter, routed_TLC=self._replayed(micro))
+        return self._logprobs(micro, of=of, routed_TLC=self._replayed(micro))
 
-    def _logprobs(self, micro: MicroBatch, *, adapter: bool, routed_TLC: torch.Tensor | None) -> torch.Tensor:
-        """fp32 log-probs of the trained tokens, without gradient; with `adapter` off, the reference policy's."""
-        all_R = self._passes.logprobs(micro, self._settings.sampling, adapter=adapter, routed_TLC=routed_TLC)
+    def _logprobs(self, micro: MicroBatch, *, of: Computed, routed_TLC: torch.Tensor | None) -> torch.Tensor:
+        """fp32 log-probs of the trained tokens, without gradient."""
+        all_R = self._passes.logprobs(micro, self._settings.sampling, of=of, routed_TLC=routed_TLC)
         return all_R[micro.trained_R]
 
     def column(self, name: Computed, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
@@ -438,7 +438,7 @@ class Updater:
             assert self.teacher is not None, "the algorithm has a teacher"
             teacher, sampling = self.teacher, self._settings.sampling
             return lambda micro: teacher.logprobs(micro, sampling, self._replayed(micro))
-        return partial(self._passed, adapter=name == "policy")
+        return partial(self._passed, of=name)
 
 
 _TOKEN_MEANS = ("kl", "kl_old", "clip_fraction", "dropped_fraction", "entropy", "teacher_divergence")

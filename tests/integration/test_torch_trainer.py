@@ -29,7 +29,7 @@ from orbit_runtime.training.settings import learning_rate
 from orbit_runtime.training.state import PART, build_state, unpack_state
 from orbit_runtime.types import Sample, Sampling
 from tests.fakes.held_state import HeldState, hold_state
-from tests.integration.tiny_models import TARGETS, load_reference, make_checkpoint
+from tests.integration.tiny_models import TARGETS, load_reference, make_checkpoint, reference_logprobs
 
 SETTINGS = TrainerSettings(
     Training(steps=10, learning_rate=1e-2, weight_decay=0.01, micro_batch_tokens=4096),
@@ -115,6 +115,17 @@ def test_entropies_of_the_answer_that_is_shown_are_those_of_transformers_before_
     expected = -(probabilities * probabilities.log()).sum(-1)
     torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=2e-6)
     assert trainer.update(samples_of(9)).entropies_T == ()
+
+
+def test_log_probs_of_the_base_are_those_of_transformers_whatever_the_adapter_is(folder: Path) -> None:
+    trainer, samples = build(folder), samples_of(9)
+    trainer.update(samples)
+    assert trainer._policy.direct is not None
+    model = load_reference(folder)
+    for sample, column in zip(samples, trainer.column("base", samples), strict=True):
+        expected = reference_logprobs(model, list(sample.token_ids_T))[sample.prefix_length - 1 :]
+        found = torch.tensor(column[sample.prefix_length :])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS))

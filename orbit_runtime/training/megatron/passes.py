@@ -24,7 +24,7 @@ from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.passes import LocalPasses, LossOf, TrainingPass
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.values import LocalValues, ValueLossOf, ValueModel
-from orbit_runtime.types import Sampling
+from orbit_runtime.types import Computed, Sampling
 
 
 class RankPasses:
@@ -62,12 +62,12 @@ class RankPasses:
     def routed_tokens(self, micro: MicroBatch) -> Tensor | None:
         return self.own_layers(micro.routed_tokens()) if self.routes else None  # type: ignore[no-any-return]
 
-    def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
+    def logprobs(self, micro: MicroBatch, sampling: Sampling, *, of: Computed, routed_TLC: Tensor | None) -> Tensor:
         routed_TLC = self._met(micro, routed_TLC)
         if self._groups.is_last_stage:
-            return self._local.logprobs(micro, sampling, adapter=adapter, routed_TLC=routed_TLC)
+            return self._local.logprobs(micro, sampling, of=of, routed_TLC=routed_TLC)
         policy = self._policy
-        with torch.no_grad(), policy.injected.selection.use(TRAINER_SLOT if adapter else None):
+        with torch.no_grad(), policy.injected.selection.use(TRAINER_SLOT if of == "policy" else None):
             policy.through(micro.packed, routed_TLC)
         return torch.zeros(len(micro.packed.target_ids_R), device=self.device)
 

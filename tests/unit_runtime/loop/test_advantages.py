@@ -76,7 +76,7 @@ class Base:
         self.asked: list[Sample] = []
 
     def column(self, name: str, samples_D: Sequence[Sample]) -> list[array[float]]:
-        assert name == "reference"
+        assert name == "base"
         self.asked += samples_D
         return [array("f", [-1.0 * flag for flag in each.loss_mask_T]) for each in samples_D]
 
@@ -99,8 +99,8 @@ K3 = math.exp(-0.5) - 1 + 0.5
 @pytest.mark.parametrize(
     ("samples_D", "asked", "tokens"),
     [
-        # 16 prompts of 40 tokens with 8 answers of 24 each are 3,712 tokens to pass; 232 are a sixteenth of them.
-        ([answered(40, 24, index // 8) for index in range(128)], 3, 192),
+        # 128 prompts of 40 tokens with 8 answers of 24 each are 29,696 tokens to pass; 464 are a 64th of them.
+        ([answered(40, 24, index // 8) for index in range(1024)], 7, 448),
         # However large the step, 2,048 tokens.
         ([answered(0, 128, index) for index in range(4096)], 16, 2048),
         # However small, one sample; however long that, the first 2,048 tokens of its answer.
