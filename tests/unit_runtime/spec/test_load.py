@@ -316,6 +316,13 @@ CONTRADICTIONS = [
 ]
 
 
+def test_sampling_fields_that_are_not_written_or_not_used_refuse_no_short_sequence() -> None:
+    short = GOOD.replace("builtin://tiny-adder", "builtin://tiny-adder\n    maxSequenceLength: 64")
+    assert parse(short).spec.new_tokens < 64
+    unused = short.replace("    groupSize: 8", "    type: SFT").replace("engine: Auto", "sampling: {maxNewTokens: 256}")
+    assert parse(unused).spec.model.max_sequence_length == 64
+
+
 @pytest.mark.parametrize(("good", "bad", "said"), FIELDS + CONTRADICTIONS)
 def test_one_wrong_field_is_one_problem_with_line_value_and_fix(good: str, bad: str, said: str) -> None:
     assert GOOD.count(good) == 1
