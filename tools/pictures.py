@@ -21,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 MOST_BYTES = 1 << 20
 """Bytes of all pictures together."""
-WIDTH, HEIGHT = 1100, 800
 LIVE_STEP = 30
 SHOWN = "runs/quickstart"
 """The run folder of the pictures; the real one is a folder of this machine."""
@@ -54,7 +53,8 @@ def main() -> int:
         take(browser, (run / "report.html").read_text(encoding="utf-8").replace(str(run), SHOWN), "report")
         told = re.sub(r"(?m)^\S+Z ", "", log.read_text(encoding="utf-8")).replace(str(run), SHOWN).splitlines()
         lines = "\n".join(["$ orbit run examples/quickstart.yaml", *told[:6], "…", *told[-22:]])
-        take(browser, f"<meta charset=utf-8>{TERMINAL}<pre>{html.escape(lines)}</pre>", "terminal")
+        window = 760, 20 * lines.count("\n") + 56
+        take(browser, f"<meta charset=utf-8>{TERMINAL}<pre>{html.escape(lines)}</pre>", "terminal", window)
     size = sum(each.stat().st_size for each in PICTURES.iterdir())
     print(f"docs/pictures: {size / 1024:.0f} KiB of {MOST_BYTES / 1024:.0f}")
     return int(size > MOST_BYTES)
@@ -66,14 +66,14 @@ TERMINAL = (
 )
 
 
-def take(browser: str, content: str, name: str) -> None:
-    """A picture of the top of a page."""
+def take(browser: str, content: str, name: str, size: tuple[int, int] = (1100, 800)) -> None:
+    """A picture of the top of a page; `size` in pixels."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(content, encoding="utf-8")
         subprocess.run(
             [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/b",
-             f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={PICTURES / f'{name}.png'}", f"file://{page}"],
+             f"--window-size={size[0]},{size[1]}", f"--screenshot={PICTURES / f'{name}.png'}", f"file://{page}"],
             check=True, capture_output=True,
         )  # fmt: skip
 

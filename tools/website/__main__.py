@@ -81,6 +81,8 @@ STYLE = """
 .md-typeset table:not([class]) th { min-width: 0; }
 .md-typeset table:not([class]) { font-size: .7rem; }
 .md-typeset code { overflow-wrap: anywhere; }
+.md-typeset pre > code { white-space: pre-wrap; }
+.md-typeset table:not([class]) thead:not(:has(th:not(:empty))) { display: none; }
 .md-typeset td:first-child code { overflow-wrap: normal; word-break: normal; }
 /* On a phone a row is a block: its first cell, then each of the others behind the name of its column. */
 @media (max-width: 600px) {

@@ -88,7 +88,7 @@ def test_any_two_models_are_compared_prompt_by_prompt() -> None:
     assert pair.paired.difference.mean == pytest.approx(0.0)
     assert (pair.paired.better, pair.paired.worse) == (1, 1)
     page = render_evaluation("Two steps", summary, samples)
-    assert "Any two others: 1 pairs" in page
+    assert "Any two others: 1 pair<" in page
 
 
 def test_a_folded_answer_says_what_was_asked() -> None:
