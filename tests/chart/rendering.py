@@ -45,6 +45,9 @@ COMBINATIONS: dict[str, Object] = {
                 {"key": "dedicated", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 86400000}
             ],
             "egress": [{"cidr": "169.254.170.23/32", "ports": [80]}, {"namespace": "minio"}],
+            "env": {"HTTPS_PROXY": "http://proxy:3128"},
+            "caConfigMap": "our-cas",
+            "runAsUser": None,
             "priorityClassName": "training",
             "podLabels": {"azure.workload.identity/use": "true"},
             "queueName": "default-queue",
@@ -65,6 +68,7 @@ COMBINATIONS: dict[str, Object] = {
             "scrapeNamespaces": ["monitoring"],
             "apiServerCIDRs": ["10.0.0.1/32"],
             "httpsCIDRs": ["10.1.0.0/16"],
+            "dnsPorts": [1053],
         },
         "fences": {
             "maxGPUs": 64,
