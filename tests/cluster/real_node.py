@@ -33,8 +33,9 @@ QUICK = {
 
 
 def build_scripted_image() -> Path:
-    """The local base and `fakes/scripted_orbit.py` as its `orbit`; returns the archive."""
-    recipe = BASE_IMAGE.encode() + SCRIPT.read_bytes()
+    """The local base and `fakes/scripted_orbit.py` as its `orbit` and `ray`; returns the archive."""
+    lines = (f"FROM {BASE_IMAGE}", *(f"ADD orbit /usr/local/bin/{name}" for name in ("orbit", "ray")))
+    recipe = "\n".join(lines).encode() + SCRIPT.read_bytes()
     archive = images_folder() / f"scripted-{hashlib.sha256(recipe).hexdigest()[:12]}.tar"
     if not archive.exists():
         build_base_image()
@@ -42,7 +43,7 @@ def build_scripted_image() -> Path:
             folder = Path(name)
             (folder / "orbit").write_text(f"#!/usr/local/bin/python3 -ES\n{SCRIPT.read_text(encoding='utf-8')}")
             (folder / "orbit").chmod(0o755)
-            (folder / "Containerfile").write_text(f"FROM {BASE_IMAGE}\nADD orbit /usr/local/bin/orbit\n")
+            (folder / "Containerfile").write_text("\n".join(lines) + "\n")
             build_image(folder, SCRIPTED)
             save_image(SCRIPTED, archive)
     return archive

@@ -21,6 +21,7 @@ from cluster.bed.node import GPU_PRODUCT, NUM_GPUS
 from cluster.bed.processes import run
 from cluster.bed.programs import FOLDERS, find_program
 from cluster.by_hand import Object, Server, Team, connect, now, wait_for
+from cluster.kuberay import find_operator, install_crd, play_kuberay, run_kuberay
 from cluster.real_node import PATIENCE, build_scripted_image, open_real_team, start_scripted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -29,13 +30,17 @@ API = "/apis/kueue.x-k8s.io/v1beta1"
 IMAGE = "localhost/kueue"
 CHECK = "provision"
 GPU = "nvidia.com/gpu"
+CLAIM = "models"
 SHARED: dict[str, tuple[str, Object]] = {
     "b200": ("ResourceFlavor", {"nodeLabels": {"nvidia.com/gpu.product": GPU_PRODUCT}}),
     "high": ("WorkloadPriorityClass", {"value": 1000}),
     CHECK: ("AdmissionCheck", {"controllerName": "example.com/by-hand"}),
     "gpus": ("ClusterQueue", {"preemption": {"withinClusterQueue": "LowerPriority"}}),
     "checked": ("ClusterQueue", {"admissionChecks": [CHECK]}),
+    "nodes": ("ClusterQueue", {"preemption": {"withinClusterQueue": "LowerPriority"}}),
 }
+QUOTAS: dict[str, Object] = {"nodes": {GPU: 2 * NUM_GPUS, "cpu": 8, "memory": "64Gi"}}
+"""Of queues that have not one node's GPUs alone. The head of a RayCluster requests a core and memory, no GPU."""
 """Name → kind and spec of what belongs to no namespace, in the order in which one needs the other."""
 
 
@@ -48,7 +53,7 @@ def find_part(name: str) -> Path:
     """The program, or the chart: both of Kueue's module."""
     found = [Path(each, name) for each in os.environ[FOLDERS].split(os.pathsep) if Path(each, name).exists()]
     if not found:
-        pytest.skip("Kueue was not built: tools/cluster_programs.sh kueue")
+        pytest.skip(f"there is no {name}: tools/cluster_programs.sh kueue kuberay-crds")
     return found[0].resolve()
 
 
@@ -73,33 +78,38 @@ def build_kueue_image(program: Path, version: str) -> Path:
 
 @pytest.fixture(scope="module")
 def kueue(cluster: Cluster) -> Iterator[Server]:
-    """Kueue in the cluster, with a queue of as many GPUs as a node has, and one with an AdmissionCheck besides."""
+    """Kueue in the cluster, which knows RayClusters, with a queue of as many GPUs as a node has, one with an
+    AdmissionCheck besides, and one of two nodes."""
     program, chart = find_part("kueue"), find_part("kueue-chart")
     version = yaml.safe_load((chart / "Chart.yaml").read_text(encoding="utf-8"))["appVersion"]
     cluster.import_image(build_kueue_image(program, version))
     cluster.import_image(build_scripted_image())
     helm = partial(run, find_program("helm4"), "--kubeconfig", cluster.kubeconfig, seconds=900)
     image = f"repository={IMAGE},tag={version},pullPolicy=Never".replace(",", ",controllerManager.manager.image.")
-    helm("install", "kueue", chart, "--namespace", "kueue-system", "--create-namespace", "--wait", "--timeout", "14m",
-         "--set", f"controllerManager.manager.image.{image}")  # fmt: skip
     server = connect(cluster.kubeconfig)
-    try:
-        for name, (kind, spec) in SHARED.items():
-            make_shared(server, name, kind, spec)
-        yield server
-    finally:
-        for name, (kind, _) in reversed(SHARED.items()):
-            server.delete(place := path_of(kind, name))
-            wait_for(lambda place=place: server.get(place) is None, f"{kind} {name} goes")
-        helm("uninstall", "kueue", "--namespace", "kueue-system", "--wait", "--timeout", "5m")
-        server.delete("/api/v1/namespaces/kueue-system")
+    # Which kinds there are it asks when it starts.
+    with install_crd(server):
+        helm("install", "kueue", chart, "--namespace", "kueue-system", "--create-namespace", "--wait", "--timeout",
+             "14m", "--set", f"controllerManager.manager.image.{image}")  # fmt: skip
+        try:
+            for name, (kind, spec) in SHARED.items():
+                make_shared(server, name, kind, spec)
+            yield server
+        finally:
+            for name, (kind, _) in reversed(SHARED.items()):
+                server.delete(place := path_of(kind, name))
+                wait_for(lambda place=place: server.get(place) is None, f"{kind} {name} goes")
+            helm("uninstall", "kueue", "--namespace", "kueue-system", "--wait", "--timeout", "5m")
+            server.delete("/api/v1/namespaces/kueue-system")
 
 
 def make_shared(server: Server, name: str, kind: str, spec: Object) -> None:
     """Kueue judges each by a webhook of its own, which may not answer yet."""
     if kind == "ClusterQueue":
-        flavor = {"name": "b200", "resources": [{"name": GPU, "nominalQuota": NUM_GPUS}]}
-        spec = {"namespaceSelector": {}, "resourceGroups": [{"coveredResources": [GPU], "flavors": [flavor]}], **spec}
+        quotas = QUOTAS.get(name, {GPU: NUM_GPUS})
+        flavor = {"name": "b200", "resources": [{"name": each, "nominalQuota": most} for each, most in quotas.items()]}
+        group = {"coveredResources": [*quotas], "flavors": [flavor]}
+        spec = {"namespaceSelector": {}, "resourceGroups": [group], **spec}
     # The value of a priority is no part of a spec.
     body = spec if kind == "WorkloadPriorityClass" else {"spec": spec}
     made = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": kind, "metadata": {"name": name}, **body}
@@ -121,10 +131,10 @@ def make_shared(server: Server, name: str, kind: str, spec: Object) -> None:
 def team(kueue: Server, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     """A namespace with a LocalQueue for each, of which one is Kueue's default."""
     with open_real_team(cluster, "queues", tmp_path_factory.mktemp("queues") / "operator.log") as (team, _):
-        for name, queue in (("gpus", "gpus"), ("checked", "checked"), ("default", "checked")):
+        for name, queue in (("gpus", "gpus"), ("nodes", "nodes"), ("checked", "checked"), ("default", "checked")):
             body = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "LocalQueue", "metadata": {"name": name}}
             kueue.apply(f"{API}/namespaces/queues/localqueues/{name}", {**body, "spec": {"clusterQueue": queue}})
-        for name in ("gpus", "checked"):
+        for name in ("gpus", "nodes", "checked"):
             wait_for(lambda name=name: is_active(kueue, name), f"{name} is active", PATIENCE)
         yield team
 
@@ -252,3 +262,55 @@ def test_a_run_whose_admission_check_is_rejected_says_so(team: Team) -> None:
     judge(team, "rejected", "Rejected", "over budget")
     wait_queued(team, "rejected", f"Admission check(s): {CHECK}, were rejected")
     end(team, "rejected")
+
+
+@pytest.fixture
+def ranks(team: Team, cluster: Cluster, tmp_path: Path) -> Iterator[None]:
+    """KubeRay, its own operator where it was built, and a folder of models that every node has."""
+    claim = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    volume = {
+        "capacity": {"storage": "1Gi"},
+        "hostPath": {"path": str(cluster.folder / CLAIM), "type": "DirectoryOrCreate"},
+    }
+    want = {"volumeName": CLAIM, "resources": {"requests": {"storage": "1Gi"}}}
+    head = {"apiVersion": "v1", "metadata": {"name": CLAIM}}
+    team.server.apply(
+        place := f"/api/v1/persistentvolumes/{CLAIM}", {**head, "kind": "PersistentVolume", "spec": {**claim, **volume}}
+    )
+    team.server.apply(
+        team.path("persistentvolumeclaims", CLAIM), {**head, "kind": "PersistentVolumeClaim", "spec": {**claim, **want}}
+    )
+    program = find_operator()
+    kuberay = run_kuberay(program, team.server.kubeconfig, tmp_path / "kuberay.log") if program else play_kuberay(team)
+    with kuberay:
+        yield
+    team.server.delete(team.path("persistentvolumeclaims", CLAIM))
+    team.server.delete(place)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_run_over_two_nodes_waits_for_both_and_costs_no_restart_when_they_are_taken_back(team: Team) -> None:
+    """Its ranks and its own pod are two workloads of Kueue's, admitted one after the other."""
+    no_room, both = f"insufficient unused quota for {GPU}", {"nodes": 2, "modelCache": {"claimName": CLAIM}}
+    for name in ("first", "second"):
+        start(team, name, "nodes")
+        wait_admitted(team, name)
+    start(team, "large", "nodes", **both)
+    wait_queued(team, "large", no_room)
+    assert not [job for job in team.jobs() if job.startswith("large")], "no pod of its own before its ranks have theirs"
+    end(team, "first")
+    wait_for(lambda: [job for job in team.jobs() if job.startswith("large")], "its ranks have their node", PATIENCE)
+    wait_queued(team, "large", no_room)
+    end(team, "second")
+    wait_admitted(team, "large")
+
+    start(team, "urgent", "nodes", **both, pod={"labels": {"kueue.x-k8s.io/priority-class": "high"}})
+    wait_admitted(team, "urgent")
+    status = wait_queued(team, "large", "")
+    spent = {name: status[name] for name in ("userRetries", "infraRestarts")}
+    assert not any(spent.values()), f"a preemption costs no retry: {spent}"
+    end(team, "urgent")
+    wait_admitted(team, "large")
+    status = team.status("large")
+    assert {name: status[name] for name in spent} == spent
+    end(team, "large")

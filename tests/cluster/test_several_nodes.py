@@ -5,20 +5,15 @@ Where KubeRay's operator was built (`tools/cluster_programs.sh kuberay`, some mi
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from cluster.bed.control_plane import ControlPlane
-from cluster.bed.programs import FOLDERS
 from cluster.by_hand import Server, Team, connect, open_team, wait_for
+from cluster.kuberay import CRDS, clusters, find_operator, install_crd, make_pods, run_kuberay
 from cluster.operator_process import check_out, run_earlier_operator, run_operator
 
 from orbit_runtime.spec.crd import build_crd
@@ -26,7 +21,6 @@ from orbit_runtime.spec.document import parse_document
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 EARLIER = "5d21b7e0"
 """A commit whose operator creates a run's pod beside its ranks, and does not claim namespaces."""
 PLACEMENT = {"gpus": 0, "nodes": 3, "modelCache": {"claimName": "models"}}
@@ -39,35 +33,15 @@ def server(control_plane: ControlPlane) -> Server:
 
 @pytest.fixture
 def kuberay_crd(server: Server) -> Iterator[None]:
-    """KubeRay's, of its module's own file, until the end of the test."""
-    (folder,) = [Path(each) for each in os.environ[FOLDERS].split(os.pathsep) if (Path(each) / "kuberay-crds").is_dir()]
-    crd = yaml.safe_load((folder / "kuberay-crds" / "ray.io_rayclusters.yaml").read_text(encoding="utf-8"))
-    place = f"{CRDS}/rayclusters.ray.io"
-    server.create(CRDS, crd)
-    wait_for(lambda: server.get("/apis/ray.io/v1/rayclusters"), "the API server knows RayClusters")
-    yield
-    server.delete(place)
-    wait_for(lambda: server.get(place) is None, "they are gone")
-
-
-def clusters(server: Server, team: Team) -> list[dict[str, Any]]:
-    found = server.items(f"/apis/ray.io/v1/namespaces/{team.namespace}/rayclusters")
-    return [each for each in found if "deletionTimestamp" not in each["metadata"]]
+    with install_crd(server):
+        yield
 
 
 def make_ranks(server: Server, team: Team, name: str, *, few: bool = False) -> dict[str, Any]:
-    """KubeRay's part: the pods of a RayCluster, of its own templates; `few`: all but the last. Returns the cluster."""
+    """KubeRay's part for one RayCluster; `few`: all pods but the last. Returns the cluster."""
     named = wait_for(lambda: [each for each in clusters(server, team) if each["metadata"]["name"] == name], name, 120)
-    made, there = named[0], {pod["metadata"]["name"] for pod in team.pods()}
-    (group,) = made["spec"]["workerGroupSpecs"]
-    owner = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "name": name, "uid": made["metadata"]["uid"]}
-    templates = [made["spec"]["headGroupSpec"]["template"], *[group["template"]] * group["replicas"]]
-    for index, template in enumerate(templates[:-1] if few else templates):
-        head = {**template["metadata"], "name": f"{name}-{index}", "ownerReferences": [owner]}
-        if head["name"] not in there:
-            body = {"apiVersion": "v1", "kind": "Pod", "metadata": head, "spec": template["spec"]}
-            server.create(team.path("pods"), body)
-    return made
+    make_pods(team, named[0], few=few)
+    return named[0]
 
 
 def test_without_kuberay_the_run_waits_and_says_for_what_and_with_it_goes_on(
@@ -168,23 +142,10 @@ def test_an_earlier_operator_is_upgraded_while_runs_on_one_node_and_on_several_g
 @pytest.fixture
 def kuberay(kuberay_crd: None, control_plane: ControlPlane, tmp_path: Path) -> Iterator[Path]:
     """KubeRay's operator; its log."""
-    program = shutil.which("kuberay", path=os.environ[FOLDERS])
-    if program is None:
+    if (program := find_operator()) is None:
         pytest.skip("KubeRay's operator was not built: tools/cluster_programs.sh kuberay")
-    log = tmp_path / "kuberay.log"
-    command = [
-        program,
-        "--metrics-addr=127.0.0.1:0",
-        "--health-probe-bind-address=127.0.0.1:0",
-        "--enable-leader-election=false",
-    ]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, "KUBECONFIG": str(control_plane.kubeconfig)}
-        )
-    yield log
-    process.send_signal(signal.SIGTERM)
-    process.wait(30)
+    with run_kuberay(program, str(control_plane.kubeconfig), log := tmp_path / "kuberay.log"):
+        yield log
 
 
 def test_kuberays_operator_makes_the_pods_that_were_asked_for(server: Server, kuberay: Path, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ What to do stands in the arguments of the manifest's first reward: under `attemp
 - `deaf`: SIGTERM is heard and not followed.
 - `eat`: takes memory, `fill`: disk, until something ends it.
 
+Called as `ray`, as KubeRay does it, it listens where a probe of that node looks.
+
 Only the standard library: it starts in milliseconds.
 """
 
@@ -26,6 +28,8 @@ MIB = 1 << 20
 
 
 def main() -> int:
+    if Path(sys.argv[0]).name == "ray":
+        return join_ranks()
     manifest = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     told = manifest["spec"]["environment"]["rewards"][0]["arguments"]
     attempt = os.environ["ORBIT_ATTEMPT"].rpartition("-a")[2]
@@ -48,6 +52,15 @@ def main() -> int:
         with Path("/var/cache/orbit/filled").open("wb") as file:
             file.write(os.urandom(MIB) * int(told["fill"]))
     serve(manifest["metadata"]["name"], str(told.get("serve", "honest")))
+    return 0
+
+
+def join_ranks() -> int:
+    """`ray start` until SIGTERM; whatever else is asked is well at once."""
+    command = " ".join(sys.argv)
+    if " start" in command:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        ThreadingHTTPServer(("0.0.0.0", 6379 if "--head" in command else 9500), BaseHTTPRequestHandler).serve_forever()
     return 0
 
 
