@@ -3,7 +3,7 @@
 The cost of a decode step on a CPU depends on the number of operations, not on their size: transformers' modules take
 about 220 per layer, this takes about 40. Linears that read the same input are one product if their weights allow it,
 each under its own adapter; queries and keys are normalised and rotated together, and the residual is added in place.
-The engine uses it, and in BF16 on a CPU the trainer too, unless it trains OFT or a whole model, drops, or computes
+The engine uses it, and in BF16 on a CPU the trainer too, unless it trains a whole model, drops, or computes
 layers again. In fp32 the trainer's passes go through the model's modules.
 
 Belongs here: recognising models of that form, their forward pass, and sharing one packed weight among neighbours. Does
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orbit_runtime.adapters.layer import AdaptedLinear, Segment
+from orbit_runtime.adapters.layer import AdaptedLinear, Segment, Slot
 from orbit_runtime.adapters.lora import LoRASlot, add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
-from orbit_runtime.policy.gradients import AdaptedProduct, Normed, gated, turned
-from orbit_runtime.policy.logprobs import FEWEST_ROWS
+from orbit_runtime.policy.gradients import AdaptedProduct, Normed, Rotated, gated, turned
+from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal
 from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
@@ -43,23 +43,20 @@ SAME_BITS = (FEWEST_ROWS, 192)
 
 
 @cache
-def gives_same_bits(in_features: int, out_features: int, rank: int, _num_threads: int) -> bool:
-    """Whether products of this shape in BF16, with LoRA added, give a row the same bits for all of `SAME_BITS`."""
-    generator, most = torch.Generator().manual_seed(0), SAME_BITS[1]
-    shapes = ((4 * most, in_features), (out_features, in_features), (rank, in_features), (out_features, rank))
-    x, w, A, B = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+def gives_same_bits(in_features: int, out_features: int, rank: int, block_size: int, _num_threads: int) -> bool:
+    """Whether products of this shape in BF16, with LoRA of this rank added or of an input turned in blocks of this size
+    (0: without), give a row the same bits for all of `SAME_BITS`."""
+    generator = torch.Generator().manual_seed(0)
+    turns = (in_features // block_size, block_size, block_size) if block_size else (1, 1, 1)
+    shapes = ((out_features, in_features), (rank, in_features), (out_features, rank), turns)
+    w, A, B, R = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     linear, slot = FrozenLinear(BF16Weight(w)), LoRASlot(A, B, 2.0)
     linear.order()
 
-    def products(count: int) -> Tensor:
-        found = [add_lora_(linear.product(rows, w), rows, slot) for rows in x.split(count) if len(rows) == count]
-        return torch.cat(found)
+    def product(x_TK: Tensor) -> Tensor:
+        return add_lora_(linear.product(rotate(x_TK, R) if block_size else x_TK, w), x_TK, slot)
 
-    with torch.no_grad():
-        expected = products(most)
-        # Some in a thousand results differ if another kernel is chosen.
-        found = (products(count) for count in (SAME_BITS[0], 57, 64, 100, 128, 171))
-        return all(torch.equal(each, expected[: len(each)]) for each in found)
+    return rows_are_equal(product, in_features, SAME_BITS[1])
 
 
 class LinearGroup:
@@ -79,10 +76,14 @@ class LinearGroup:
             start = stop
         self.blocks: tuple[int, int] | None = None
         """Least and most rows of a product, if a row's bits are the same for all numbers between."""
+        self.parts: list[LinearGroup] = []
+        """A group for each member, if only such have a number of rows."""
         self._stacks: dict[str, tuple[list[LoRASlot], LoRASlot]] = {}
         first = self._adapted[0][0] if self._adapted else None
         self._selection = first.selection if first is not None else None
         self._rotates = first is not None and first.config.type == "OFT"
+        self._is_one = self.base is not None and not (self._rotates and len(self._adapted) < len(self._members))
+        """Whether all are one product, over one input: adapted members read theirs turned, by the same R."""
 
     @property
     def dense_size(self) -> int:
@@ -91,31 +92,57 @@ class LinearGroup:
 
     def order(self) -> None:
         """Orders the weight as the library reads it, and finds how many rows to hand it."""
-        if self.base is not None and self.base.order():
+        if not self._is_one and len(self._members) > 1:
+            parts = [LinearGroup([member]) for member in self._members]
+            for part in parts:
+                part.order()
+            if all(part.blocks for part in parts):
+                self.parts, self.blocks = parts, SAME_BITS
+        elif self.base is not None and self.base.order():
             config = self._adapted[0][0].config if self._adapted else None
-            rank = config.rank * len(self._adapted) if config is not None and config.type == "LoRA" else 0
-            shape = (self.base.in_features, self.base.out_features, rank, torch.get_num_threads())
+            rank = config.rank * len(self._adapted) if config is not None and not self._rotates else 0
+            turned = config.block_size if config is not None and self._rotates else 0
+            shape = (self.base.in_features, self.base.out_features, rank, turned, torch.get_num_threads())
             self.blocks = SAME_BITS if gives_same_bits(*shape) else None
 
     def __call__(self, x_TK: Tensor, dense: Tensor) -> Tensor:
         """`dense`: see `FrozenLinear.product`."""
+        if self.parts:
+            return torch.cat([part(x_TK, dense) for part in self.parts], -1)
         active = self._selection.active if self._selection is not None else None
         records = torch.is_grad_enabled() and (active is not None or x_TK.requires_grad)
-        if self.base is None or (self._rotates and active is not None and not isinstance(active, str)):
+        turns = self._rotates and active is not None
+        if not self._is_one and (self.base is None or turns):
             return self._one_by_one(x_TK)
-        if active is None:
-            return self.base(x_TK) if records else self.in_blocks(x_TK, lambda x, _: self.base.product(x, dense))  # type: ignore[no-any-return,union-attr]
-        if records and isinstance(active, str) and not self._rotates:
-            return self._with_gradient(x_TK, active, dense)
-        if self._rotates:
-            slots: list[OFTSlot] = [layer.slot(str(active)) for layer, _, _ in self._adapted]  # type: ignore[misc]
-            one_input = len(slots) == len(self._members) and all(s.rotation is slots[0].rotation for s in slots)
-            return self.base.product(rotate(x_TK, slots[0].rotation), dense) if one_input else self._one_by_one(x_TK)
+        if turns and self.blocks is None and (records or not isinstance(active, str)):
+            return self._one_by_one(x_TK)
         if not isinstance(active, str) and active and active[-1][2] > len(x_TK):
             raise InternalError(f"adapter segments reach row {active[-1][2]} of {len(x_TK)}")
-        runs: tuple[Segment, ...] = ((active, 0, ALL_ROWS),) if isinstance(active, str) else active
-        adapters = [(self._stacked(name), *rows) for name, *rows in runs if name is not None and rows[1] > rows[0]]
+        runs: tuple[Segment, ...] = ((active, 0, len(x_TK)),) if isinstance(active, str) else active or ()
+        held = [
+            # Padding after the last row is anything's.
+            (name, [layer.slot(name) for layer, _, _ in self._adapted], start, ALL_ROWS if stop == len(x_TK) else stop)
+            for name, start, stop in runs
+            if name is not None and stop > start
+        ]
+        # Adapters of other trainings may be of the other type, or turn members differently.
+        if not all(map(self._fits, (slots for _, slots, _, _ in held))):
+            return self._one_by_one(x_TK)
+        if turns:
+            for _, slots, start, stop in held:
+                turned = Rotated.apply(x_TK[start:stop], slots[0].rotation, self.in_blocks)  # type: ignore[union-attr]
+                x_TK = turned if len(turned) == len(x_TK) else torch.cat((x_TK[:start], turned, x_TK[stop:]))
+            held = []
+        if records:
+            return self._with_gradient(x_TK, held[0][1] if held else [], dense)  # type: ignore[arg-type]
+        adapters = [(self._stacked(name, slots), *rows) for name, slots, *rows in held]  # type: ignore[arg-type]
         return self.in_blocks(x_TK, partial(self._adapted_block, adapters=adapters, dense=dense))
+
+    def _fits(self, slots: Sequence[Slot]) -> bool:
+        if self._rotates:
+            first = slots[0]
+            return all(isinstance(s, OFTSlot) and s.rotation is getattr(first, "rotation", None) for s in slots)
+        return all(isinstance(slot, LoRASlot) for slot in slots)
 
     def _adapted_block(
         self, x_TK: Tensor, first: int, *, adapters: Sequence[tuple[LoRASlot, int, int]], dense: Tensor
@@ -147,10 +174,9 @@ class LinearGroup:
         firsts = itertools.accumulate((len(part) for part in parts), initial=0)
         return torch.cat([product(part, first) for part, first in zip(parts, firsts, strict=False)])
 
-    def _stacked(self, name: str) -> LoRASlot:
+    def _stacked(self, name: str, slots: list[LoRASlot]) -> LoRASlot:
         """The members' LoRA as one: A below A, each B in its own rows and columns, zeros elsewhere. From then on the
         members' slots are views of it, so that a trace shows what is multiplied."""
-        slots: list[LoRASlot] = [layer.slot(name) for layer, _, _ in self._adapted]  # type: ignore[misc]
         held = self._stacks.get(name)
         if held is not None and all(map(operator.is_, held[0], slots)):
             return held[1]
@@ -169,17 +195,20 @@ class LinearGroup:
         self._stacks[name] = (slots, whole)
         return whole
 
-    def _with_gradient(self, x_TK: Tensor, name: str, dense: Tensor) -> Tensor:
-        """The same sums as with `_stacked`, recorded for gradients."""
+    def _with_gradient(self, x_TK: Tensor, slots: Sequence[LoRASlot], dense: Tensor) -> Tensor:
+        """The same sums as with `_stacked`, recorded for gradients. Args: slots: empty for the base alone."""
         base: FrozenLinear = self.base  # type: ignore[assignment]
-        slots: list[LoRASlot] = [layer.slot(name) for layer, _, _ in self._adapted]  # type: ignore[misc]
+        if not slots:
+            bare = partial(self.in_blocks, product=lambda x, _: base.product(x, dense))
+            result: Tensor = AdaptedProduct.apply(x_TK, None, None, 1.0, bare, base.input_gradient)
+            return result
         placed = zip(slots, self._adapted, strict=True)
         B_NR = torch.cat([F.pad(s.lora_B, (0, 0, at, base.out_features - end)) for s, (_, at, end) in placed], 1)
         A_RK, whole = torch.cat([slot.lora_A for slot in slots]), slots[0].scaling
         slot = LoRASlot(A_RK.detach(), B_NR.detach(), whole)
         product = partial(self._adapted_block, adapters=[(slot, 0, ALL_ROWS)], dense=dense)
         forward = partial(self.in_blocks, product=product)
-        result: Tensor = AdaptedProduct.apply(x_TK, A_RK, B_NR, whole, forward, base.input_gradient)
+        result = AdaptedProduct.apply(x_TK, A_RK, B_NR, whole, forward, base.input_gradient)
         return result
 
     def _one_by_one(self, x_TK: Tensor) -> Tensor:
@@ -256,7 +285,7 @@ class DirectDecoder:
 
     def shared(self) -> list[tuple[str, FrozenLinear]]:
         """The linears over one input by which it multiplies in place of the model's own, over the same packed bytes."""
-        bases = (group.base for group in self._groups)
+        bases = (each.base for group in self._groups for each in group.parts or [group])
         return [(f"group {number}", base) for number, base in enumerate(bases) if base is not None]
 
     def hidden(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from orbit_runtime.adapters.oft import rotate
+
 
 class Normed(torch.autograd.Function):
     """`x * scale(x) * weight`, fp32 in and out, where the scale is 1 / sqrt(mean(x²) + eps) over the last dimension."""
@@ -87,21 +89,38 @@ class _Gated(torch.autograd.Function):
         return found
 
 
+class Rotated(torch.autograd.Function):
+    """`oft.rotate` of rows in numbers that give the same bits. Args: in_blocks: `LinearGroup.in_blocks`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, rotation: Tensor, in_blocks: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(x_TK, rotation)
+        return in_blocks(x_TK, lambda rows, _: rotate(rows, rotation))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, rotation = ctx.saved_tensors
+        x, grad = (each.unflatten(1, (len(rotation), -1)).transpose(0, 1) for each in (x_TK, grad_TK))
+        of_x = rotate(grad_TK, rotation.transpose(1, 2)) if ctx.needs_input_grad[0] else None
+        return of_x, torch.bmm(x.transpose(1, 2), grad).to(rotation.dtype), None
+
+
 class AdaptedProduct(torch.autograd.Function):
     """A frozen product with LoRA added, of several linears over one input: A `[R, K]` and B `[N, R]` hold those of all
-    members, A below A, each B in its own rows and columns. The input may be without gradient."""
+    members, A below A, each B in its own rows and columns; None without LoRA. The input may be without gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_TK: Tensor,
-        A_RK: Tensor,
-        B_NR: Tensor,
+        A_RK: Tensor | None,
+        B_NR: Tensor | None,
         scaling: float,
         adapted: Callable[[Tensor], Tensor],
         input_gradient: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.save_for_backward(x_TK, A_RK, B_NR)
+        ctx.save_for_backward(None if A_RK is None else x_TK, A_RK, B_NR)
         ctx.scaling, ctx.input_gradient = scaling, input_gradient
         return adapted(x_TK)
 
@@ -109,7 +128,11 @@ class AdaptedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, A_RK, B_NR = ctx.saved_tensors
+        of_x = ctx.input_gradient(grad_TN) if ctx.needs_input_grad[0] else None
+        if A_RK is None:
+            return of_x, None, None, None, None, None
         grad_TR = torch.mm(grad_TN, B_NR).mul_(ctx.scaling)
-        of_x = ctx.input_gradient(grad_TN).addmm_(grad_TR, A_RK) if ctx.needs_input_grad[0] else None
+        if of_x is not None:
+            of_x.addmm_(grad_TR, A_RK)
         of_B = torch.mm(grad_TN.t(), torch.mm(x_TK, A_RK.t())).mul_(ctx.scaling)
         return of_x, torch.mm(grad_TR.t(), x_TK), of_B, None, None, None

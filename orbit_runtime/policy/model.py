@@ -26,7 +26,7 @@ from orbit_runtime.policy.attention import PACKED, AttentionPlan, Kernel, Mode, 
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.distance import Measure, TeacherReport, token_distances
 from orbit_runtime.policy.division import ProcessIndex
-from orbit_runtime.policy.logprobs import UNSHAPED, logits_of, token_logprobs, token_scores
+from orbit_runtime.policy.logprobs import UNSHAPED, head_gives_same_bits, logits_of, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.preceding_tokens import PrecedingTokens
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
@@ -250,6 +250,17 @@ class Policy:
             return self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
 
     @property
+    def gives_same_bits(self) -> bool:
+        """Whether a token's log-prob has the same bits in the trainer and in a torch engine, both on this policy."""
+        return (
+            self.direct is not None
+            and self._passes_directly
+            and self.kernel == "SDPA"
+            and self.direct.gives_same_bits
+            and head_gives_same_bits(self.model.get_output_embeddings())
+        )
+
+    @property
     def _passes_directly(self) -> bool:
         """Whether the trainer's passes use `direct` too: those in BF16 on a CPU. All of them or none, so that a pass
         without gradient has the bits of one with it."""
@@ -259,7 +270,7 @@ class Policy:
             and self.device.type == "cpu"
             and self.division is None
             and self.whole is None
-            and config.type == "LoRA"
+            and (config.type == "LoRA" or (self.direct is not None and self.direct.gives_same_bits))
             and not config.dropout
             and not layers_of(self.model)[0].training
             and not (torch.is_grad_enabled() and isinstance(selection.active, tuple))

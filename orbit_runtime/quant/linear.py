@@ -130,7 +130,7 @@ class FrozenLinear(nn.Module):
                 values.
         """
         bias, size = self._buffers["bias"], self.out_features * self.in_features
-        if size > len(dense):
+        if size > len(dense) and self._ordered is None:
             return self.forward(x)
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
@@ -242,8 +242,8 @@ class FrozenLinear(nn.Module):
 def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
     """One linear whose outputs are those of `linears`, concatenated, over the same packed bytes.
 
-    The members' buffers become runs of its rows, so nothing is stored twice. None if the packed tensors cannot be
-    concatenated: other formats, other columns, or a format with no `stack`.
+    The members' buffers, and what they hold dense, become runs of its rows, so nothing is stored twice. Where a format
+    has no `stack`, it is one of what they hold dense in BF16. None if there is neither.
     """
     first = linears[0]
     if len(linears) == 1:
@@ -254,7 +254,12 @@ def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
     scales = [each.input_scale for each in linears if "input_scale" in each._buffers]
     alike = alike and all(torch.equal(scale, scales[0]) for scale in scales)
     biased = [each.bias is not None for each in linears]
-    weight = stack([each.packed for each in linears]) if stack and alike and len(set(biased)) == 1 else None
+    alike = alike and len(set(biased)) == 1
+    weight = stack([each.packed for each in linears]) if stack and alike else None
+    held = [each._held for each in linears if each._held is not None]
+    is_packed, is_held = weight is not None, len(held) == len(linears)
+    if weight is None and alike and is_held and held[0].dtype is torch.bfloat16:
+        weight = bf16.BF16Weight(torch.cat(held))
     if weight is None:
         return None
     bias = torch.cat([each.bias for each in linears]) if all(biased) else None  # type: ignore[misc]
@@ -265,16 +270,15 @@ def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
         rounding=first.rounding,
         input_scale=scales[0] if scales else None,  # type: ignore[arg-type]
     )
-    held = [each._held for each in linears]
-    if all(each is not None for each in held):
-        whole._hold(torch.cat(held))  # type: ignore[arg-type]
+    if is_packed and is_held:
+        whole._hold(torch.cat(held))
     start = 0
     for each in linears:
         rows = slice(start, start + each.out_features)
-        for name in each._packed_names:
+        for name in each._packed_names if is_packed else ():
             each._buffers[name] = getattr(whole, name)[rows]
-        if whole._held is not None:
-            each._hold(whole._held[rows])
+        if is_held:
+            each._hold((whole._held if whole._held is not None else whole.weight)[rows])
         start = rows.stop
     return whole
 

@@ -216,15 +216,18 @@ def test_gradients_equal_those_of_autograd_through_the_models_modules(
         torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("config", [LORA, OFT, SOME], ids=["lora", "oft", "oft-on-some"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_a_pass_in_bf16_with_gradients_has_the_bits_of_one_without(tmp_path: Path, architecture: str) -> None:
+def test_a_pass_in_bf16_with_gradients_has_the_bits_of_one_without(
+    tmp_path: Path, architecture: str, config: AdapterConfig
+) -> None:
     folder = make_checkpoint(tmp_path, architecture)
-    policy = with_slots(load_policy(folder, LORA, compute_dtype=torch.bfloat16), LORA)
+    policy = with_slots(widen(load_policy(folder, config, compute_dtype=torch.bfloat16)), config)
     recorded = logprobs_of(policy)
     with torch.no_grad():
         assert torch.equal(logprobs_of(policy), recorded)
     recorded.sum().backward()
-    exact = with_slots(load_policy(folder, LORA), LORA)
+    exact = with_slots(load_policy(folder, config), config)
     logprobs_of(exact).sum().backward()
     near, far = (
         torch.cat([master.grad.flatten() for master in each.injected.parameters()])  # type: ignore[union-attr]
