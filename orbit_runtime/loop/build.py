@@ -27,7 +27,7 @@ from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids, sampling_of
 from orbit_runtime.sides.content import content_digests
-from orbit_runtime.sides.engines import change_limit, engine_settings
+from orbit_runtime.sides.engines import change_limit, engine_settings, gives_same_bits
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.interface import EngineOrder, TrainerOrder
 from orbit_runtime.sides.teacher import TaughtEnvironment, attach_teacher, check_base, teacher_digest
@@ -111,6 +111,7 @@ def build_parts(
     show.metrics.add_engine(engine.read_servers)
     keeper = BackgroundWriter()
     closing.callback(keeper.close)
+    is_exact = gives_same_bits(resolved, side)
     publisher = Publisher(
         store,
         execution,
@@ -123,12 +124,14 @@ def build_parts(
             if all(copy.reads_back for copy in engine.copies())
             else min(LONG_CANARY, spec.model.max_sequence_length),
         ),
-        change_limit(side.facts),
+        0.0 if is_exact else change_limit(side.facts, spec.model.activation_precision),
         weights,
         FaultFinder(engine, sequences[0], resolved.compute_dtype, side.snapshot, side.explain, side.facts.group_size),
-        base_limit=base_limit(side.facts.precision, spec.parity.mean_limit, resolved.compute_dtype)
-        if spec.parity.preflight == "Enforce"
-        else math.inf,
+        base_limit=math.inf
+        if spec.parity.preflight != "Enforce"
+        else 0.0
+        if is_exact
+        else base_limit(side.facts.precision, spec.parity.mean_limit, resolved.compute_dtype),
         max_unproven=spec.parity.max_unproven,
         loads_beside=given.sides.loads_beside and resolved.engine != "Torch",
     )

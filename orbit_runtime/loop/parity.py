@@ -28,7 +28,7 @@ from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.parity.preflight import ComparedSides, Preflight, build_sequences, check_preflight, measure_preflight
-from orbit_runtime.parity.statistics import ParityLimits, base_limit, build_limits, resolve_limit
+from orbit_runtime.parity.statistics import ParityLimits, base_limit, build_limits, resolve_limit, rounded_to
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
@@ -96,12 +96,14 @@ def measure_parity(parts: Parts, publication: Publication, when: str = "prefligh
 def _floor_limits(parts: Parts, floor: float) -> ParityLimits:
     """The limits that follow from a floor."""
     absolute, asked, dtype = absolute_limits(parts), parts.spec.parity, parts.side.facts.compute_dtype
+    if parts.publisher.change_limit == 0.0:
+        return replace(absolute, mean=0.0)
     mean = resolve_limit(
         floor,
         factor=asked.floor_factor,
         absolute=absolute.mean,
         widest=asked.mean_limit or base_limit(parts.facts.precision, None, dtype),
-        compute_dtype=dtype,
+        rounded=rounded_to(dtype, parts.spec.model.activation_precision),
     )
     return replace(absolute, mean=mean)
 

@@ -22,7 +22,7 @@ from orbit_runtime.errors import CredentialsError, EngineDiedError
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.planner.support.served import LORA_LAYOUTS, Place, check_served, served_experts
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.sides.interface import EngineOrder, EngineSettings
+from orbit_runtime.sides.interface import EngineOrder, EngineSettings, TrainerSide
 from orbit_runtime.sides.trainers import TrainerLayout, adapter_config
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
@@ -309,7 +309,7 @@ def _attach(order: EngineOrder, facts: PolicyFacts) -> ServedEngine:
         sampling=sampling_of(rollout),
         architectures=tuple(json.loads((order.folder / "config.json").read_text()).get("architectures") or ()),
         probes=tuple(tuple(ids) for ids in order.sequences[:PROBES]),
-        tolerance=change_limit(facts),
+        tolerance=change_limit(facts, order.settings.activation_precision),
         is_resumed=order.is_resumed,
         engine_version=rollout.engine_version,
     )
@@ -343,11 +343,18 @@ def endpoint_headers(where: str, endpoint: Server, environment: Mapping[str, str
     return headers
 
 
-def change_limit(facts: PolicyFacts) -> float:
-    """Largest difference of the adapter's effect between the two sides' passes; larger where activations are BF16."""
-    from orbit_runtime.parity.liveness import CHANGE_LIMITS
+def gives_same_bits(resolved: Resolved, side: TrainerSide) -> bool:
+    """Whether trainer and engine have the same log-probs to the bit: any difference is a fault."""
+    return resolved.engine == "Torch" and side.policy is not None and side.policy.gives_same_bits
 
-    return CHANGE_LIMITS[facts.compute_dtype]
+
+def change_limit(facts: PolicyFacts, activation_precision: str) -> float:
+    """Largest difference of the adapter's effect between the two sides' passes; larger where activations are rounded to
+    BF16 or less."""
+    from orbit_runtime.parity.liveness import CHANGE_LIMITS
+    from orbit_runtime.parity.statistics import rounded_to
+
+    return CHANGE_LIMITS[rounded_to(facts.compute_dtype, activation_precision)]
 
 
 # --- servers that start while the ranks of the trainer do ---

@@ -31,7 +31,7 @@ SEQUENCES = [list(range(3, 3 + length)) for length in (9, 14, 6)]
 
 def limits_of(floor: float) -> ParityLimits:
     absolute = build_limits("INT4")
-    mean = resolve_limit(floor, factor=4.0, absolute=absolute.mean, widest=0.05, compute_dtype="float32")
+    mean = resolve_limit(floor, factor=4.0, absolute=absolute.mean, widest=0.05, rounded="float32")
     return replace(absolute, mean=mean)
 
 

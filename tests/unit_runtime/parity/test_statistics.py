@@ -93,7 +93,7 @@ def test_a_limit_follows_the_floor_and_the_compute_dtype(
 ) -> None:
     widest = asked or base_limit("BF16", None, dtype)
     absolute = build_limits("BF16", mean=asked).mean
-    found = resolve_limit(floor, factor=10.0, absolute=absolute, widest=widest, compute_dtype=dtype)
+    found = resolve_limit(floor, factor=10.0, absolute=absolute, widest=widest, rounded=dtype)
     assert found == pytest.approx(limit)
 
 
