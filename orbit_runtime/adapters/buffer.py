@@ -234,7 +234,6 @@ class Publishing(Protocol):
 
     def published(self, version: int, *, is_kept: bool) -> AdapterFiles | None:
         """The published files; None if it has no access to the store, and then `publish` returns the bytes."""
-        ...
 
 
 def publishable(trainer: Trainer, version: int, *, is_kept: bool = True) -> AdapterFiles:

@@ -100,7 +100,6 @@ class Slots(Protocol):
 
     def of(self, experts: slice) -> tuple[Slots, slice]:
         """The slots of these experts, and which of all slots they are."""
-        ...
 
 
 class AdaptedExpertLinear(nn.Module):

@@ -54,7 +54,6 @@ class SlotBuilder(Protocol):
         self, layer: str | None = None, experts: slice = WHOLE, newest: RotationCache | None = None, /
     ) -> dict[str, Slot]:
         """See `Masters.applied`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

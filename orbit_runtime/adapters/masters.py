@@ -81,15 +81,12 @@ class Trainable(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """fp32, sorted by name."""
-        ...
 
     def after_update(self) -> None:
         """Call after an optimiser update."""
-        ...
 
     def series_error(self) -> float:
         """See `Masters`; 0 if there is no series."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

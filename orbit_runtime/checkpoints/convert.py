@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.checkpoints.destination import Destination, file_digest, opened
-from orbit_runtime.checkpoints.rewrite import Rewrite, RewriteItem, normal_rms, split_shards
-from orbit_runtime.checkpoints.stacks import Stack, find_stacks
+from orbit_runtime.checkpoints.rewrite import Rewrite, RewriteItem, Stack, find_stacks, normal_rms, split_shards
 from orbit_runtime.checkpoints.target import (
     Target,
     build_config,

@@ -6,6 +6,10 @@ so its header is written first.
 
 Belongs here: the order of reading, computing and writing; errors of the new format.
 Does not belong here: complete and partial files (`destination`), the choice of modules (`target`), adapters (`deltas`).
+
+All experts of a layer may be one tensor, as in gpt-oss:
+BF16     `….experts.gate_up_proj` `[E, K, N]`: x times it, so each expert's weight is turned
+MXFP4    `….experts.gate_up_proj_blocks` `[E, N, K/32, 16]`, `…_scales` `[E, N, K/32]`
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from orbit_runtime.checkpoints.stacks import Stack, read_expert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.checkpoints.tensor_files import CODES, Output, ShardWriter, TensorSource
 from orbit_runtime.errors import ModelError
@@ -43,7 +46,6 @@ class WeightChange(Protocol):
 
     def apply(self, module: str, rows: Tensor, start: int) -> Tensor:
         """fp32 rows `[start, start + n)` of the weight of `module` → the changed rows."""
-        ...
 
 
 @dataclass(slots=True)
@@ -315,3 +317,73 @@ def split_shards(items: Sequence[RewriteItem], limit: int) -> list[list[RewriteI
             shards.append([])
         shards[-1].append(item)
     return shards
+
+
+ENDINGS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The weights `[N, K]` of E experts. Example: `Stack("….experts.down_proj", 32, 2880, 2880, "BF16", …)`."""
+
+    module: str
+    num_experts: int
+    rows: int
+    """N."""
+    columns: int
+    """K."""
+    layout: str
+    """`BF16` or `MXFP4GptOss`."""
+    tensors: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the tensor in BF16: `[E, K, N]`."""
+        return self.num_experts, self.columns, self.rows
+
+    def experts(self) -> tuple[str, ...]:
+        """Names for the weights of the experts, which have none in the file."""
+        return tuple(f"{self.module}.{expert}" for expert in range(self.num_experts))
+
+
+def find_stacks(
+    config: Mapping[str, Any], source: TensorSource, linears: Mapping[str, StoredLinear]
+) -> dict[str, Stack]:
+    """The checkpoint's stacks by module.
+
+    Args:
+        config: config.json.
+        linears: the packed modules.
+    """
+    found = {
+        linear.module: Stack(
+            linear.module, linear.experts, linear.rows, linear.columns, linear.layout, tuple(linear.tensors)
+        )
+        for linear in linears.values()
+        if linear.layout == "MXFP4GptOss"
+    }
+    if config.get("model_type") == "gpt_oss":
+        for name, info in source.infos().items():
+            if name.endswith(ENDINGS) and len(info.shape) == 3 and info.dtype == "BF16":
+                experts, columns, rows = info.shape
+                found[name] = Stack(name, experts, rows, columns, "BF16", (name,))
+    return found
+
+
+def read_expert(source: TensorSource, stack: Stack, expert: int) -> Tensor:
+    """fp32 `[N, K]`.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    parts = {name: source.read_part(name, expert) for name in stack.tensors}
+    if stack.layout == "BF16":
+        return parts[stack.module].t().float()
+    codec = FORMATS[stack.layout]
+    try:
+        weight = codec.from_checkpoint({name: part.unsqueeze(0) for name, part in parts.items()}, stack.module)
+    except ModelError as error:
+        where = source.where(error.where) if error.where in source.tensors else error.where
+        raise ModelError(error.message, where=where, fix=error.fix) from None
+    dense: Tensor = codec.dequantize(weight, torch.float32)
+    return dense

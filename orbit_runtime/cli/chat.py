@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, complete_runs
+from orbit_runtime.cli.output import AsJson, complete_runs
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, UsageError
 
 if TYPE_CHECKING:

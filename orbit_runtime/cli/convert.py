@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson
-from orbit_runtime.cli.output import format_bytes, format_table, print_json
+from orbit_runtime.cli.output import AsJson, format_bytes, format_table, print_json
 from orbit_runtime.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:

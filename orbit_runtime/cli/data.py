@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson
+from orbit_runtime.cli.output import AsJson
 from orbit_runtime.errors import UsageError
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson
-from orbit_runtime.cli.output import format_bytes, format_table, print_json
+from orbit_runtime.cli.output import AsJson, format_bytes, format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, OrbitError, UnsupportedError
 from orbit_runtime.workers.system import container_memory, run_nvidia_smi, usable_cores
 

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, Overrides, complete_runs
-from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.output import AsJson, Overrides, complete_runs, print_json
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, RewardsFailingError, StoppedOnRequest, UsageError
 from orbit_runtime.observability.logs import build_console
 

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson
-from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.output import AsJson, print_json
 from orbit_runtime.errors import OutputError, UsageError
 
 

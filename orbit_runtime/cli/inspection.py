@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson
-from orbit_runtime.cli.output import format_bytes, format_table, print_json
+from orbit_runtime.cli.output import AsJson, format_bytes, format_table, print_json
 from orbit_runtime.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -50,8 +49,7 @@ def _inspect(uri: str, precision: str) -> Inspection | dict[str, Any]:
     from orbit_runtime.checkpoints.inspection import inspect_facts, inspect_headers
     from orbit_runtime.cli.addresses import local_folder
     from orbit_runtime.model_info.cards import find_card_facts, repositories
-    from orbit_runtime.model_info.checkpoint import folder_headers
-    from orbit_runtime.model_info.remote_checkpoint import store_headers
+    from orbit_runtime.model_info.checkpoint import folder_headers, store_headers
     from orbit_runtime.model_info.settings import check_folder
     from orbit_runtime.storage import open_store
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, complete_runs
-from orbit_runtime.cli.output import format_bytes, format_number, format_table, print_json
+from orbit_runtime.cli.output import AsJson, complete_runs, format_bytes, format_number, format_table, print_json
 from orbit_runtime.errors import UsageError
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson
 from orbit_runtime.cli.convert import check_torch, format_result
-from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.output import AsJson, print_json
 from orbit_runtime.errors import DataError, UsageError
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
-from orbit_runtime.cli.output import format_table, print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, GateError
 
 if TYPE_CHECKING:

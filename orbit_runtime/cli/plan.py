@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
-from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Overrides, print_json
 from orbit_runtime.errors import EXIT_DONE, UnsupportedError
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, complete_runs
-from orbit_runtime.cli.output import format_table, print_json
+from orbit_runtime.cli.output import AsJson, complete_runs, format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, GateError
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, complete_runs
-from orbit_runtime.cli.output import format_number, format_table, outcomes, print_json
+from orbit_runtime.cli.output import AsJson, complete_runs, format_number, format_table, outcomes, print_json
 from orbit_runtime.errors import OutputError, UsageError
 
 if TYPE_CHECKING:

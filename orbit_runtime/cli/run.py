@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, DryRun, Manifest, Out, Overrides
-from orbit_runtime.cli.output import outcomes, print_json
+from orbit_runtime.cli.output import AsJson, DryRun, Manifest, Out, Overrides, outcomes, print_json
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, OrbitError
 
 if TYPE_CHECKING:

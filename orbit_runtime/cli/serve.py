@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, complete_runs
-from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.output import AsJson, complete_runs, print_json
 from orbit_runtime.errors import EXIT_DONE, UsageError
 
 if TYPE_CHECKING:

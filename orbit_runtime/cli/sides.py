@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from orbit_runtime.cli.arguments import AsJson, Manifest, Out, Overrides
-from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Out, Overrides, print_json
 from orbit_runtime.cli.run import run_with
 from orbit_runtime.cli.serve import read_door, read_token
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, StoppedOnRequest, UsageError

@@ -14,8 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.api.checks import MEASURED_STEPS, keep_pace
-from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
-from orbit_runtime.cli.output import format_number, print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_number, print_json
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbit_runtime.cli.arguments import AsJson, Manifest, Overrides
-from orbit_runtime.cli.output import format_table, print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_table, print_json
 from orbit_runtime.errors import OrbitError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -35,13 +35,11 @@ class RowStore(Protocol):
 
     def bound(self, number: int) -> int:
         """Upper bound of the row's bytes as JSON, and so of any text in it."""
-        ...
 
     def read(self, number: int) -> Row: ...
 
     def place(self, number: int) -> str:
         """The row's place, for the user, such as `line 7`."""
-        ...
 
 
 class UnchangedFile:

@@ -156,7 +156,6 @@ class Environment(Protocol):
 
     def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
         """Episodes for all samples of each prompt's group, in the prompts' order."""
-        ...
 
     async def play(self, episode: Episode, tokens: TokenSource) -> FinishedEpisode: ...
 

@@ -97,20 +97,17 @@ class Opponent(Protocol):
 
     async def reset(self, prompt: Prompt, seed: int) -> OpponentResponse:
         """The first message that the policy reads."""
-        ...
 
     async def step(self, completion: str) -> OpponentResponse: ...
 
     async def finish(self) -> OpponentResponse:
         """Called when a limit has ended the episode; returns its final reward."""
-        ...
 
     async def close(self) -> None: ...
 
     @property
     def counts(self) -> Mapping[str, int]:
         """Numbers of tool calls and of failed ones; empty without tools."""
-        ...
 
 
 @dataclass

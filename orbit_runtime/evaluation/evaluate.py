@@ -39,11 +39,9 @@ class Subject(Protocol):
 
     def to_json(self) -> Mapping[str, Any]:
         """Identifies the model: a later start under the same name must give the same."""
-        ...
 
     def asking(self) -> AbstractAsyncContextManager[Callable[[], MeteredSource]]:
         """A context in which the model answers; yields a factory of token sources, one per episode."""
-        ...
 
 
 @dataclass(frozen=True)

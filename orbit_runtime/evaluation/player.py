@@ -34,7 +34,6 @@ class MeteredSource(Protocol):
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
         """Raises Unanswered."""
-        ...
 
     @property
     def usage(self) -> Usage: ...

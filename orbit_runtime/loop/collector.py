@@ -240,7 +240,6 @@ class StartedTask[T](Protocol):
 
     def result(self) -> T:
         """Once it is done."""
-        ...
 
     def cancel(self) -> bool: ...
 
@@ -250,19 +249,15 @@ class EventLoop(Protocol):
 
     def start[T](self, work: Coroutine[Any, Any, T]) -> StartedTask[T]:
         """Returns at once."""
-        ...
 
     def run[T](self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         """Waits for the result; raises TimeoutError after so long."""
-        ...
 
     def wait(self, started: StartedTask[Any], seconds: float) -> None:
         """Waits until it is done, at most so long."""
-        ...
 
     def close(self) -> None:
         """Ends the loop; callers end what runs in it first."""
-        ...
 
 
 class OwnThread:

@@ -10,7 +10,7 @@ from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, find_adapter
 from orbit_runtime.errors import ModelError
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.sides.content import WEIGHTS
+from orbit_runtime.sides.inputs import WEIGHTS
 from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.spec.run import RunSpec
 

@@ -29,7 +29,6 @@ class SamplingPolicy(Protocol):
     @property
     def name(self) -> str | None:
         """Name of its slot; None for the bare base."""
-        ...
 
     @property
     def version(self) -> int: ...

@@ -9,7 +9,7 @@ from typing import Any
 from orbit_runtime.errors import UsageError
 from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.sides.content import PREFIX, WEIGHTS, check_weights_known
+from orbit_runtime.sides.inputs import PREFIX, WEIGHTS, check_weights_known
 from orbit_runtime.spec import OrbitRun, identity_fields
 from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.storage import (

@@ -17,12 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.loop.build import build_parts
+from orbit_runtime.loop.build import CallerOptions, build_parts, open_episode_inputs
 from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.fault_finder import APART
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.publish import Publication
-from orbit_runtime.loop.run_inputs import CallerOptions, open_episode_inputs
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
@@ -32,8 +31,7 @@ from orbit_runtime.parity.statistics import ParityLimits, base_limit, build_limi
 from orbit_runtime.planner.support.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
-from orbit_runtime.sides.content import resolve_names
-from orbit_runtime.sides.inputs import Inputs, build_patience
+from orbit_runtime.sides.inputs import Inputs, build_patience, resolve_names
 from orbit_runtime.spec import MachineFacts, OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.types import Probe, Request, Sampling

@@ -15,8 +15,7 @@ from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.own_code import NO_CODE, RunCode
 from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publisher
-from orbit_runtime.sides.content import Names
-from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.inputs import Inputs, Names
 from orbit_runtime.sides.interface import TrainerSide
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec

@@ -26,8 +26,7 @@ from orbit_runtime.loop.own_code import read_records, recorded_path
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.observability.run_folder import add_rows, read_run_folder, row_faults
-from orbit_runtime.sides.content import WEIGHTS, check_weights_known
-from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.inputs import WEIGHTS, Inputs, check_weights_known
 from orbit_runtime.sides.interface import TrainerOrder
 from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.machine import explain_rounding, machine_facts
@@ -37,8 +36,7 @@ from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.spec.resolve import in_one_process
 from orbit_runtime.spec.run import upgrade_manifest
 from orbit_runtime.storage import NotFound, Store, read_run_file
-from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.storage.download import RetryPolicy
+from orbit_runtime.storage.download import Cache, RetryPolicy, default_cache
 from orbit_runtime.types import Group, Prompt, Rollout
 
 

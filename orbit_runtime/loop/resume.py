@@ -12,7 +12,7 @@ from orbit_runtime.loop.parts import RunParts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import row_digest
 from orbit_runtime.observability.run_folder import read_stored_rows, row_faults
-from orbit_runtime.sides.content import check_digest_scheme
+from orbit_runtime.sides.inputs import check_digest_scheme
 from orbit_runtime.spec import Resolved, differences
 from orbit_runtime.storage import Bundle, Store, newest_readable
 

@@ -37,7 +37,7 @@ from orbit_runtime.errors import (
     is_out_of_memory,
 )
 from orbit_runtime.evaluation.tasks import EvalTask
-from orbit_runtime.loop.build import build_parts
+from orbit_runtime.loop.build import CallerOptions, build_parts, open_demonstration_inputs, open_episode_inputs
 from orbit_runtime.loop.display import RunDisplay, StartTimes
 from orbit_runtime.loop.initial_adapter import InitialAdapter, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.keep import keep_failure, stacks_name, step_name
@@ -47,7 +47,6 @@ from orbit_runtime.loop.own_code import RunCode, check_code, code_sources, find_
 from orbit_runtime.loop.parity import check_sides
 from orbit_runtime.loop.parts import Parts, RunParts
 from orbit_runtime.loop.resume import check_same_run, find_checkpoint, restore, restored_wrongly
-from orbit_runtime.loop.run_inputs import CallerOptions, open_demonstration_inputs, open_episode_inputs
 from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
@@ -62,8 +61,7 @@ from orbit_runtime.observability.termination_message import add_last_words, buil
 from orbit_runtime.observability.trackers import RequestedTracker, Tracking, check_trackers, open_tracker
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
-from orbit_runtime.sides.content import CODE, Names, check_content, resolve_names
-from orbit_runtime.sides.inputs import Inputs, build_patience
+from orbit_runtime.sides.inputs import CODE, Inputs, Names, build_patience, check_content, resolve_names
 from orbit_runtime.sides.interface import Sides
 from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding

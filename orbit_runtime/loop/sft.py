@@ -26,6 +26,7 @@ from orbit_runtime.data.samples import build_demonstration_samples, with_column
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import (
     SHORT_CANARY,
+    DemonstrationInputs,
     amount,
     build_canary,
     build_stream,
@@ -45,12 +46,10 @@ from orbit_runtime.loop.publish import (
     write_model_bundle,
 )
 from orbit_runtime.loop.resume import restored_wrongly
-from orbit_runtime.loop.run_inputs import DemonstrationInputs
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
-from orbit_runtime.sides.content import content_digests
-from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.inputs import Inputs, content_digests
 from orbit_runtime.sides.interface import Sides, TrainerOrder
 from orbit_runtime.sides.trainers import (
     load_algorithm,
@@ -58,8 +57,7 @@ from orbit_runtime.sides.trainers import (
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.data import Validation
 from orbit_runtime.storage import Execution, Store
-from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.storage.download import RetryPolicy
+from orbit_runtime.storage.download import Cache, RetryPolicy, default_cache
 from orbit_runtime.types import AdapterFiles, Prompt, Sample, Tokenizer, UpdateResult
 from orbit_runtime.workers.child.signals import StopFlag
 from orbit_runtime.workers.system import gc_paused, unfreeze_objects

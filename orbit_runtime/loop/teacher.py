@@ -148,7 +148,6 @@ class AdoptingEngine(Protocol):
 
     def adopt(self, name: str, version: int) -> None:
         """Samples from that slot, until `release`: no published bytes, hence no proof."""
-        ...
 
     def release(self, name: str) -> None: ...
 

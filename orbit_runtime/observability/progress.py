@@ -36,25 +36,20 @@ class Progress(Protocol):
         Args:
             resumed_at: steps done by earlier starts; at least `total` if nothing is left to train.
         """
-        ...
 
     def stage(self, name: str) -> None:
         """Sets the current stage of the step, such as `collect`; before `start`, of the start, such as `model`."""
-        ...
 
     def step(self, row: MetricsRow) -> None: ...
 
     def note(self, message: str, **facts: Any) -> None:
         """A message other than a step; it stays on the screen."""
-        ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run ended without an error."""
-        ...
 
     def close(self) -> None:
         """Restores the terminal, however the run ended. Safe to call at any time, and twice."""
-        ...
 
 
 class SilentProgress:

@@ -56,11 +56,9 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Sends the numbers of a step, each once. Steps come in order, including those before this start, which may be
         there already. Evaluation results of a step may follow in a second call."""
-        ...
 
     def close(self) -> None:
         """Waits until everything was delivered."""
-        ...
 
 
 def check_trackers(asked: Sequence[RequestedTracker], environ: Mapping[str, str]) -> None:

@@ -104,18 +104,15 @@ class AttentionPlan(Protocol):
         self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, look: AttentionSettings
     ) -> torch.Tensor:
         """Returns `[1, T, H, D]`; with one token per row, `[T, 1, H, D]` from `[T, H, 1, D]`."""
-        ...
 
     def attend_tokens(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, look: AttentionSettings
     ) -> torch.Tensor:
         """The same with the token axis first: returns `[T, H·D]`."""
-        ...
 
     @property
     def longest(self) -> int:
         """Length of the longest sequence in this pass."""
-        ...
 
 
 def orbit_attention(

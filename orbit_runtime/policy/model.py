@@ -44,19 +44,15 @@ class Division(Protocol):
 
     def meet_tokens(self, own_TN: torch.Tensor) -> torch.Tensor:
         """Rows of this process's tokens → rows of all tokens. Backward sums every process's gradient for each row."""
-        ...
 
     def own_targets(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See `PackedBatch`."""
-        ...
 
     def join_targets(self, own_XR: torch.Tensor, index_R: torch.Tensor, count: int) -> torch.Tensor:
         """`[X, count]` from each process's values for its own targets. Backward returns each process its own."""
-        ...
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
         """A context that restores the state of the current pass, for a layer that is recomputed later."""
-        ...
 
 
 @dataclass(frozen=True)

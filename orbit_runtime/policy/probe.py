@@ -43,7 +43,7 @@ from orbit_runtime.policy.attention import (
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.whole_rows import OwnCache, OwnRows
-from orbit_runtime.storage.cache import Cache
+from orbit_runtime.storage.download import Cache
 
 VERSION = 3
 """Changes with what is measured, so that no older answer is used."""

@@ -39,7 +39,6 @@ class PassState(Protocol):
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
         """A context that restores the state of the current pass."""
-        ...
 
 
 def recompute_layers(model: nn.Module, recompute: Recompute, states: Sequence[PassState]) -> None:

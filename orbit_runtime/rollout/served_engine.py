@@ -371,17 +371,14 @@ class OwnServer(ServerHandle, Protocol):
     @property
     def deterministic(self) -> bool:
         """Whether it was set up for requests that bring their seed."""
-        ...
 
     @property
     def routed(self) -> RoutedLayers | None:
         """Layers whose experts it reports; None for none."""
-        ...
 
     @property
     def taps(self) -> Path | None:
         """Folder for requests to the plug-in about a pass; None if it is on another machine."""
-        ...
 
 
 def start_engine(

@@ -144,25 +144,20 @@ class ServerHandle(Protocol):
     @property
     def headers(self) -> Mapping[str, str]:
         """HTTP headers that every request needs."""
-        ...
 
     def start(self) -> None:
         """Returns once it responds. Raises EngineDiedError (82) if it never does."""
-        ...
 
     def is_alive(self) -> bool: ...
 
     def describe(self) -> str:
         """Names the place of its log, for an error message."""
-        ...
 
     def stop(self) -> None:
         """Safe to call twice."""
-        ...
 
     def memory_bytes(self) -> int | None:
         """Memory in use on its device, or on a CPU by its processes; None if not known here."""
-        ...
 
 
 class Api(Protocol):
@@ -171,30 +166,24 @@ class Api(Protocol):
     @property
     def takes_prompts(self) -> bool:
         """Whether a call may hold several prompts."""
-        ...
 
     @property
     def ends_one(self) -> bool:
         """Whether `abort` can end single completions of a call."""
-        ...
 
     async def about(self) -> ServerFacts: ...
 
     async def is_healthy(self) -> bool:
         """Whether it responds at all."""
-        ...
 
     async def makes_progress(self) -> bool:
         """Whether it computes or is idle."""
-        ...
 
     async def names(self) -> frozenset[str]:
         """Names of the adapters that it reports."""
-        ...
 
     async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
         """Args: folder: the path given to the server; it holds the files, or their ticket."""
-        ...
 
     async def unload(self, name: str) -> None: ...
 
@@ -203,23 +192,19 @@ class Api(Protocol):
 
         Closing a stream early aborts its completions.
         """
-        ...
 
     async def abort(self, rids: Sequence[str]) -> None:
         """Aborts these; their streams report it. A server that can end only whole calls does nothing."""
-        ...
 
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
         """Readings by adapter, computed anew, without digests. `prefix_length`: see `Copy.score`, if supported."""
-        ...
 
     async def likeliest(self, token_ids_T: Sequence[int], start: int, count: int) -> LikeliestTokens:
         """The base's `count` likeliest tokens at each position from `start` (at least 1) on, as the server orders them.
         Only the positions are checked.
         """
-        ...
 
     async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
         """Adapter → what the plug-in reads in the slots; None if the server runs without the plug-in.
@@ -227,21 +212,17 @@ class Api(Protocol):
         Args:
             num_bytes: size of the adapters that it holds and must hash first.
         """
-        ...
 
     async def sleep(self, parts: Sequence[Sleeping]) -> None:
         """Releases these parts once nothing runs."""
-        ...
 
     async def wake(self, parts: Sequence[Sleeping]) -> None: ...
 
     async def exposition(self) -> str:
         """The server's metrics, in Prometheus' text format."""
-        ...
 
     async def text(self, token_ids_T: Sequence[int]) -> str | None:
         """These tokens decoded by the server's tokenizer, without special tokens; None if it does not support that."""
-        ...
 
 
 def build_piece(index: int, tokens: Sequence[Any], logprobs: Sequence[Any], reason: object, **more: Any) -> TokenPiece:

@@ -71,17 +71,14 @@ class StreamingEngine(Engine, Protocol):
     @property
     def under_way(self) -> Collection[int]:
         """Ids of requests without a completion yet. For the caller's thread, as `submit` is."""
-        ...
 
     def listen(self, tell: Callable[[], None] | None) -> None:
         """Makes the engine call `tell`, between completions and from the consumer's thread, when `take_deltas` may have
         something.
         """
-        ...
 
     def take_deltas(self) -> TokenDeltas | None:
         """New tokens of streamed requests since the last call, each token once and in order; None if there are none.
 
         Tokens not collected before the completion is handed out are reported by the completion alone.
         """
-        ...

@@ -63,7 +63,6 @@ class AdapterMailbox(Protocol):
 
     def take(self, name: str, adapter: AdapterFiles) -> None:
         """Holds an adapter from now on, under a name that was never used before."""
-        ...
 
     def files(self, name: str) -> Path:
         """The folder with its files, as servers see it. Safe to call twice.
@@ -71,16 +70,13 @@ class AdapterMailbox(Protocol):
         Raises:
             OrbitError: they cannot be put there, or are not what was published.
         """
-        ...
 
     def carry(self, name: str, copies: Iterable[str]) -> AbstractContextManager[AdapterTransfer | None]:
         """Keeps its bytes available to these copies other than as files; None if they come as files."""
-        ...
 
     def explaining(self, name: str) -> AbstractContextManager[Sequence[Path]]:
         """Within it the plug-in reports how a slot differs from what lies here; yields the places, as servers see
         them. For one caller at a time."""
-        ...
 
     def drop(self, name: str) -> None: ...
 

@@ -28,7 +28,7 @@ from orbit_runtime.services.side_manifest import SideManifest, common_facts
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.engines import engine_settings, place_of, plan_servers, starts_at_once
 from orbit_runtime.storage import Part
-from orbit_runtime.storage.cache import Cache, default_cache
+from orbit_runtime.storage.download import Cache, default_cache
 from orbit_runtime.types import AdapterFiles
 
 CLEAR_SECONDS = 60.0

@@ -11,8 +11,7 @@ from typing import Any
 
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.planner.support.manifests import check_apart
-from orbit_runtime.sides.content import resolve_names
-from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.inputs import Inputs, resolve_names
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.teacher import CONTENT, open_teacher, teacher_digest
 from orbit_runtime.sides.trainers import decide_by_size

@@ -113,46 +113,37 @@ class Sides(Protocol):
     @property
     def loads_beside(self) -> bool:
         """Whether servers may load an adapter while the trainer computes its part of the proof."""
-        ...
 
     @property
     def in_place(self) -> bool:
         """Whether checkpoints are read by another process, from the store."""
-        ...
 
     def watch(self, stop: StopFlag, note: Callable[[str], None], store: Store, execution: Execution) -> None:
         """Sets the flag on which to stop waiting, where to send progress notes, and the run folder with its writer."""
-        ...
 
     def machine(self, stage: Callable[[str], None]) -> MachineFacts:
         """Facts of their machines, from which `Auto` is resolved. May import torch, as a stage of its own."""
-        ...
 
     def check(self, resolved: Resolved) -> None:
         """Raises UnsupportedError (78) for packages that are not installed; called before anything is fetched."""
-        ...
 
     def load_loss(
         self, resolved: Resolved, search_path: Callable[[], Sequence[str]], given: Callable[..., Any] | None
     ) -> None:
         """Loads the loss where it will be computed. Args: given: replaces the function that the manifest names."""
-        ...
 
     def settle(self, resolved: Resolved, folder: Path, longest_prompt: Callable[[], int] | None = None) -> Resolved:
         """Decides what the manifest left to the plan, once the model's folder is there.
 
         Args: longest_prompt: its tokens, counted only where memory is short; None if episodes have several turns.
         """
-        ...
 
     @property
     def starts_engine(self) -> bool:
         """Whether the engine starts beside the trainer; known once settled."""
-        ...
 
     def start_engine(self, order: EngineOrder) -> None:
         """Starts the engine before `open`, if it starts beside the trainer. Errors: as of `build_engine`."""
-        ...
 
     def open(self, order: TrainerOrder) -> TrainerSide:
         """Brings the trainer into the state that a run's first step expects.
@@ -160,11 +151,9 @@ class Sides(Protocol):
         Raises:
             OrbitError: a side is unreachable, cannot be built, or belongs to another manifest.
         """
-        ...
 
     def build_engine(self, order: EngineOrder, facts: PolicyFacts) -> Engine:
         """The engine, once the sides are open. Errors: as of `engines.build_engine`.
 
         Args: facts: of the trainer's side.
         """
-        ...

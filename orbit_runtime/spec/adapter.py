@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Uri
-from orbit_runtime.spec.rule import Rule, Unique, uri_rule
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Rule, Unique, Uri, uri_rule
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
 
 AdapterType = Literal["LoRA", "OFT", "Full"]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, LATER_IDENTITY, Block, Entrypoint, later_identity
+from orbit_runtime.spec.block import IDENTITY, LATER_IDENTITY, Block, Entrypoint, Rule, by_type, later_identity
 from orbit_runtime.spec.objectives import (
     CORRECTIONS,
     OBJECTIVES,
@@ -24,7 +24,6 @@ from orbit_runtime.spec.objectives import (
     Objective,
     Reduction,
 )
-from orbit_runtime.spec.rule import Rule, by_type
 from orbit_runtime.spec.teacher import Teacher
 
 TRUNCATION_CAP = CORRECTIONS["None"].cap

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-from orbit_runtime.spec.block import Block, inner_blocks
+from orbit_runtime.spec.block import Block, Rule, Unique, inner_blocks
 from orbit_runtime.spec.fields import Schema, is_block, schema_tree, status_tree
-from orbit_runtime.spec.rule import Rule, Unique
 from orbit_runtime.spec.run import NAME_LENGTH, NAME_PATTERN, Lifecycle, OrbitRun, RunSpec
 
 GROUP, VERSION, PLURAL = "orbitrl.dev", "v1alpha1", "orbitruns"

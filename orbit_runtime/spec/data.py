@@ -10,11 +10,12 @@ from orbit_runtime.spec.block import (
     IDENTITY,
     LATER_IDENTITY,
     LAYOUT,
+    PROMPTS_ON_HUB,
     AsTuple,
     Block,
     Uri,
+    uri_rule,
 )
-from orbit_runtime.spec.rule import PROMPTS_ON_HUB, uri_rule
 
 PROMPT_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 

@@ -19,9 +19,11 @@ from orbit_runtime.spec.block import (
     Block,
     Entrypoint,
     Quantity,
+    Rule,
+    Unique,
     Uri,
+    uri_rule,
 )
-from orbit_runtime.spec.rule import Rule, Unique, uri_rule
 
 CODE_SCHEMES = ("file", "s3", "pvc", "configmap")
 EnvironmentType = Literal["SingleTurn", "MultiTurn", "Gymnasium", "SkyRLGym", "Verifiers"]

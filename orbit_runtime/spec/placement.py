@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from orbit_runtime.spec.block import (
+    LABEL_FIX,
     LABEL_KEY,
     LAYOUT,
     VARIABLE_PATTERN,
@@ -24,11 +25,13 @@ from orbit_runtime.spec.block import (
     LabelValue,
     ObjectName,
     Quantity,
+    Rule,
+    Unique,
     WithoutEmpty,
     is_label_key,
     is_label_value,
+    label_keys_rule,
 )
-from orbit_runtime.spec.rule import LABEL_FIX, Rule, Unique, label_keys_rule
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 

@@ -16,9 +16,11 @@ from orbit_runtime.spec.block import (
     VARIABLE_PATTERN,
     AsTuple,
     Block,
+    Rule,
+    Unique,
     WithoutEmpty,
+    check_engine_arguments,
 )
-from orbit_runtime.spec.rule import Rule, Unique, check_engine_arguments
 
 HEADER_PATTERN = r"^[A-Za-z0-9-]+$"
 VALUE_PATTERN = r"^[!-~]+$"

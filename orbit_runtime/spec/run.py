@@ -20,29 +20,27 @@ from orbit_runtime.spec.block import (
     IDENTITY,
     LATER_DISPLAY,
     LAYOUT,
+    MODEL_ON_HUB,
     SHOWN,
     VARIABLE_PATTERN,
     AsTuple,
     Block,
     Contradiction,
     LabelValue,
+    Rule,
+    Unique,
     Uri,
     WithoutEmpty,
+    check_annotations,
     inner_blocks,
+    label_keys_rule,
+    scored_rule,
+    uri_rule,
 )
 from orbit_runtime.spec.data import Data, Prompts
 from orbit_runtime.spec.environment import Environment
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.rollout import Rollout
-from orbit_runtime.spec.rule import (
-    MODEL_ON_HUB,
-    Rule,
-    Unique,
-    check_annotations,
-    label_keys_rule,
-    scored_rule,
-    uri_rule,
-)
 from orbit_runtime.spec.storage import STORAGE_SCHEMES, Storage
 from orbit_runtime.spec.training import Training
 

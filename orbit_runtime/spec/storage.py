@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import DISPLAY, Block, ObjectName, Uri
-from orbit_runtime.spec.rule import Rule, uri_rule
+from orbit_runtime.spec.block import DISPLAY, Block, ObjectName, Rule, Uri, uri_rule
 
 STORES = ("s3", "gs", "az")
 """Schemes of object stores."""

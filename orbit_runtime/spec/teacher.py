@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Uri
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Rule, Unique, Uri, uri_rule
 from orbit_runtime.spec.rollout import Server
-from orbit_runtime.spec.rule import Rule, Unique, uri_rule
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
 
 TeacherType = Literal["Base", "Adapter", "Average", "Lagged", "Served"]

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import DISPLAY, IDENTITY, LATER_DISPLAY, LAYOUT, Block
-from orbit_runtime.spec.rule import Rule
+from orbit_runtime.spec.block import DISPLAY, IDENTITY, LATER_DISPLAY, LAYOUT, Block, Rule
 
 LONG_SEQUENCE = 8192
 """Tokens from which masks of attention take more memory than all else that a layer keeps."""

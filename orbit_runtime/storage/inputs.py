@@ -22,8 +22,16 @@ from typing import Literal
 
 from orbit_runtime.errors import DataError, ModelError, OrbitError, OutputError, StorageError, UsageError
 from orbit_runtime.spec.hub_address import MODEL_FORM, PROMPTS_FORM, parse_address
-from orbit_runtime.storage.cache import Cache, default_cache, digest_of
-from orbit_runtime.storage.download import MissingError, RemoteFile, RetryPolicy, Source, fetch_files
+from orbit_runtime.storage.download import (
+    Cache,
+    MissingError,
+    RemoteFile,
+    RetryPolicy,
+    Source,
+    default_cache,
+    digest_of,
+    fetch_files,
+)
 from orbit_runtime.storage.opening import open_store, read_deadline
 from orbit_runtime.storage.store import NoSuchBucket, NotFound, Store, is_key
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from orbit_runtime.algorithms.losses import value_loss
 from orbit_runtime.training.micro_batches import MicroBatch
+from orbit_runtime.training.passes import ValuePasses
 from orbit_runtime.training.settings import CriticSettings, TrainerSettings
-from orbit_runtime.training.values import ValuePasses
 from orbit_runtime.types import Sample
 
 

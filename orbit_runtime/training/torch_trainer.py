@@ -18,12 +18,11 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.whole import WholeMasters, write_model
 from orbit_runtime.training.critic import Critic
-from orbit_runtime.training.passes import LocalPasses
+from orbit_runtime.training.passes import LocalPasses, LocalValues, ValueModel
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.state import CRITIC_PART, PART, TEACHER_PART, build_state, unpack_state
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
-from orbit_runtime.training.values import LocalValues, ValueModel
 from orbit_runtime.types import AdapterManifest, AdapterSink, Computed, Sample, Scored, StateWriter
 
 

@@ -19,18 +19,16 @@ from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.loop import run
 from orbit_runtime.loop.advantages import build_batch
 from orbit_runtime.loop.buffer import EpisodeSnapshot
-from orbit_runtime.loop.build import build_parts
+from orbit_runtime.loop.build import CallerOptions, build_parts, open_episode_inputs
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.keep import load_rollouts
 from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.resume import find_checkpoint
-from orbit_runtime.loop.run_inputs import CallerOptions, open_episode_inputs
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import LiveStatus
-from orbit_runtime.sides.content import resolve_names
-from orbit_runtime.sides.inputs import Inputs
+from orbit_runtime.sides.inputs import Inputs, resolve_names
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import Store, claim_execution, open_store

@@ -51,10 +51,10 @@ from orbit_runtime.training.megatron.packed_tensors import PackedTensor, receive
 from orbit_runtime.training.megatron.passes import RankPasses, RankValues
 from orbit_runtime.training.megatron.rank_parameters import RankParameters, WindowResult
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
+from orbit_runtime.training.passes import HEAD, ValueModel
 from orbit_runtime.training.settings import CriticSettings, TrainerSettings
 from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
-from orbit_runtime.training.values import HEAD, ValueModel
 from orbit_runtime.types import Computed, Probe, Sample, UpdateResult
 from orbit_runtime.workers.ranks.rank import note
 

@@ -87,7 +87,6 @@ class RewardScorer(Protocol):
     @property
     def failures(self) -> Sequence[RewardFailure]:
         """The first timeouts and crashes, at most twenty."""
-        ...
 
     def submit(self, calls: Sequence[RewardCall]) -> Future[list[RewardResult]]:
         """Starts scoring and returns at once; the results come together, in the order of the calls.
@@ -95,15 +94,12 @@ class RewardScorer(Protocol):
         The future raises the error that ended the scorer, and is cancelled by `close`. Callers must not cancel it:
         calls that have begun go on.
         """
-        ...
 
     def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
         """Submits the calls and waits for the results."""
-        ...
 
     def close(self) -> None:
         """Ends every worker. Safe to call twice."""
-        ...
 
     def __enter__(self) -> Self: ...
 

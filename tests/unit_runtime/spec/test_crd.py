@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.block import MODEL_ON_HUB, PROMPTS_ON_HUB
 from orbit_runtime.spec.cel import compile_cel
 from orbit_runtime.spec.crd import CHECKS, LIST_TYPES, TRANSITIONS, build_crd, build_schema
 from orbit_runtime.spec.fields import all_fields
 from orbit_runtime.spec.hub_address import is_model_address, parse_address
-from orbit_runtime.spec.rule import MODEL_ON_HUB, PROMPTS_ON_HUB
 from tools.reference.generate import render_crd
 
 ALLOWED = {

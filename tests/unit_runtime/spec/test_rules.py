@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from pydantic import ValidationError
 
 from orbit_runtime.errors import ManifestError
-from orbit_runtime.spec.block import Block, inner_blocks
+from orbit_runtime.spec.block import Block, Rule, inner_blocks
 from orbit_runtime.spec.cel import compile_cel, fields_of, is_network
 from orbit_runtime.spec.document import parse_document
-from orbit_runtime.spec.rule import Rule
 from orbit_runtime.spec.run import COLLECTING, OrbitRun
 from tests.cluster.corpus import EXAMPLES, hand_written
 from tests.unit_runtime.spec.drawn_manifests import manifests
