@@ -45,7 +45,7 @@ class AtOnce:
 def play(episodes: int, seconds: float) -> tuple[float, float]:
     """Seconds of a first round, which starts the processes, and of a second round of all episodes."""
     from orbit_runtime.data.chat import ChatTokenizer
-    from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+    from orbit_runtime.environments.episodes import EpisodeLimits, EpisodeSettings
     from orbit_runtime.environments.turns import MultiTurn, OwnProcess
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.types import Prompt, Sampling

@@ -28,7 +28,7 @@ from itertools import chain
 PIECE_BYTES = 1 << 24
 """Part of the format: another value gives other digests."""
 SCHEME = "tree:"
-"""Begins every digest made here. One that begins otherwise was made by an Orbit that hashed whole files in a row."""
+"""Begins every digest made here."""
 _BATCH_BYTES = 1 << 20
 """Small pieces are handed to another thread together: handing one over takes as long as hashing 30 KiB."""
 IN_FLIGHT_BYTES = 2 * PIECE_BYTES
@@ -139,11 +139,6 @@ def tree_digest(files: Mapping[str, Iterable[Piece]]) -> str:
         lines = "".join(f"{piece.bytes} {piece.sha256}\n" for piece in files[name])
         digest.update(f"{name}\n{lines}".encode())
     return f"{SCHEME}{digest.hexdigest()}"
-
-
-def is_older_scheme(digest: str) -> bool:
-    """Whether it is of an older scheme, and so cannot be compared with one that is made here."""
-    return not digest.startswith(SCHEME)
 
 
 def _hash_all(batch: Iterable[memoryview]) -> list[Piece]:

@@ -48,16 +48,12 @@ class AdapterBuffer:
     """An `AdapterSink` and then an `AdapterMemory`, for one adapter and one writing thread."""
 
     def __init__(self) -> None:
-        self._descriptor = _open_memory()
-        self._closing = weakref.finalize(self, os.close, self._descriptor)
+        self.descriptor = _open_memory()
+        """Open as long as this object lives."""
+        self._closing = weakref.finalize(self, os.close, self.descriptor)
         self._end = 0
         self._is_sealed = False
         self.places: dict[str, tuple[int, int]] = {}
-
-    @property
-    def descriptor(self) -> int:
-        """The file descriptor, open as long as this object lives."""
-        return self._descriptor
 
     def write(self, name: str, size: int, pieces: Iterable[Buffer]) -> Pieces:
         """
@@ -68,7 +64,7 @@ class AdapterBuffer:
         position = start
         for piece in pieces:
             hasher.add(piece)
-            position = write_place(self._descriptor, memoryview(piece).cast("B"), position, start + size)
+            position = write_place(self.descriptor, memoryview(piece).cast("B"), position, start + size)
         assert position == start + size, f"{name} has {position - start} bytes, not {size}"
         return hasher.result()
 
@@ -81,10 +77,10 @@ class AdapterBuffer:
         start = self.allot(name, size)
         if size <= SMALL_BYTES:
             deque(write, maxlen=0)
-            return hash_pieces(cut(read_place(self._descriptor, start, size), sizes))
+            return hash_pieces(cut(read_place(self.descriptor, start, size), sizes))
         # What lies here needs no other memory while it waits.
         hasher, hashed = PieceHasher(in_flight_bytes=size), 0
-        pieces = cut(read_place(self._descriptor, start, size), sizes)
+        pieces = cut(read_place(self.descriptor, start, size), sizes)
         for end in write:
             while hashed < end:
                 piece = next(pieces)
@@ -105,7 +101,7 @@ class AdapterBuffer:
         """`reserve` for writing through a `MappedPlace`. The memory is taken only when it is written to."""
         start = self.reserve(name, size)
         try:
-            os.ftruncate(self._descriptor, start + size)
+            os.ftruncate(self.descriptor, start + size)
         except OSError as error:
             raise _told(error, 0, start + size) from None
         return start
@@ -113,12 +109,12 @@ class AdapterBuffer:
     def files(self) -> dict[str, Buffer]:
         """Every file by name. Nothing can be written afterwards."""
         self.seal()
-        return {name: read_place(self._descriptor, *place) for name, place in self.places.items()}
+        return {name: read_place(self.descriptor, *place) for name, place in self.places.items()}
 
     def seal(self) -> None:
         """Prevents any further write or change of size, by any process. Safe to call twice."""
         if not self._is_sealed:
-            _seal(self._descriptor)
+            _seal(self.descriptor)
             self._is_sealed = True
 
 

@@ -22,10 +22,13 @@ from orbit_runtime.agents.synthesis import (
     SynthesisPipeline,
     SynthesisResult,
     TemplateSynthesiser,
+    augment_add_noise,
+    augment_swap_io,
+    filter_by_score,
+    split_dataset,
 )
 from orbit_runtime.agents.trainer import TrainConfig, Trainer, TrainerState, TrainMetrics
 from orbit_runtime.agents.trajectory import DefaultStrategy, TrajectoryDataset, TrajectoryStrategy
-from orbit_runtime.agents.transforms import augment_add_noise, augment_swap_io, filter_by_score, split_dataset
 from orbit_runtime.agents.verl import RewardSpec, VeRLAlgorithm, VeRLConfig, VeRLTrainer
 
 __all__ = [

@@ -17,8 +17,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orbit_runtime.agents.checks import awaited, check_async, check_count, check_items, check_number, num_accepted
 from orbit_runtime.agents.files import save
+from orbit_runtime.agents.items import awaited, check_async, check_count, check_items, check_number, num_accepted
 from orbit_runtime.agents.values import decode, encode
 from orbit_runtime.errors import DataError, OutputError, UsageError
 from orbit_runtime.seeds import stream_key

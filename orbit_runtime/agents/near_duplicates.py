@@ -21,8 +21,7 @@ from operator import or_
 from random import Random
 from typing import Any
 
-from orbit_runtime.agents.checks import check_items, check_number
-from orbit_runtime.agents.items import text_of
+from orbit_runtime.agents.items import check_items, check_number, text_of
 
 _MOST_KEYS = 30
 """Most index keys of one prefix: more keys are rarer, so fewer candidates are verified, but take more memory."""

@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import wraps
 from typing import Any
 
-from orbit_runtime.agents.checks import awaited, check_async, check_count, check_number, check_sync, plain
+from orbit_runtime.agents.items import awaited, check_async, check_count, check_number, check_sync, plain
 from orbit_runtime.errors import UsageError
 from orbit_runtime.workers.user_code.entrypoints import is_async
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from orbit_runtime.agents import files
-from orbit_runtime.agents.checks import check_items, check_sync, plain
-from orbit_runtime.agents.items import TrajectoryItem, item_from
+from orbit_runtime.agents.items import TrajectoryItem, check_items, check_sync, item_from, plain
 from orbit_runtime.errors import UsageError
 
 

@@ -14,8 +14,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.agents.checks import check_count, check_items, check_number, check_sync, num_accepted, plain
-from orbit_runtime.agents.items import PAIRS, get, seen_key
+from orbit_runtime.agents.items import (
+    PAIRS,
+    check_count,
+    check_items,
+    check_number,
+    check_sync,
+    get,
+    num_accepted,
+    plain,
+    seen_key,
+)
 from orbit_runtime.agents.trainer import TrainMetrics
 from orbit_runtime.errors import DataError, UsageError
 from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON

@@ -2,7 +2,7 @@
 
 Belongs here: KL from the reference inside the loss, estimated per token; a student's divergence from its teacher over a
 vocabulary, over the teacher's k likeliest tokens, and estimated from the sampled token. Does not belong here: KL in the
-reward (`advantages`), logits (`policy.distance`), choosing the teacher (`training.teacher`).
+reward (`advantages`), logits (`policy.distance`), choosing the teacher (`training.passes`).
 
 One number selects a student's divergence, as in GKD (Agarwal et al. 2023, arXiv:2306.13649, eq. 1) and TRL's
 `generalized_jsd_loss`. With S the student's distribution, T the teacher's and M = (1 - beta) S + beta T:

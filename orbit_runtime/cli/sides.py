@@ -96,10 +96,9 @@ def _run_side(
     from orbit_runtime.observability.server import check_port
 
     check_port(host, port)
-    from orbit_runtime.services.engine_host import build_inference_host
+    from orbit_runtime.services.calls import build_inference_host, build_trainer_host
     from orbit_runtime.services.host import start_host
     from orbit_runtime.services.side_manifest import open_manifest
-    from orbit_runtime.services.trainer_host import build_trainer_host
     from orbit_runtime.storage.download import RetryPolicy
     from orbit_runtime.workers.child.signals import stop_on_signals
 

@@ -94,6 +94,8 @@ class ChatTokenizer:
         self._backend = _find_backend(self._tokenizer)
         self._decoder = _find_decoder(self._tokenizer)
         self._calls = format_of(str(self._tokenizer.chat_template))
+        self.call_format = self._calls.name if self._calls else ""
+        """Name of the format in which the chat template writes calls of tools; empty if it is none that is known."""
         special = {each.content: token for token, each in self._tokenizer.added_tokens_decoder.items() if each.special}
         markers, ends = (self._calls.markers, self._calls.ends) if self._calls else ((), ())
         vocabulary = self._tokenizer.get_vocab()
@@ -102,10 +104,15 @@ class ChatTokenizer:
                 where, fix = f"spec.data.chat.keepTokens[{index}]", "name one of the model's tokens, as it is written"
                 raise ModelError(f"the tokenizer has no token {name!r}", where=where, fix=fix)
         self._markers = {special[name]: name for name in (*markers, *chat.keep_tokens) if name in special}
+        self.marker_ids = tuple(self._markers)
+        """Special tokens that `decode` writes out, because calls of tools consist of them."""
         self._rows = _embedding_rows(self._folder)
         self._has_more = self._rows is not None and max(vocabulary.values(), default=0) >= self._rows
         eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
-        self._eos_ids = tuple(_unique([*eos_ids, *(special[end] for end in ends if end in special)]))
+        self.eos_ids = tuple(_unique([*eos_ids, *(special[end] for end in ends if end in special)]))
+        """Tokens that end a completion: those of generation_config.json, config.json and the tokenizer, in this order,
+        and then those that end it by calling a tool.
+        """
         self._template_arguments: dict[str, Any] = {}
         self._runs_away: ModelError | None = None
         then = None if started is None else time.gmtime(started)
@@ -134,23 +141,6 @@ class ChatTokenizer:
         made._template_arguments = {**self._template_arguments}
         made._give(arguments, where)
         return made
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion: those of generation_config.json, config.json and the tokenizer, in this order,
-        and then those that end it by calling a tool.
-        """
-        return self._eos_ids
-
-    @property
-    def marker_ids(self) -> tuple[int, ...]:
-        """Special tokens that `decode` writes out, because calls of tools consist of them."""
-        return tuple(self._markers)
-
-    @property
-    def call_format(self) -> str:
-        """Name of the format in which the chat template writes calls of tools; empty if it is none that is known."""
-        return self._calls.name if self._calls else ""
 
     def encode_chat(self, messages: Messages, *, tools: Tools = ()) -> list[int]:
         """Ids of the conversation up to the start of the assistant's answer."""
@@ -195,10 +185,10 @@ class ChatTokenizer:
                 raise self._left_out(f"a message of role {message.get('role')!r}", ROLES_FIX)
         if calls and self._calls:
             # The calls are in what was sampled, up to the token that ends them if a stop string cut it off.
-            is_ended = last_id in self._eos_ids
+            is_ended = last_id in self.eos_ids
             end = next((each for each in self._calls.ends if closing.endswith(each) and not is_ended), "")
             following = following[len(closing) - len(end) :]
-        if last_id in self._eos_ids:
+        if last_id in self.eos_ids:
             following = following.removeprefix(self.decode_all([last_id]))
         return self.encode_text(following)
 
@@ -210,7 +200,7 @@ class ChatTokenizer:
         with suppress(ModelError):
             shorter, longer = (self._render([*messages, *more], (), answer=False) for more in ((), (following,)))
             ids = self.encode_text(longer.removeprefix(shorter))
-            return ids[0] if ids and ids[0] in self._eos_ids else None
+            return ids[0] if ids and ids[0] in self.eos_ids else None
         return None
 
     def _fields(self, message: Mapping[str, Any]) -> Mapping[str, Any]:

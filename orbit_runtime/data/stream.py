@@ -64,7 +64,7 @@ class PromptStream:
             DataError: a source with a weight has no prompts within `data.limit`.
         """
         self._table, self._seed, self._shuffle, self._epochs = table, seed, shuffle, epochs
-        self._rates = rates
+        self.rates = rates
         self._drawn = 0
         if weights is None:
             self._parts = [_Part(range(len(table.prompts_P)), "")]
@@ -107,19 +107,15 @@ class PromptStream:
 
     def record(self, step: int, groups_P: Sequence[Group]) -> None:
         """Adds a finished step's rewards, if pass rates are kept."""
-        if self._rates is not None:
+        if self.rates is not None:
             rows = self._table.prompts_P
-            self._rates.record(
+            self.rates.record(
                 step,
                 (
                     (rows.number_of(each.prompt.prompt_id), each.prompt.visit, [one.reward for one in each.rollouts_G])
                     for each in groups_P
                 ),
             )
-
-    @property
-    def rates(self) -> PassRates | None:
-        return self._rates
 
     def state(self) -> dict[str, Any]:
         """The cursor, as JSON."""
@@ -133,7 +129,7 @@ class PromptStream:
 
     def with_rates(self, cursor: Mapping[str, Any]) -> Mapping[str, Any]:
         """An earlier `state()` with the current pass rates: draws after it see no more than they did."""
-        return cursor if self._rates is None else {**cursor, "rates": self._rates.state()}
+        return cursor if self.rates is None else {**cursor, "rates": self.rates.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues after the prompts taken when `state` was saved.
@@ -156,8 +152,8 @@ class PromptStream:
             )
             part.order = self._order_of(part)
         self._drawn = int(state.get("drawn", 0))
-        if self._rates is not None and "rates" in state:
-            self._rates.restore(state["rates"])
+        if self.rates is not None and "rates" in state:
+            self.rates.restore(state["rates"])
 
     def _live(self) -> list[_Part]:
         return [
@@ -176,7 +172,7 @@ class PromptStream:
 
     def _next(self, part: _Part, step: int) -> int | None:
         """The part's next prompt that may be drawn; None if its epochs end first, or none is left."""
-        for _ in range(len(part.span) * (1 + (self._rates.patience if self._rates else 0))):
+        for _ in range(len(part.span) * (1 + (self.rates.patience if self.rates else 0))):
             if self._epochs is not None and part.epoch >= self._epochs:
                 return None
             index, part.visit = part.span[part.order[part.position]], part.epoch
@@ -184,7 +180,7 @@ class PromptStream:
             if part.position == len(part.order):
                 part.epoch, part.position = part.epoch + 1, 0
                 part.order = self._order_of(part)
-            if self._rates is None or self._rates.may_draw(self._table.prompts_P.chosen[index], part.visit, step):
+            if self.rates is None or self.rates.may_draw(self._table.prompts_P.chosen[index], part.visit, step):
                 return index
         part.is_passed_over = True
         return None

@@ -17,16 +17,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orbit_runtime.environments.episodes import (
+    OWN_PART,
     UNCHOSEN,
     Episode,
+    EpisodeSettings,
     EpisodeTimeout,
     FinishedEpisode,
     Scoring,
     Track,
     Trajectory,
+    build_calls,
     build_finished,
+    given_turns,
 )
-from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, given_turns
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Completion, FinishReason, Prompt, Tokenizer, TokenSource
 from orbit_runtime.workers.user_code.environment_pool import EpisodeProcess

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from orbit_runtime.environments.branching import Branching
-from orbit_runtime.environments.episodes import Environment
-from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.episodes import Environment, EpisodeLimits, EpisodeSettings
 from orbit_runtime.environments.targets import check_arguments, check_group_size, reward_targets
 from orbit_runtime.environments.turns import MultiTurn, OwnProcess, SingleTurn, ToolUse
 from orbit_runtime.spec.run import RunSpec

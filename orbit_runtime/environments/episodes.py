@@ -1,8 +1,8 @@
 """One episode: what it is, its tokens while it is played, its scores, and the rollouts that it becomes.
 
-Belongs here: records, columns of tokens that are consistent by construction, and scoring calls of many episodes that go
-to the reward workers together. Does not belong here: whose turn it is (`turns`, `branching`), running rewards
-(`workers`).
+Belongs here: an episode's limits, records, columns of tokens that are consistent by construction, and scoring calls of
+many episodes that go to the reward workers together. Does not belong here: whose turn it is (`turns`, `branching`),
+running rewards (`workers`).
 
 Legend: `_P` prompts, `_T` tokens.
 """
@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from itertools import groupby
+from typing import Any, Protocol
 
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.types import (
@@ -30,6 +32,7 @@ from orbit_runtime.types import (
     Prompt,
     Rollout,
     RoutedExperts,
+    Sampling,
     TokenSource,
     Turn,
 )
@@ -300,3 +303,69 @@ def _hand_out(asked: _Asked, submitted: Future[list[RewardResult]]) -> None:
             future.set_exception(error)
         else:
             future.set_result(mine)
+
+
+OWN_PART = "environment"
+"""Name of the environment's own reward among the parts of a reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Limits of one episode; the first one reached ends it, and it is scored as it is."""
+
+    turns: int = 8
+    """Completions of the policy; of an episode with branches, those along one branch."""
+    tokens: int | None = None
+    """Tokens that the policy samples, also along one branch; None: as many as the model's context allows."""
+    context: int = 4096
+    """Maximum sequence length of the model."""
+    seconds: float = 3600.0
+    """Limit on the time since its environment has a process. Checked between turns: a turn in progress is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """Settings that all episodes of a run share."""
+
+    run: str
+    sampling: Sampling
+    limits: EpisodeLimits
+    group_size: int
+    seed: int
+    gives_reward: bool
+    """Whether the environment's own rewards count, as the part `environment`."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds from any origin."""
+
+    def room(self, length: int, sampled: int) -> int:
+        """Tokens that the next completion may have. Args: length: tokens so far; sampled: the policy's among them."""
+        room = min(self.sampling.max_new_tokens, self.limits.context - length)
+        return room if self.limits.tokens is None else min(room, self.limits.tokens - sampled)
+
+    def limit_reached(self, room: int, turns: int, seconds: float) -> FinishReason | None:
+        """Why an episode of so many turns must end before its next one; None if it need not."""
+        if room < 1 or turns >= self.limits.turns:
+            return "length"
+        return "deadline" if seconds >= self.limits.seconds else None
+
+
+def build_calls(names: Iterable[str], prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> list[RewardCall]:
+    """The manifest's rewards see the last message of the policy as completion, and everything before as prompt."""
+    is_answered = bool(messages) and messages[-1]["role"] == "assistant"
+    completion = _content(messages[-1]) if is_answered else ""
+    before = messages[:-1] if is_answered else messages
+    return [RewardCall(name, completion, before, prompt.fields) for name in names]
+
+
+def given_turns(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Role and text of messages that the policy reads together: a system message is a turn, the others are one."""
+    runs = [[*run] for _, run in groupby(messages, lambda each: each["role"] == "system")]
+    return [(str(run[-1]["role"]), "\n".join(map(_content, run))) for run in runs] or [("user", "")]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message; of a list of parts, the text parts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part["text"]) for part in content if part.get("type") == "text")

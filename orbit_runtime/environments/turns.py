@@ -17,15 +17,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from orbit_runtime.environments.episodes import (
+    OWN_PART,
     Episode,
+    EpisodeSettings,
     EpisodeTimeout,
     FinishedEpisode,
     Scoring,
     Track,
     Trajectory,
+    build_calls,
     build_finished,
+    given_turns,
 )
-from orbit_runtime.environments.settings import OWN_PART, EpisodeSettings, build_calls, given_turns
 from orbit_runtime.environments.tool_calls import ToolCall, parameter_schemas, parse_tool_calls
 from orbit_runtime.model_info.calls.formats import FORMATS
 from orbit_runtime.seeds import stream_key

@@ -28,7 +28,7 @@ from yarl import URL
 from orbit_runtime.errors import CredentialsError, UnsupportedError, UsageError
 from orbit_runtime.evaluation.player import UnansweredSample
 from orbit_runtime.evaluation.records import FailureKind, Usage
-from orbit_runtime.planner.support.sampling import IS_SET
+from orbit_runtime.planner.support.manifests import IS_SET
 from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Sampling
 
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)

@@ -20,7 +20,7 @@ from orbit_runtime.environments.build import build_environment, build_scorer
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.environments.targets import environment_target, fields_read, process_limits
 from orbit_runtime.errors import OrbitError
-from orbit_runtime.planner.support.sampling import sampling_of
+from orbit_runtime.planner.support.manifests import sampling_of
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec.environment import Environment as EnvironmentSpec
 from orbit_runtime.spec.resolve import EMPTY

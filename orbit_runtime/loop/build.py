@@ -35,7 +35,7 @@ from orbit_runtime.loop.parts import Parts
 from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publisher
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.parity.statistics import base_limit
-from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids, sampling_of
+from orbit_runtime.planner.support.manifests import check_engine, check_teacher_sampling, check_token_ids, sampling_of
 from orbit_runtime.sides.engines import change_limit, engine_settings, gives_same_bits
 from orbit_runtime.sides.inputs import PREFIX, Inputs, Names, content_digests
 from orbit_runtime.sides.interface import EngineOrder, Sides, TrainerOrder

@@ -40,7 +40,7 @@ from orbit_runtime.loop.parts import HeldOut, Parts, RunParts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
 from orbit_runtime.observability.run_folder import find_best, find_stop, read_own_evaluations
-from orbit_runtime.planner.support.sampling import check_engine, sampling_of
+from orbit_runtime.planner.support.manifests import check_engine, sampling_of
 from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec

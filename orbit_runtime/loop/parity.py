@@ -28,7 +28,7 @@ from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.parity.preflight import ComparedSides, Preflight, build_sequences, check_preflight, measure_preflight
 from orbit_runtime.parity.statistics import ParityLimits, base_limit, build_limits, resolve_limit, rounded_to
-from orbit_runtime.planner.support.sampling import sampling_of
+from orbit_runtime.planner.support.manifests import sampling_of
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.sides.inputs import Inputs, build_patience, resolve_names

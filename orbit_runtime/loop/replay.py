@@ -17,16 +17,13 @@ from orbit_runtime.algorithms.custom_loss import own_targets
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.errors import DataError, ModelError, UsageError
 from orbit_runtime.loop.advantages import build_batch
-from orbit_runtime.loop.initial_adapter import CONTENT as INITIAL_CONTENT
-from orbit_runtime.loop.initial_adapter import FIELD as INITIAL_FIELD
-from orbit_runtime.loop.initial_adapter import open_initial
 from orbit_runtime.loop.keep import step_name
-from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.loop.own_code import read_records, recorded_path
+from orbit_runtime.loop.resume import INITIAL_CONTENT, INITIAL_FIELD, find_origin, open_initial
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.observability.run_folder import add_rows, read_run_folder, row_faults
-from orbit_runtime.sides.inputs import WEIGHTS, Inputs, check_weights_known
+from orbit_runtime.sides.inputs import WEIGHTS, Inputs
 from orbit_runtime.sides.interface import TrainerOrder
 from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.machine import explain_rounding, machine_facts
@@ -106,8 +103,7 @@ def replay(
         sides = LocalSides()
         sides.load_loss(resolved, path, None)
         folder = inputs.model()
-        check_weights_known(store.uri, before["identity"])
-        if cached_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
+        if cached_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"].get(WEIGHTS):
             raise ModelError("the base has changed since the run began", where=spec.model.uri)
         resolved = sides.settle(resolved, folder)
         teacher = open_teacher(spec)

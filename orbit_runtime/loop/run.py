@@ -39,26 +39,44 @@ from orbit_runtime.errors import (
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.build import CallerOptions, build_parts, open_demonstration_inputs, open_episode_inputs
 from orbit_runtime.loop.display import RunDisplay, StartTimes
-from orbit_runtime.loop.initial_adapter import InitialAdapter, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.keep import keep_failure, stacks_name, step_name
 from orbit_runtime.loop.measure import evaluation_fields, read_evaluation
-from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.own_code import RunCode, check_code, code_sources, find_code, keep_code, read_records
 from orbit_runtime.loop.parity import check_sides
 from orbit_runtime.loop.parts import Parts, RunParts
-from orbit_runtime.loop.resume import check_same_run, find_checkpoint, restore, restored_wrongly
+from orbit_runtime.loop.resume import (
+    CHECKPOINTS,
+    InitialAdapter,
+    Origin,
+    begin_from,
+    begin_with,
+    check_same_run,
+    find_origin,
+    initial_digest,
+    open_initial,
+    restore,
+    restored_wrongly,
+)
 from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
 from orbit_runtime.loop.teacher import check_teacher
 from orbit_runtime.observability.metrics import MetricsRow, RunMetrics, build_row, parse_row
-from orbit_runtime.observability.notify import Webhook, build_body, build_webhooks, notify
 from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.observability.termination_message import add_last_words, build_message
-from orbit_runtime.observability.trackers import RequestedTracker, Tracking, check_trackers, open_tracker
+from orbit_runtime.observability.trackers import (
+    RequestedTracker,
+    Tracking,
+    Webhook,
+    build_body,
+    build_webhooks,
+    check_trackers,
+    notify,
+    open_tracker,
+)
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
 from orbit_runtime.sides.inputs import CODE, Inputs, Names, build_patience, check_content, resolve_names
@@ -67,7 +85,16 @@ from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.machine import add_rounding_facts, explain_rounding
 from orbit_runtime.spec import MachineFacts, OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.spec.description import find_warnings
-from orbit_runtime.storage import Execution, NotFound, Store, claim_execution, compact_rows, open_store, read_run_file
+from orbit_runtime.storage import (
+    Execution,
+    NotFound,
+    Store,
+    claim_execution,
+    compact_rows,
+    newest_readable,
+    open_store,
+    read_run_file,
+)
 from orbit_runtime.storage.run_files import RUN_FILE
 from orbit_runtime.version import __version__
 from orbit_runtime.workers.child.heartbeat import FIX, Stall, owns_process, silent_seconds, watch_stalls
@@ -170,7 +197,7 @@ def _run(
     if before:
         check_same_run(store, before, asked)
     check_manifest(ManifestFacts(asked.run.spec))
-    bundle, skipped = find_checkpoint(store, in_place=given.sides.in_place)
+    bundle, skipped = newest_readable(store, CHECKPOINTS, in_place=given.sides.in_place)
     origin = find_origin(asked.run, before) if bundle is None else None
     initial = open_initial(asked.run.spec, before) if bundle is None else None
     patience = build_patience(show.note, show.status.beat, stop, store.deadline_seconds)

@@ -1,7 +1,7 @@
 """A run's teacher, measured before the first step.
 
 Belongs here: whether it is worth learning from. Does not belong here: opening it (`sides.teacher`), its passes
-(`training.teacher`), the divergence (`algorithms.distillation`).
+(`training.passes`), the divergence (`algorithms.distillation`).
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from orbit_runtime.planner.serving import ServerMemory, find_objection, find_ref
 from orbit_runtime.planner.support import Problem, find_problems
 from orbit_runtime.planner.support.combinations import Combination, Support, find_support
 from orbit_runtime.planner.support.kernels import EXCHANGE, choose_kernels
-from orbit_runtime.planner.support.manifests import MANIFESTS, read_manifest
-from orbit_runtime.planner.support.sampling import TAUGHT, check_token_ids, engine_problems
+from orbit_runtime.planner.support.manifests import MANIFESTS, TAUGHT, check_token_ids, engine_problems, read_manifest
 from orbit_runtime.planner.support.served import argument_problems, served_problems
 from orbit_runtime.spec import OrbitRun
 

@@ -18,8 +18,13 @@ from orbit_runtime.planner.layout import requested_layout
 from orbit_runtime.planner.plan import Plan, division_problems, plan, size_adapter
 from orbit_runtime.planner.serving import REPLICAS, TENSOR_PARALLEL, find_refusal
 from orbit_runtime.planner.support import Problem
-from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest, read_manifest
-from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling
+from orbit_runtime.planner.support.manifests import (
+    ManifestFacts,
+    check_engine,
+    check_manifest,
+    check_teacher_sampling,
+    read_manifest,
+)
 from orbit_runtime.planner.support.served import served_problems
 from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.spec.data import Data, Prompts

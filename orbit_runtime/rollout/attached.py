@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import EngineDiedError, GateError, ModelError, UnsupportedError
-from orbit_runtime.planner.support.sampling import Kind, check_sampling, shaping_fields
+from orbit_runtime.planner.support.manifests import Kind, check_sampling, shaping_fields
 from orbit_runtime.rollout.replica import Replica, Whose
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.server_types import Api, LostError, ServerFacts
@@ -100,21 +100,13 @@ class AttachedServer:
             seconds: how long it is waited for.
             refused_seconds: how long while its connections are refused; None: as long.
         """
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._where = where
         self._seconds = seconds
         self._refused_seconds = seconds if refused_seconds is None else min(seconds, refused_seconds)
-        self._headers = headers or {}
+        self.headers = headers or {}
         self._left = threading.Event()
         """Set once nobody waits for the server."""
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self._headers
 
     def start(self) -> None:
         """Waits until the server answers; reports this at the beginning and whenever the time has doubled.
@@ -124,26 +116,26 @@ class AttachedServer:
         """
         self._left.clear()
         began, pause, told = time.monotonic(), POLL_SECONDS, 0.0
-        while reason := why_not_serving(self._url, seconds=10, headers=self._headers):
+        while reason := why_not_serving(self.url, seconds=10, headers=self.headers):
             waited = time.monotonic() - began
             seconds = self._refused_seconds if reason == REFUSED else self._seconds
             if waited > seconds:
                 raise EngineDiedError(
-                    f"{self._url} did not answer within {seconds:.0f} s: {reason}",
+                    f"{self.url} did not answer within {seconds:.0f} s: {reason}",
                     where=self._where,
                     fix=f"start the server, or correct its address; if it runs, {self.describe()}",
                 )
             if waited >= told:
                 _log.warning(
                     "%s: %s does not answer (%s); waiting for it, %.0f of at most %.0f s",
-                    self._where, self._url, reason, waited, seconds,
+                    self._where, self.url, reason, waited, seconds,
                 )  # fmt: skip
                 told = max(1.0, 2 * waited)
             if self._left.wait(min(pause, max(POLL_SECONDS, seconds - waited))):
-                raise EngineDiedError(f"{self._url} is not waited for any more", where=self._where, fix=self.describe())
+                raise EngineDiedError(f"{self.url} is not waited for any more", where=self._where, fix=self.describe())
             pause = min(2 * pause, LONGEST_POLL_SECONDS)
         if told:
-            _log.warning("%s: %s answers now", self._where, self._url)
+            _log.warning("%s: %s answers now", self._where, self.url)
 
     def check_listens(self) -> None:
         """Waits for as long as connections may be refused. A server that is loading its model passes.
@@ -151,14 +143,14 @@ class AttachedServer:
         Raises:
             EngineDiedError: (82) nothing listens there.
         """
-        if why_not_serving(self._url, seconds=10, headers=self._headers) == REFUSED:
+        if why_not_serving(self.url, seconds=10, headers=self.headers) == REFUSED:
             self.start()
 
     def is_alive(self) -> bool:
-        return is_serving(self._url, seconds=10, headers=self._headers)
+        return is_serving(self.url, seconds=10, headers=self.headers)
 
     def describe(self) -> str:
-        return f"look at the log of the server at {self._url}: Orbit did not start it"
+        return f"look at the log of the server at {self.url}: Orbit did not start it"
 
     def stop(self) -> None:
         """Ends `start`, so that the end of a run does not wait for a server that is lost."""

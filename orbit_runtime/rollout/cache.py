@@ -120,8 +120,8 @@ class DecodePlan:
         low, high = int(positions_B.min()), int(positions_B.max())
         block = cache.block
         self._is_fused = kernel != "Eager" or block.dtype is not torch.float32
-        self._length = _whole_blocks(high + 1) if self._is_fused else high + 1
-        past = block[:, :, :num_rows, :, : self._length]
+        self.longest = _whole_blocks(high + 1) if self._is_fused else high + 1
+        past = block[:, :, :num_rows, :, : self.longest]
         self._past = [layer.unbind(0) for layer in past.unbind(0)]
         self._flat = [layer.unbind(0) for layer in past.flatten(2, 3).unbind(0)]
         self._index: torch.Tensor | None = None
@@ -136,16 +136,12 @@ class DecodePlan:
             rows = np.arange(2 * cache.num_rows * heads).reshape(2, -1)[:, : num_rows * heads] * cache.num_positions
             self._index = to_device((rows + positions_B.repeat(heads)).reshape(-1), block.device)
 
-    @property
-    def longest(self) -> int:
-        return self._length
-
     def _mask(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Masks of the keys that rows see, bool `[B, 1, 1, S]` and as what is added to scores, and do not see,
         `[B·K, 1, S]`; None if every row sees everything.
         """
         if window not in self._masks:
-            keys, newest = np.arange(self._length), self._positions_B[:, None]
+            keys, newest = np.arange(self.longest), self._positions_B[:, None]
             visible = keys <= newest
             if window is not None:
                 visible &= keys > newest - window

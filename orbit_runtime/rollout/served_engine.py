@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Buffer, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Buffer, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,10 +28,9 @@ from orbit_runtime.rollout.replica import PATIENCE_SECONDS, Replica
 from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
 from orbit_runtime.rollout.server_types import LoadedAdapter, ServerFacts, ServerHandle, Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers, SGLangApi, merge_facts
-from orbit_runtime.rollout.streaming import TokenDeltas
 from orbit_runtime.rollout.transport import AdapterMailbox
 from orbit_runtime.rollout.wire import Wire, build_client
-from orbit_runtime.types import BASE_VERSION, AdapterFiles, Completion, Request, Scored, ServerReading, Tokenizer
+from orbit_runtime.types import BASE_VERSION, AdapterFiles, Request, Scored, ServerReading, Tokenizer
 
 if TYPE_CHECKING:
     from orbit_runtime.policy.snapshot import Snapshot
@@ -76,6 +75,8 @@ class ServedEngine:
         self._thread = threading.Thread(target=self.loop.run_forever, name="rollout-client", daemon=True)
         self._thread.start()
         self._queue = AnswerQueue(self.loop, tokenizer, max_running_requests)
+        self.completions, self.abort = self._queue.completions, self._queue.abort
+        self.listen, self.take_deltas = self._queue.listen, self._queue.take_deltas
 
     def attach(self, replicas: Sequence[Replica]) -> list[ServerFacts]:
         """Connects the replicas, whose servers must answer by now; call it once. Returns the servers' descriptions.
@@ -92,24 +93,21 @@ class ServedEngine:
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
         """Hands the published bytes to every copy under a name that was never used before; one adapter at a time."""
         with self._handing_over:
-            self._load_everywhere(name, adapter)
-
-    def _load_everywhere(self, name: str, adapter: AdapterFiles) -> None:
-        check_new_slot(name, self.loaded, self._retired)
-        self.desk.take(name, adapter)
-        self.loaded[name] = loaded = LoadedAdapter(adapter, partial(self.desk.files, name))
-        # A server that is lost just now gets it as files, once it is back.
-        copies = [each.name for each in self.replicas if each.is_up and each.about]
-        try:
-            with self.desk.carry(name, copies) as handover:
-                self.loaded[name] = replace(loaded, handover=handover)
-                self._everywhere(lambda replica: replica.load(name))
-        except GateError:
-            self._retire(name)
-            raise
-        finally:
-            if name in self.loaded:
-                self.loaded[name] = loaded
+            check_new_slot(name, self.loaded, self._retired)
+            self.desk.take(name, adapter)
+            self.loaded[name] = loaded = LoadedAdapter(adapter, partial(self.desk.files, name))
+            # A server that is lost just now gets it as files, once it is back.
+            copies = [each.name for each in self.replicas if each.is_up and each.about]
+            try:
+                with self.desk.carry(name, copies) as handover:
+                    self.loaded[name] = replace(loaded, handover=handover)
+                    self._everywhere(lambda replica: replica.load(name))
+            except GateError:
+                self._retire(name)
+                raise
+            finally:
+                if name in self.loaded:
+                    self.loaded[name] = loaded
 
     def unload_adapter(self, name: str) -> None:
         self.slot(name)
@@ -206,25 +204,12 @@ class ServedEngine:
             under_way.add(request.request_id)
         self._queue.submit([Answer(each, self._version(each.adapter)) for each in requests])
 
-    def completions(self) -> AsyncGenerator[Completion]:
-        return self._queue.completions()
-
-    def abort(self, request_ids: Collection[int] | None = None) -> None:
-        self._queue.abort(request_ids)
-
     @property
     def under_way(self) -> Collection[int]:
         return self._queue.under_way
 
-    def listen(self, tell: Callable[[], None] | None) -> None:
-        """Makes the engine call `tell` whenever pieces have arrived from one or several servers."""
-        self._queue.listen(tell)
-
-    def take_deltas(self) -> TokenDeltas | None:
-        return self._queue.take_deltas()
-
     def kinds(self) -> set[str]:
-        """Kinds of its servers, as `planner.support.sampling` names them."""
+        """Kinds of its servers, as `planner.support.manifests` names them."""
         abouts = [replica.about for replica in self.replicas if replica.about]
         return {
             "SGLang without plug-in" if about.kind == "SGLang" and about.plugin is None else about.kind
@@ -249,18 +234,12 @@ class ServedCopy:
         self._engine = engine
         self._replica = replica
         self._told: Mapping[str, Mapping[str, Any]] = {}
-
-    @property
-    def name(self) -> str:
-        return self._replica.name
+        self.name = replica.name
+        self.is_tapped = replica.taps is not None
 
     @property
     def reads_back(self) -> bool:
         return self._replica.reads_back
-
-    @property
-    def is_tapped(self) -> bool:
-        return self._replica.taps is not None
 
     def score(
         self,
@@ -357,7 +336,7 @@ class ServedCopy:
 
 def _difference(published: Mapping[str, Buffer], found: Mapping[str, Buffer]) -> str:
     try:
-        from orbit_runtime.adapters.difference import explain_difference
+        from orbit_runtime.adapters.state import explain_difference
     except ImportError:
         # An orchestrator needs no torch.
         equal = published.keys() == found.keys() and all(published[name] == found[name] for name in published)

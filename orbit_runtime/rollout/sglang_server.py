@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -122,26 +122,15 @@ class SGLangServer:
         """Folder for requests to the plug-in about a pass, and its answers."""
         self._process: WatchedServer | None = None
         self._is_ended = False
-        self._port = 0
+        self.port = 0
+        self.headers = {"Authorization": f"Bearer {self._token}"}
+        self.deterministic = settings.deterministic
         self._probe_seconds = MIN_PROBE_SECONDS
 
     @property
     def url(self) -> str:
         """Its address on this machine."""
-        return f"http://{local_host(self._host)}:{self._port}"
-
-    @property
-    def port(self) -> int:
-        return self._port
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return {"Authorization": f"Bearer {self._token}"}
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether it was set up for requests that bring their seed."""
-        return self._settings.deterministic
+        return f"http://{local_host(self._host)}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -158,7 +147,7 @@ class SGLangServer:
         """
         for tries in range(1, PORT_TRIES + 1):
             try:
-                with HeldPort() as self._port:
+                with HeldPort() as self.port:
                     self._start()
             except PortTakenError as error:
                 self.stop()
@@ -171,7 +160,7 @@ class SGLangServer:
     def _start(self) -> None:
         self.taps.mkdir(parents=True, exist_ok=True)
         self._probe_seconds = MIN_PROBE_SECONDS
-        arguments = server_arguments(self._settings, self._port, self._host)
+        arguments = server_arguments(self._settings, self.port, self._host)
         own = server_variables(self._settings, self.taps)
         agent = os.environ.get(AGENT_VARIABLE)
         if agent:
@@ -183,7 +172,7 @@ class SGLangServer:
             )  # fmt: skip
         if self._is_ended:
             self._process.stop()
-        self._process.wait_until(self._answers, seconds=START_SECONDS, port=self._port)
+        self._process.wait_until(self._answers, seconds=START_SECONDS, port=self.port)
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.exit_status() is None
@@ -223,7 +212,7 @@ class SGLangServer:
         is_ours = requires_token(self.url, seconds=self._probe_seconds, headers=self.headers)
         if is_ours is False:
             raise PortTakenError(
-                f"SGLang cannot listen on port {self._port}: another server answers there",
+                f"SGLang cannot listen on port {self.port}: another server answers there",
                 where=str(self._log),
                 fix="start again: each start chooses a free port",
             )

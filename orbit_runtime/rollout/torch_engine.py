@@ -20,10 +20,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.files import CONFIG_FILE
 from orbit_runtime.adapters.layer import AppliedTensors
-from orbit_runtime.adapters.state import applied_digest, load_slot, remove_slot, slot_digest, slot_files
+from orbit_runtime.adapters.state import (
+    applied_digest,
+    explain_difference,
+    load_slot,
+    remove_slot,
+    slot_digest,
+    slot_files,
+)
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy
@@ -67,6 +73,9 @@ class TorchEngine:
     that step.
     """
 
+    name = "the engine"
+    reads_back = True
+
     def __init__(
         self,
         policy: Policy,
@@ -81,13 +90,15 @@ class TorchEngine:
             notes_experts: whether completions report the experts of their tokens.
         """
         self._policy = policy
+        self.device = policy.device
         self._turn = policy.injected.selection.turn
         self._tokenizer = tokenizer
         self._clock = clock
         notes = policy.routing if notes_experts else None
         self._decoding = DecodingBatch(policy, tokenizer, self._version, max_running_requests, notes=notes)
         self._scoring = DecodingBatch(policy, tokenizer, self._version, max_running_requests)
-        self._under_way: set[int] = set()
+        self.under_way: set[int] = set()
+        """Ids of requests whose completions are not handed out yet."""
         self._due: dict[int, float] = {}
         """Deadlines, by request id."""
         self._ended: deque[FinishedRequest] = deque()
@@ -129,18 +140,6 @@ class TorchEngine:
         held = slot_files(self._policy.injected.layers, name, self._slot(name).config)
         return explain_difference(published.files, held)
 
-    @property
-    def name(self) -> str:
-        return "the engine"
-
-    @property
-    def device(self) -> torch.device:
-        return self._policy.device
-
-    @property
-    def reads_back(self) -> bool:
-        return True
-
     def copies(self) -> tuple[TorchEngine, ...]:
         return (self,)
 
@@ -171,22 +170,18 @@ class TorchEngine:
     # --- generation ---
 
     def submit(self, requests: Sequence[Request]) -> None:
-        under_way = self._under_way.copy()
+        under_way = self.under_way.copy()
         for request in requests:
             self._version(request.adapter)
             check_request(request, under_way)
             under_way.add(request.request_id)
-        self._under_way, now = under_way, self._clock()
+        self.under_way, now = under_way, self._clock()
         self._due |= {each.request_id: now + each.deadline_seconds for each in requests if each.deadline_seconds}
         with self._turn:
             self._decoding.add([ActiveRequest(request) for request in requests])
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        self._end({*self._under_way} if request_ids is None else {*request_ids}, "abort")
-
-    @property
-    def under_way(self) -> Collection[int]:
-        return self._under_way
+        self._end({*self.under_way} if request_ids is None else {*request_ids}, "abort")
 
     def listen(self, tell: Callable[[], None] | None) -> None:
         """Makes the engine call `tell` after each step of the batch."""
@@ -278,7 +273,7 @@ class TorchEngine:
         return [scored[first : first + len(adapters)] for first in range(0, len(scored), len(adapters))]
 
     def _completion(self, finished: FinishedRequest) -> Completion:
-        self._under_way.discard(finished.request.request_id)
+        self.under_way.discard(finished.request.request_id)
         self._due.pop(finished.request.request_id, None)
         return Completion(
             request_id=finished.request.request_id,

@@ -18,12 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OrbitError
-from orbit_runtime.planner.support.sampling import Kind
+from orbit_runtime.planner.support.manifests import Kind
 from orbit_runtime.ports.guard import APIError, Guard
 from orbit_runtime.serve.answers import LAST_EVENT, ResponseForm, SentText, event
 from orbit_runtime.serve.channel import Choice
 from orbit_runtime.serve.engine_client import EngineClient, ServedRequest
-from orbit_runtime.serve.errors import from_orbit
 from orbit_runtime.serve.metrics import ServeMetrics
 from orbit_runtime.serve.names import NEW_NAME, POLICY, ServedModel, address_fault
 from orbit_runtime.serve.requests import (
@@ -35,6 +34,7 @@ from orbit_runtime.serve.requests import (
     UpdateBody,
     check_given,
     choice_key,
+    from_orbit,
     parse_body,
 )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from orbit_runtime.planner.support.sampling import Kind
+from orbit_runtime.planner.support.manifests import Kind
 from orbit_runtime.rollout.streaming import Alternatives, TokenDeltas
 from orbit_runtime.serve.names import ServedModel
 from orbit_runtime.serve.requests import ServeLimits

@@ -88,7 +88,7 @@ class EngineClient:
         self.failure = ""
         """Why requests are refused; empty while they are accepted."""
         self._models = {served.name: served for served in models}
-        self._base = base
+        self.base = base
         self._send = send
         self._concurrent = concurrent
         self._ended = ended
@@ -108,7 +108,7 @@ class EngineClient:
 
     def default_name(self, otherwise: str) -> str:
         """The name of the only adapter; `otherwise` if there is none."""
-        names = [name for name in self._models if name != self._base]
+        names = [name for name in self._models if name != self.base]
         if len(names) > 1:
             raise APIError(400, f"several adapters are served: {', '.join(names)}; name one of them", param="model")
         return names[0] if names else otherwise
@@ -134,12 +134,7 @@ class EngineClient:
         names = [served.name for served in self._models.values() if served.slot is not None]
         if len(names) > 1:
             raise APIError(400, f"several adapters are served: {', '.join(names)}; name one of them", param="model")
-        return names[0] if names else self._base
-
-    @property
-    def base(self) -> str:
-        """The base's name."""
-        return self._base
+        return names[0] if names else self.base
 
     async def change(
         self, name: str, *, adapter: str | None = None, checkpoint: str | None = None

@@ -25,7 +25,7 @@ from orbit_runtime.model_info.builtin_models import any_builtin_folder
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.model_info.settings import check_model_folder, load_settings
 from orbit_runtime.planner.assumptions import SERVER_SLOTS
-from orbit_runtime.planner.support.sampling import Kind
+from orbit_runtime.planner.support.manifests import Kind
 from orbit_runtime.planner.verdict import plan_served
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
@@ -223,7 +223,7 @@ def _open_servers(source: _Source, tokenizer: ChatTokenizer, closing: ExitStack)
 
 
 def _kind(rollout: Rollout, found: set[str]) -> Kind:
-    """The kind of the servers, for `planner.support.sampling`."""
+    """The kind of the servers, for `planner.support.manifests`."""
     if "vLLM" in found:
         return "vLLM"
     if rollout.deterministic:

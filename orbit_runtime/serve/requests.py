@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orbit_runtime.data.chat import joined_parts, plain_message
 from orbit_runtime.environments.tool_calls import write_tool_call
-from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.support.sampling import Kind, check_sampling
+from orbit_runtime.errors import DataError, GateError, ModelError, OrbitError, OutputError, UnsupportedError, UsageError
+from orbit_runtime.planner.support.manifests import Kind, check_sampling
 from orbit_runtime.ports.guard import APIError
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Sampling
@@ -323,3 +323,12 @@ def _is_call(call: Any) -> bool:
         and isinstance(function.get("name"), str)
         and isinstance(function.get("arguments"), dict)
     )
+
+
+def from_orbit(error: OrbitError) -> APIError:
+    """A client's mistake is 400, a refused adapter 422; everything else is the server's fault."""
+    if isinstance(error, ModelError | GateError | OutputError):
+        return APIError(422, str(error), code="adapter_refused")
+    if isinstance(error, DataError | UsageError):
+        return APIError(400, str(error))
+    return APIError(500, str(error), code=type(error).__name__)

@@ -31,8 +31,8 @@ from orbit_runtime.serve.channel import (
     Stop,
     Submit,
 )
-from orbit_runtime.serve.errors import from_orbit
 from orbit_runtime.serve.policies import Policies
+from orbit_runtime.serve.requests import from_orbit
 from orbit_runtime.types import Request
 
 

@@ -9,7 +9,7 @@
 
 A long call is answered with 202 after a while and asked for again by its number, which tells a machine that is gone
 from one that computes; its content is the seconds since the last sign of life. Belongs here: sessions, numbers,
-threads. Does not belong here: what a call does (`trainer_host`, `engine_host`).
+threads. Does not belong here: what a call does (`calls`).
 """
 
 from __future__ import annotations

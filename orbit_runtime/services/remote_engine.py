@@ -3,7 +3,7 @@
 It is driven step by step, one call per step, so a request made between two batch steps falls between the same two steps
 as in one process: the same batches, hence the same bits. The calls since it last had nothing to sample are kept; a
 restarted inference process gets them again, with the adapters, and continues in mid-step. Repeated results are dropped.
-Belongs here: this. Does not belong here: the connection (`connection`), the server (`engine_host`).
+Belongs here: this. Does not belong here: the connection (`connection`), the server (`calls`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ class _Told:
 
 class RemoteEngine:
     """An `Engine`, and its only copy."""
+
+    name = "the engine"
+    reads_back = True
 
     def __init__(self, connection: Connection, share: Callable[[Callable[..., Any]], bool]) -> None:
         """Args: share: tests whether its process sees the run's store; see `shared_store`."""
@@ -87,14 +90,6 @@ class RemoteEngine:
     def explain_slot(self, name: str, published: AdapterFiles) -> str:
         check_held_slot(name, self._adapters)
         return str(self._connection.call("explain_slot", *self._named(name, published)))
-
-    @property
-    def name(self) -> str:
-        return "the engine"
-
-    @property
-    def reads_back(self) -> bool:
-        return True
 
     def copies(self) -> tuple[RemoteEngine, ...]:
         return (self,)

@@ -3,7 +3,7 @@
 A server that is lost is lost for its `Replica`, as in one process: it has the inference process start another one,
 which gets its adapters and is proven before it works again. A restarted inference process is told the adapters first.
 Belongs here: the servers and their desk, seen from the orchestrator. Does not belong here: the connection
-(`connection`), the inference process (`server_host`), requests to servers (`rollout`).
+(`connection`), the inference process (`calls`), requests to servers (`rollout`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Its state is a function of what it was told: the state last saved or loaded, and the updates since. The state is in the
 run's store and the updates are on this machine's disk, so a restarted trainer is told them again and arrives, bit for
 bit, at the state of the lost one. Belongs here: this. Does not belong here: the connection (`connection`), the server
-(`trainer_host`).
+(`calls`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Belongs here: the hooks that every adapter needs, and those without which SGLang 0.5.23 would sample or compute
 otherwise than the trainer whatever the adapter. Does not belong here: what is read of the slots (`readback`), how
 adapters arrive (`adapter_loading`), the hooks of OFT (`oft_hooks`) and of routed experts (`experts`), refused settings
-(`planner.support.sampling`), formats that SGLang has a flag or a variable for (`planner.support.kernels`).
+(`planner.support.manifests`), formats that SGLang has a flag or a variable for (`planner.support.kernels`).
 
 *The adapter that sampled.* A completion's tokens are sent with it. SGLang's responses name none: a client that relied
 on its own request alone would record the wrong policy version if the server applied another slot, or none.

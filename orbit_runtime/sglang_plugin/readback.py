@@ -25,7 +25,6 @@ from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.buffer import MemoryOpening
-from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.files import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -34,7 +33,7 @@ from orbit_runtime.adapters.files import (
     STACKED_NAMES,
     digest_applied,
 )
-from orbit_runtime.adapters.state import config_file, held_digest, published_tensors
+from orbit_runtime.adapters.state import config_file, explain_difference, held_digest, published_tensors
 from orbit_runtime.digests import Pieces
 from orbit_runtime.sglang_plugin.experts import expert_buffers
 from orbit_runtime.sglang_plugin.ranks import are_on_one_machine, count, own_rank

@@ -19,7 +19,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.errors import CredentialsError, EngineDiedError
-from orbit_runtime.planner.support.sampling import sampling_of
+from orbit_runtime.planner.support.manifests import sampling_of
 from orbit_runtime.planner.support.served import LORA_LAYOUTS, Place, check_served, served_experts
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
 from orbit_runtime.sides.interface import EngineOrder, EngineSettings, TrainerSide

@@ -14,7 +14,6 @@ from typing import Any
 
 from orbit_runtime.data.prompts import PromptTable
 from orbit_runtime.data.rows import source_name
-from orbit_runtime.digests import is_older_scheme
 from orbit_runtime.errors import OutputError, StoppedOnRequest
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import file_digests
@@ -161,8 +160,6 @@ PREFIX = "content."
 WEIGHTS = f"{PREFIX}model.tensors"
 """Digest over every tensor as stored on disk, so it is the same however a trainer shards the model."""
 CODE = f"{PREFIX}environment.code"
-OLDER_WEIGHTS = f"{PREFIX}model.weights"
-"""Recorded by older versions instead: a digest of the weights as loaded by one process."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +199,6 @@ def content_digests(folder: Path, table: PromptTable, weights: str, code_digest:
 def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
     """Raises OutputError (73) and names all content that differs from what the run in `run.json` read."""
     then = {path: value for path, value in before.get("identity", {}).items() if path.startswith(PREFIX)}
-    check_weights_known(uri, then)
     changed = [path for path in sorted({*then, *now}) if then.get(path) != now.get(path)]
     if changed:
         lines = "".join(f"\n  {path}: {_short(then.get(path))} then, {_short(now.get(path))} now" for path in changed)
@@ -211,27 +207,6 @@ def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -
             where=uri,
             fix="restore those files to continue it, or choose another --out for a new run",
         )
-
-
-def check_digest_scheme(uri: str, digest: str) -> None:
-    """Raises OutputError (73) for a digest in the older scheme: equal bytes have a different digest now."""
-    if is_older_scheme(digest):
-        raise _written_by_older(uri, digest)
-
-
-def check_weights_known(uri: str, identity: Mapping[str, Any]) -> None:
-    """Raises OutputError (73) if `run.json` records the weights by a digest that this version does not compute."""
-    if OLDER_WEIGHTS in identity:
-        raise _written_by_older(uri, str(identity[OLDER_WEIGHTS]))
-
-
-def _written_by_older(uri: str, digest: str) -> OutputError:
-    return OutputError(
-        f"the run in this folder was written by an older Orbit, whose digests ({digest[:13]}…) cannot be compared "
-        "with those of this one",
-        where=uri,
-        fix="continue it with the version that wrote it, or choose another --out for a new run",
-    )
 
 
 def _short(digest: str | None) -> str:

@@ -21,7 +21,7 @@ from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
 from orbit_runtime.data.samples import spread, trained
 from orbit_runtime.environments.episodes import Environment, Episode, FinishedEpisode
-from orbit_runtime.planner.support.sampling import sampling_of
+from orbit_runtime.planner.support.manifests import sampling_of
 from orbit_runtime.sides.engines import PROBES, all_headers
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Prompt, Rollout, Tokenizer, TokenSource

@@ -22,8 +22,7 @@ from orbit_runtime.adapters.files import MODEL_FILE, plain_key
 from orbit_runtime.algorithms.custom_loss import ADVANTAGES, LOSS, hold_given, load_own, own_targets
 from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
 from orbit_runtime.errors import InternalError, ModelError, OrbitError, UnsupportedError
-from orbit_runtime.planner.support.manifests import ManifestFacts, check_adapted, check_manifest
-from orbit_runtime.planner.support.sampling import sampling_of
+from orbit_runtime.planner.support.manifests import ManifestFacts, check_adapted, check_manifest, sampling_of
 from orbit_runtime.sides.interface import TrainerOrder, TrainerSide
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.spec import Resolved

@@ -8,20 +8,24 @@ from typing import Any
 
 import torch
 
-from orbit_runtime.adapters.difference import explain_tensors, join_differences
 from orbit_runtime.adapters.files import published_scaling
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.adapters.state import applied_digest, published_tensors, write_adapter
+from orbit_runtime.adapters.state import (
+    applied_digest,
+    explain_tensors,
+    join_differences,
+    published_tensors,
+    write_adapter,
+)
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.whole import WholeMasters, write_model
 from orbit_runtime.training.critic import Critic
-from orbit_runtime.training.passes import LocalPasses, LocalValues, ValueModel
+from orbit_runtime.training.passes import LocalPasses, LocalValues, Teacher, ValueModel
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.state import CRITIC_PART, PART, TEACHER_PART, build_state, unpack_state
-from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.types import AdapterManifest, AdapterSink, Computed, Sample, Scored, StateWriter
 

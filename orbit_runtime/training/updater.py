@@ -31,9 +31,8 @@ from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.critic import Critic, explained_variance
 from orbit_runtime.training.micro_batches import MicroBatch, build_micro_batch, deal
-from orbit_runtime.training.passes import Passes, TrainingPass
+from orbit_runtime.training.passes import Passes, Teacher, TrainingPass
 from orbit_runtime.training.settings import TrainerSettings, learning_rate
-from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.types import FLOATS, Computed, Sample, StateWriter, UpdateResult
 
 K3_CLAMP = 10.0

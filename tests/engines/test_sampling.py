@@ -13,7 +13,7 @@ import torch
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.support.sampling import Kind, check_sampling
+from orbit_runtime.planner.support.manifests import Kind, check_sampling
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.preceding_tokens import build_preceding

@@ -113,9 +113,8 @@ def main() -> None:
     import orbit_runtime.loop
     import orbit_runtime.policy.load
     import orbit_runtime.rollout.torch_engine
-    import orbit_runtime.services.engine_host
+    import orbit_runtime.services.calls
     import orbit_runtime.services.orchestrate
-    import orbit_runtime.services.trainer_host
     import orbit_runtime.training.torch_trainer  # noqa: F401
     from orbit_runtime.cli.main import run_command
 

@@ -24,14 +24,14 @@ from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.loop.display import RunDisplay
 from orbit_runtime.loop.keep import load_rollouts
 from orbit_runtime.loop.parts import Parts
-from orbit_runtime.loop.resume import find_checkpoint
+from orbit_runtime.loop.resume import CHECKPOINTS
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.sides.inputs import Inputs, resolve_names
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.spec import OrbitRun, resolve
-from orbit_runtime.storage import Store, claim_execution, open_store
+from orbit_runtime.storage import Store, claim_execution, newest_readable, open_store
 from orbit_runtime.storage.download import RetryPolicy
 from orbit_runtime.types import Completion, Engine, Request, Rollout, Sampling
 from tests.integration.killing import adapter_digests, demanding_manifest, small_manifest
@@ -180,7 +180,7 @@ def check_kept(store: Store, kept: list[tuple[int, tuple[EpisodeSnapshot, ...]]]
 
 def newest(store: Store) -> tuple[int, tuple[EpisodeSnapshot, ...]]:
     """The checkpoint that the next execution goes on from."""
-    bundle, _ = find_checkpoint(store)
+    bundle, _ = newest_readable(store, CHECKPOINTS)
     return (int(bundle.facts["step"]), load_rollouts(bundle)) if bundle else (0, ())
 
 

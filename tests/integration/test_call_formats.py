@@ -16,8 +16,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.environments.episodes import FinishedEpisode
-from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.episodes import EpisodeLimits, EpisodeSettings, FinishedEpisode
 from orbit_runtime.environments.tool_calls import parameter_schemas
 from orbit_runtime.environments.turns import MultiTurn, ToolUse
 from orbit_runtime.model_info.builtin_models import builtin_folder

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.episodes import EpisodeLimits, EpisodeSettings
 from orbit_runtime.environments.turns import MultiTurn, OpponentResponse
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.types import Completion, Prompt, Sampling

@@ -18,8 +18,8 @@ from orbit_runtime.loop.replay import replay
 from orbit_runtime.loop.run import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.samples import read_samples
+from orbit_runtime.services.calls import build_inference_host
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.engine_host import build_inference_host
 from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.side_manifest import open_manifest
 from orbit_runtime.spec import OrbitRun

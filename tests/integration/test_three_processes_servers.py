@@ -20,8 +20,8 @@ from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.rollout.transport import FolderMailbox
+from orbit_runtime.services.calls import ServerCalls
 from orbit_runtime.services.host import Host
-from orbit_runtime.services.server_host import ServerCalls
 from orbit_runtime.services.side_manifest import SideManifest, common_facts
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Store, open_store

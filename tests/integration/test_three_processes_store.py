@@ -24,11 +24,10 @@ from orbit_runtime.errors import GateError, OrbitError, StorageError
 from orbit_runtime.loop.run import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.server import HTTPServer
+from orbit_runtime.services.calls import EngineCalls, TrainerCalls
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.engine_host import EngineCalls
 from orbit_runtime.services.host import Host, start_host
 from orbit_runtime.services.shared_store import SharedStore, spooled, try_to_share
-from orbit_runtime.services.trainer_host import TrainerCalls
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Part, open_store
 from orbit_runtime.types import AdapterManifest, AdapterSink, StateWriter

@@ -21,9 +21,17 @@ from wandb.proto import wandb_internal_pb2
 from orbit_runtime.errors import CredentialsError, OrbitError, UnsupportedError, UsageError
 from orbit_runtime.loop import run
 from orbit_runtime.observability.metrics import build_row, evaluation_field
-from orbit_runtime.observability.notify import build_body, build_webhooks, notify
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.observability.trackers import QUEUE_ROWS, RequestedTracker, Tracking, check_trackers, open_tracker
+from orbit_runtime.observability.trackers import (
+    QUEUE_ROWS,
+    RequestedTracker,
+    Tracking,
+    build_body,
+    build_webhooks,
+    check_trackers,
+    notify,
+    open_tracker,
+)
 from orbit_runtime.spec import load_manifest
 from orbit_runtime.spec.run import Webhook as Given
 

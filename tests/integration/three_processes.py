@@ -16,12 +16,11 @@ from orbit_runtime.errors import OrbitError
 from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.server import HTTPServer
+from orbit_runtime.services.calls import build_inference_host, build_trainer_host
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.engine_host import build_inference_host
 from orbit_runtime.services.host import Host, start_host
 from orbit_runtime.services.orchestrate import RemoteSides
 from orbit_runtime.services.side_manifest import SideManifest, kinds_of, open_manifest
-from orbit_runtime.services.trainer_host import build_trainer_host
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage.download import RetryPolicy
 

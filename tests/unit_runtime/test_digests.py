@@ -18,7 +18,6 @@ from orbit_runtime.digests import (
     cut,
     first_difference,
     hash_pieces,
-    is_older_scheme,
     split,
     tree_digest,
 )
@@ -102,8 +101,3 @@ def test_bytes_too_few_or_too_many_are_a_difference() -> None:
     pieces = hash_pieces([b"abc"])
     assert first_difference(b"ab", pieces) == 0
     assert first_difference(b"abcd", pieces) == 0
-
-
-def test_a_digest_of_an_older_orbit_is_known_by_its_beginning() -> None:
-    assert is_older_scheme("sha256:" + "0" * 64)
-    assert not is_older_scheme(tree_digest({}))

@@ -1,14 +1,22 @@
-"""Combinations that no machine supports: a whole model's weights, replayed routers, three processes."""
+"""Combinations that no machine supports: a whole model's weights, replayed routers, three processes; and sampling
+settings that a kind of engine supports with log-probs of the distribution that it samples from.
+
+One row for each setting, or combination of settings, that is lacking, and why. `orbit validate`, `orbit plan`, the
+operator and a run use it: `docs/decisions/0015-sglang-numbers.md`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.weights import ModelFacts
-from orbit_runtime.planner.support import SupportRow, Words, check_rows
+from orbit_runtime.planner.support import Problem, SupportRow, Words, check_rows
+from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.types import Sampling
 from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON
 
 ADAPT = "train an adapter (adapter.type: LoRA)"
@@ -111,3 +119,157 @@ def check_adapted(spec: RunSpec) -> None:
             fix="name that model, <run folder>/models/policy-v…: `orbit serve --model`, or `spec.model.uri` of a "
             "manifest with an adapter",
         )
+
+
+Kind = Literal["Torch", "SGLang", "SGLang without plug-in", "SGLang, deterministic", "vLLM"]
+"""`SGLang` runs Orbit's plug-in, as every server does that Orbit starts."""
+
+IS_SET: dict[str, Callable[[Sampling], bool]] = {
+    "temperature": lambda sampling: sampling.temperature != 1.0,
+    "topK": lambda sampling: sampling.top_k > 0,
+    "topP": lambda sampling: sampling.top_p < 1.0,
+    "minP": lambda sampling: sampling.min_p > 0.0,
+    "repetitionPenalty": lambda sampling: sampling.repetition_penalty != 1.0,
+    "logitBias": lambda sampling: bool(sampling.logit_bias),
+    "stop": lambda sampling: bool(sampling.stop),
+    "stopTokenIds": lambda sampling: bool(sampling.stop_token_ids),
+    "ignoreEos": lambda sampling: sampling.ignore_eos,
+}
+"""Settings by the manifest's name; `maxNewTokens` is always supported."""
+
+
+@dataclass(frozen=True)
+class SamplingLimit:
+    """A setting, or several together, that one kind of engine does not support."""
+
+    fields: tuple[str, ...]
+    """The message names the first."""
+    why: str
+
+
+_BEFORE = "its log-probs are those before it cuts the distribution"
+_PENALTY = SamplingLimit(
+    ("repetitionPenalty",),
+    "it penalises tokens of the answer alone, not of the prompt, and where it schedules ahead each of them one token "
+    "late",
+)
+_ENDS = SamplingLimit(("ignoreEos", "stopTokenIds"), "where it ignores end tokens, it ignores these as well")
+
+LACKS: dict[Kind, tuple[SamplingLimit, ...]] = {
+    "Torch": (),
+    "SGLang": (_PENALTY, _ENDS),
+    "SGLang without plug-in": (
+        *(SamplingLimit((name,), _BEFORE) for name in ("topK", "topP", "minP")),
+        _PENALTY,
+        _ENDS,
+    ),
+    "SGLang, deterministic": (*(SamplingLimit((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
+    "vLLM": (
+        SamplingLimit(("minP", "topP"), "it cuts by minP first, so it leaves more to topP than the trainer assumes"),
+    ),
+}
+"""Limits of SGLang 0.5.23, from its `layers/sampler.py`, `sampling/penaltylib` and `managers/schedule_batch.py`; and of
+vLLM 0.32, from its documentation: no vLLM was run with these settings.
+"""
+
+
+def sampling_problems(sampling: Sampling, kind: Kind, name: str) -> Iterator[Problem]:
+    """Settings that this kind of engine does not support.
+
+    Args:
+        name: name of the engine or server, for the message.
+    """
+    for lack in LACKS[kind]:
+        if all(IS_SET[field](sampling) for field in lack.fields):
+            blamed, *others = lack.fields
+            together = f" together with {' and '.join(others)}" if others else ""
+            yield Problem(
+                f"{name} does not support {blamed}{together}: {lack.why}",
+                f"spec.rollout.sampling.{blamed}",
+                f"write engine: Torch, or remove {' or '.join(lack.fields)}",
+                fix_suffices=True,
+                is_limit=True,
+            )
+
+
+def check_sampling(sampling: Sampling, kind: Kind, name: str) -> None:
+    """Raises UnsupportedError (78) for settings that this kind of engine does not support."""
+    for problem in sampling_problems(sampling, kind, name):
+        raise problem.error()
+
+
+def shaping_fields(sampling: Sampling) -> tuple[str, ...]:
+    """Settings, by the manifest's name, with which log-probs differ from the model's own."""
+    shaping = ("temperature", "topK", "topP", "minP", "repetitionPenalty", "logitBias")
+    return tuple(field for field in shaping if IS_SET[field](sampling))
+
+
+def sampling_of(rollout: Rollout) -> Sampling:
+    sampling = rollout.sampling
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens or Sampling().max_new_tokens,
+        stop=tuple(sampling.stop),
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=tuple(sorted((int(token), bias) for token, bias in sampling.logit_bias.items())),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def engine_problems(spec: RunSpec, engine: str | None = None) -> Iterator[Problem]:
+    """Sampling settings that the manifest's engine does not support.
+
+    What attached servers support is only known once they are asked.
+
+    Args:
+        engine: the engine to which `Auto` was resolved; None: the manifest's.
+    """
+    if (engine or spec.rollout.engine) == "SGLang":
+        kind: Kind = "SGLang, deterministic" if spec.rollout.deterministic else "SGLang"
+        yield from sampling_problems(sampling_of(spec.rollout), kind, kind)
+
+
+def check_engine(spec: RunSpec, engine: str | None = None) -> None:
+    """Raises UnsupportedError (78) with the first of `engine_problems`."""
+    for problem in engine_problems(spec, engine):
+        raise problem.error()
+
+
+def _shaped_beside_teacher(spec: RunSpec) -> Words | None:
+    teacher = spec.algorithm.teacher
+    shaping = shaping_fields(sampling_of(spec.rollout)) if teacher is not None and teacher.type == "Served" else ()
+    return {"first": shaping[0], "shaping": " and ".join(shaping)} if shaping else None
+
+
+TAUGHT: tuple[SupportRow[RunSpec], ...] = (
+    SupportRow(
+        "rollout.sampling.{first}", "teachers on servers", _shaped_beside_teacher,
+        "servers report log-probs of the model's own distribution, but with {shaping} the policy samples from another",
+        "remove {shaping}, or take a teacher on the run's own base",
+    ),
+)  # fmt: skip
+
+
+def check_teacher_sampling(spec: RunSpec) -> None:
+    """Raises UnsupportedError (78) if a served teacher would be compared with a distribution other than its own."""
+    check_rows(TAUGHT, spec)
+
+
+def check_token_ids(spec: RunSpec, vocabulary: int) -> None:
+    """Raises ManifestError (64) for the id of a token that the model does not have."""
+    sampling = spec.rollout.sampling
+    named = {
+        **{f"logitBias.{token}": int(token) for token in sampling.logit_bias},
+        **{f"stopTokenIds[{index}]": token for index, token in enumerate(sampling.stop_token_ids)},
+    }
+    for field, token in named.items():
+        if token >= vocabulary:
+            raise ManifestError(
+                f"the model has no token {token}: its vocabulary ends at {vocabulary - 1}",
+                where=f"spec.rollout.sampling.{field}",
+                fix="write the token's number in the model's vocabulary",
+            )

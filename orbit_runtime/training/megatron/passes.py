@@ -21,8 +21,15 @@ from orbit_runtime.training.megatron.model import RankPolicy
 from orbit_runtime.training.megatron.owners import Owners
 from orbit_runtime.training.megatron.pipeline import ForwardHalf, Pipeline
 from orbit_runtime.training.micro_batches import MicroBatch
-from orbit_runtime.training.passes import LocalPasses, LocalValues, LossOf, TrainingPass, ValueLossOf, ValueModel
-from orbit_runtime.training.teacher import Teacher
+from orbit_runtime.training.passes import (
+    LocalPasses,
+    LocalValues,
+    LossOf,
+    Teacher,
+    TrainingPass,
+    ValueLossOf,
+    ValueModel,
+)
 from orbit_runtime.types import Computed, Sampling
 
 

@@ -22,11 +22,10 @@ from torch import Tensor, distributed
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.buffer import MemoryOpening
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.adapters.part import WHOLE
 from orbit_runtime.adapters.rotations import RotationCache
-from orbit_runtime.adapters.state import AppliedHashes, AppliedPieces
+from orbit_runtime.adapters.state import AppliedHashes, AppliedPieces, explain_tensors
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.digests import Pieces, cut, hash_pieces
 from orbit_runtime.errors import ModelError
@@ -51,9 +50,8 @@ from orbit_runtime.training.megatron.packed_tensors import PackedTensor, receive
 from orbit_runtime.training.megatron.passes import RankPasses, RankValues
 from orbit_runtime.training.megatron.rank_parameters import RankParameters, WindowResult
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
-from orbit_runtime.training.passes import HEAD, ValueModel
+from orbit_runtime.training.passes import HEAD, Teacher, ValueModel
 from orbit_runtime.training.settings import CriticSettings, TrainerSettings
-from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.types import Computed, Probe, Sample, UpdateResult
 from orbit_runtime.workers.ranks.rank import note

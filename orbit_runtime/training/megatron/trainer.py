@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.buffer import AdapterBuffer, opening_of, read_place, write_place
-from orbit_runtime.adapters.difference import join_differences
 from orbit_runtime.adapters.files import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -35,7 +34,7 @@ from orbit_runtime.adapters.files import (
     published_scaling,
 )
 from orbit_runtime.adapters.part import WeightPart
-from orbit_runtime.adapters.state import config_json, published_tensors
+from orbit_runtime.adapters.state import config_json, join_differences, published_tensors
 from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import GateError, InternalError
 from orbit_runtime.policy.facts import PolicyFacts, join_facts
@@ -127,19 +126,14 @@ class MegatronTrainer:
         self._config = self.facts.adapter
         self._outlines = [each.outline for each in facts]
         self._critic_outlines = [each.critic for each in facts]
-        self._held: Mapping[str, HeldParameter] = ChainMap(*[dict(outline) for outline in self._outlines])
+        self.outline: Mapping[str, HeldParameter] = ChainMap(*[dict(outline) for outline in self._outlines])
         self._is_shared = False
         """Whether every rank was able to write to this machine's memory when it last had to."""
-        self._outline_of: dict[Holder, Outline] = {"policy": self._held}
+        self._outline_of: dict[Holder, Outline] = {"policy": self.outline}
         if facts[-1].critic:
             self._outline_of["critic"] = ChainMap(*map(dict, self._critic_outlines))
         self._reader: StateWriter | None = None
         """Writer that may still be reading masters and moments."""
-
-    @property
-    def outline(self) -> Outline:
-        """The adapter's parameters, over all ranks."""
-        return self._held
 
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         self._let_be_read()
@@ -216,7 +210,7 @@ class MegatronTrainer:
     def _entries(self, what: What) -> list[TensorEntry]:
         """Entries of every layer. Applied values are read from each layer itself, everything else from its owner."""
         entries = []
-        for key, held in self._held.items():
+        for key, held in self.outline.items():
             kind = key.rpartition(".")[2]
             source = key if what == "applied" else f"{held.owner}.{kind}"
             entries += split_entries(what, key, source, held, whole_shape(what, held, self._config))
@@ -253,8 +247,8 @@ class MegatronTrainer:
         """
         published, scaling = published_tensors(files), published_scaling(files)
         told: list[list[str]] = [[] for _ in self._outlines]
-        for _, group in groupby(sorted(self._held), key=layer_of):
-            values = {key: join_tensors(self._held[key].file_names, published) for key in group}
+        for _, group in groupby(sorted(self.outline), key=layer_of):
+            values = {key: join_tensors(self.outline[key].file_names, published) for key in group}
             for sentences, found in zip(told, self._call("explain", send(values), scaling), strict=True):
                 sentences += found
         return "; ".join(

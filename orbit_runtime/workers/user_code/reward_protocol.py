@@ -32,7 +32,7 @@ class WrongAnswer(Exception):
 class RewardTarget:
     """One reward of a run.
 
-    Example: `RewardTarget("exact", "orbit_runtime.environments.rewards.exact_match:exact_match", {"field": "answer"},
+    Example: `RewardTarget("exact", "orbit_runtime.environments.rewards.text:exact_match", {"field": "answer"},
     10.0)`
     """
 

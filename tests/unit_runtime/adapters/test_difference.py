@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.files import CONFIG_FILE, ROTATIONS_FILE
+from orbit_runtime.adapters.state import explain_difference
 
 A, B = "model.layers.0.mlp.down_proj.oft_R", "model.layers.1.mlp.down_proj.oft_R"
 

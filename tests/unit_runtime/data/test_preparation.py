@@ -18,7 +18,7 @@ from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.shapes import EXTRACT, LETTERS, SHAPES, RequestedShape, RowError, build_row
 from orbit_runtime.environments.rewards.code_tests import code_tests
 from orbit_runtime.environments.rewards.math_answer import math_answer
-from orbit_runtime.environments.rewards.multiple_choice import multiple_choice
+from orbit_runtime.environments.rewards.text import multiple_choice
 
 FILES = Path(__file__).parents[2] / "data/files"
 Captured = pytest.CaptureFixture[str]

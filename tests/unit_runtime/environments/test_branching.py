@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from orbit_runtime.environments import Branch, Chosen, Policy
 from orbit_runtime.environments.branching import Branching
-from orbit_runtime.environments.episodes import FinishedEpisode
-from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.episodes import EpisodeLimits, EpisodeSettings, FinishedEpisode
 from orbit_runtime.environments.targets import check_group_size
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling

@@ -11,7 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from orbit_runtime.environments.branching import Branching
-from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.episodes import EpisodeLimits, EpisodeSettings
 from orbit_runtime.environments.tools.calculator import calculate
 from orbit_runtime.spec.environment import Environment
 from orbit_runtime.types import Completion, Prompt, Rollout, Sampling

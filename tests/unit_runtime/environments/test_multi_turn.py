@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbit_runtime.environments.episodes import EpisodeTimeout, FinishedEpisode
-from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.episodes import EpisodeLimits, EpisodeSettings, EpisodeTimeout, FinishedEpisode
 from orbit_runtime.environments.turns import MultiTurn, OpponentResponse, ToolUse
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling
 from orbit_runtime.workers.user_code.environment_protocol import EnvironmentFailed, ToolResult

@@ -18,9 +18,7 @@ import pytest
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.rewards.code_tests import code_tests
 from orbit_runtime.environments.rewards.judge import SHORTEST_WAIT, judge
-from orbit_runtime.environments.rewards.length import length
-from orbit_runtime.environments.rewards.multiple_choice import multiple_choice
-from orbit_runtime.environments.rewards.pattern import pattern
+from orbit_runtime.environments.rewards.text import length, multiple_choice, pattern
 from orbit_runtime.environments.targets import READS, keyword_arguments
 from orbit_runtime.workers.user_code.entrypoints import load_object
 from orbit_runtime.workers.user_code.reward_pool import RewardPool, RewardThreads

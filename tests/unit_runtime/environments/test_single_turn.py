@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.environments.episodes import FinishedEpisode, combine
-from orbit_runtime.environments.rewards.exact_match import exact_match
 from orbit_runtime.environments.rewards.math_answer import math_answer
+from orbit_runtime.environments.rewards.text import exact_match
 from orbit_runtime.environments.turns import SingleTurn
 from orbit_runtime.errors import RewardsFailingError
 from orbit_runtime.loop.collect import build_groups

@@ -17,7 +17,7 @@ from orbit_runtime.data.packing import split_mini_batches
 from orbit_runtime.data.samples import build_samples, split_cohorts
 from orbit_runtime.environments import Chosen, Policy
 from orbit_runtime.environments.branching import Branching
-from orbit_runtime.environments.settings import EpisodeLimits, EpisodeSettings
+from orbit_runtime.environments.episodes import EpisodeLimits, EpisodeSettings
 from orbit_runtime.evaluation.player import RequestLimiter, _InTurn
 from orbit_runtime.loop.advantages import build_batch, describe_training
 from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snapshots

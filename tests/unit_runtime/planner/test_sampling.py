@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.support.sampling import IS_SET, LACKS, Kind, check_sampling, shaping_fields
+from orbit_runtime.planner.support.manifests import IS_SET, LACKS, Kind, check_sampling, shaping_fields
 from orbit_runtime.rollout.server_types import given_fields
 from orbit_runtime.types import Sampling
 

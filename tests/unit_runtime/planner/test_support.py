@@ -21,8 +21,13 @@ from orbit_runtime.planner.job import build_job, requested_machine
 from orbit_runtime.planner.serving import check_servers
 from orbit_runtime.planner.support.combinations import Combination, find_support
 from orbit_runtime.planner.support.kernels import choose_kernels, expert_layouts
-from orbit_runtime.planner.support.manifests import ManifestFacts, check_manifest
-from orbit_runtime.planner.support.sampling import check_engine, check_teacher_sampling, check_token_ids
+from orbit_runtime.planner.support.manifests import (
+    ManifestFacts,
+    check_engine,
+    check_manifest,
+    check_teacher_sampling,
+    check_token_ids,
+)
 from orbit_runtime.planner.support.served import LORA_LAYOUTS, Place, check_served, served_experts
 from orbit_runtime.planner.verdict import check_support
 from orbit_runtime.policy.facts import PolicyFacts

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from orbit_runtime.environments.tool_calls import parse_tool_calls
-from orbit_runtime.serve.errors import APIError
-from orbit_runtime.serve.requests import ChatBody, parse_body
+from orbit_runtime.serve.requests import APIError, ChatBody, parse_body
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orbit_runtime.errors import ManifestError, UnsupportedError
-from orbit_runtime.planner.support.sampling import check_engine, check_token_ids, sampling_of
+from orbit_runtime.planner.support.manifests import check_engine, check_token_ids, sampling_of
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling
