@@ -97,7 +97,7 @@ FROM runtime-base AS runtime
 COPY --from=runtime-environment /opt/orbit /opt/orbit
 # Where the heavy packages are mounted, if they are.
 RUN mkdir -p /opt/heavy
-COPY images/smoke.sh /opt/orbit/smoke.sh
+COPY images/smoke.sh images/smoke_kernels.py /opt/orbit/
 COPY examples /opt/orbit/examples
 ARG CUBINS
 ENV PATH=/opt/orbit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp LOGNAME=orbit \

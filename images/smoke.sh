@@ -39,6 +39,10 @@ runtime)
         printf '#include <curand_kernel.h>\n#include <cublas_v2.h>\n' | c++ -x c++ -fsyntax-only -I/usr/local/cuda/include - \
             || fail "FlashInfer cannot compile its kernels"
     fi
+    # Where the heavy packages are mounted, they are not there while the image is built.
+    if python -c 'import triton' 2>/dev/null; then
+        python /opt/orbit/smoke_kernels.py || fail "what Triton compiles when it first runs does not compile here"
+    fi
     orbit --help >/dev/null || fail "orbit does not start"
     orbit validate /opt/orbit/examples/quickstart.yaml >/dev/null || fail "the quickstart is refused"
     # What a policy wrote is run in a sandbox of the kernel's own means: it needs no right that a restricted pod lacks.

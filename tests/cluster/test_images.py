@@ -65,13 +65,16 @@ def test_the_operators_image_is_small() -> None:
 def test_each_image_passes_its_smoke_test_in_a_restricted_pod(
     cluster: Cluster, target: str, user: int, group: int
 ) -> None:
-    """As its own user, and as one that a platform such as OpenShift chooses."""
+    """As its own user, and as one that a platform such as OpenShift chooses. Heavy packages are mounted: the runtime's
+    kernels are compiled with Triton's wheel of these tests, by the image's own gcc."""
     name, archive = build_product_image(target)
     cluster.import_image(archive)
     namespace = f"smoke-{target}-{user}"
     cluster.apply(build_namespace(namespace))
     container = {"image": name, "command": ["/opt/orbit/smoke.sh", target]}
     cluster.apply(build_job(namespace, "smoke", container, user=user, group=group))
-    ended = wait_for_end(cluster, namespace, "smoke")
-    assert ended["exitCode"] == 0, read_logs(cluster, namespace, "smoke")
-    assert "is well" in read_logs(cluster, namespace, "smoke")
+    ended = wait_for_end(cluster, namespace, "smoke", 600)
+    said = read_logs(cluster, namespace, "smoke")
+    assert ended["exitCode"] == 0, said
+    assert "is well" in said
+    assert target == "operator" or "ptxas a tile" in said

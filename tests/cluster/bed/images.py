@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import sys
+import sysconfig
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -95,6 +96,8 @@ CONTEXT = ("pyproject.toml", "README.md", "LICENSE", "orbit_runtime", "operator"
 NUM_KEPT = 4
 """Archives of each image that are kept: a change that is taken back need not be built again."""
 BASE_IMAGE = "localhost/orbit-test-base:3"
+COMPILERS_IMAGE = "localhost/orbit-test-compilers:1"
+"""What runs is compiled there too: the runtime's base."""
 LEFT_OUT = ("test", "idlelib", "tkinter", "turtledemo", "lib2to3", "site-packages", "__pycache__")
 
 
@@ -146,6 +149,23 @@ def _add_python(root: Path) -> None:
     run("chroot", root, f"/usr/local/bin/{version}", *compiling, f"/usr/local/lib/{version}")
 
 
+def build_compilers_image() -> None:
+    """The local base with what Triton compiles with: gcc, and this interpreter's headers."""
+    if buildah("images", "--quiet", "--filter", f"reference={COMPILERS_IMAGE}").strip():
+        return
+    left_over = "/var/lib/apt/lists/* /var/cache/apt /usr/share/doc /usr/share/locale /usr/share/man"
+    headers = Path(sysconfig.get_path("include"))
+    lines = (
+        f"FROM {BASE_IMAGE}",
+        f"RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf {left_over}",
+        f"COPY . /usr/local/include/{headers.name}",
+    )
+    with tempfile.NamedTemporaryFile("w", dir=images_folder(), suffix=".containerfile") as recipe:
+        recipe.write("\n".join(lines) + "\n")
+        recipe.flush()
+        build_image(headers, COMPILERS_IMAGE, "--file", recipe.name)
+
+
 TARGETS = ("operator", "runtime")
 _builder = Lock()
 
@@ -177,8 +197,10 @@ def _build_product_image(target: str) -> tuple[str, Path]:
     archive = images_folder() / f"orbit-{target}-{digest_sources()}.tar"
     if not archive.exists():
         build_base_image()
+        if target == "runtime":
+            build_compilers_image()
         # As `make images` does. The time of the commit would only build more of it anew.
-        bases = {"BASE_IMAGE": BASE_IMAGE, "OPERATOR_BASE_IMAGE": BASE_IMAGE, "HEAVY": "mounted"}
+        bases = {"BASE_IMAGE": COMPILERS_IMAGE, "OPERATOR_BASE_IMAGE": BASE_IMAGE, "HEAVY": "mounted"}
         environment = {**os.environ, **_buildah_environment(), **bases, "SOURCE_DATE_EPOCH": "315532800"}
         run(ROOT / "tools/images.sh", "build", target, environment=environment, seconds=1200)
         save_image(name, archive)
@@ -191,7 +213,7 @@ def _build_product_image(target: str) -> tuple[str, Path]:
 @cache
 def digest_sources() -> str:
     """Digest of everything that a build sees: the context as `.dockerignore` leaves it, the recipe, the interpreter."""
-    found = hashlib.sha256(f"{BASE_IMAGE} {sys.version}".encode())
+    found = hashlib.sha256(f"{BASE_IMAGE} {COMPILERS_IMAGE} {sys.version}".encode())
     for name in ("Dockerfile", ".dockerignore", *CONTEXT):
         top = ROOT / name
         files = [top] if top.is_file() else [path for path in top.rglob("*") if path.is_file()]
