@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from orbit_runtime.errors import OutputError
 from orbit_runtime.evaluation.records import EvalSample, compress_samples, decompress_samples
 from orbit_runtime.storage import Execution, NotFound, Store
+from orbit_runtime.workers.system import ClosedAtEnd
 
 GATHER_SECONDS = 0.05
 """Shortest time between two files, and so the most that a kill can lose."""
@@ -26,7 +27,7 @@ ASKED, GATHERED, PARTS = "evaluation.json", "samples.jsonl.zst", "samples/"
 Key = tuple[str, str, str, int]
 
 
-class Journal:
+class Journal(ClosedAtEnd):
     """The samples of one writer. One thread adds samples; another writes all that have arrived at once."""
 
     def __init__(self, store: Store, execution: Execution, folder: str = "") -> None:
@@ -42,12 +43,6 @@ class Journal:
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write, name="orbit-evaluation", daemon=True)
         self._writer.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def samples(self) -> list[EvalSample]:

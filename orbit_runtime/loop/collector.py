@@ -28,6 +28,7 @@ from orbit_runtime.loop.publish import Publication
 from orbit_runtime.types import Engine, Prompt
 from orbit_runtime.workers.child.heartbeat import sign
 from orbit_runtime.workers.child.signals import StopFlag
+from orbit_runtime.workers.system import ClosedAtEnd
 
 STOP_SECONDS = 0.2
 """Seconds between checks for a stop request: a completion may take hours, and a pod's grace period is short."""
@@ -41,7 +42,7 @@ class _Step:
     playing: StartedTask[None]
 
 
-class Collector:
+class Collector(ClosedAtEnd):
     """Plays the episodes of several steps at once.
 
     Consumes: prompts of steps that may begin (`begin`). Waits for: tokens and scores. Unblocked by: `switch`, with the
@@ -72,12 +73,6 @@ class Collector:
         self._loop: EventLoop = OwnThread("orbit-collector") if overlaps else CallersThread()
         self._is_closed = False
         self._serving = self._loop.start(self._asking.serve())
-
-    def __enter__(self) -> Collector:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- the thread that owns the run ---
 

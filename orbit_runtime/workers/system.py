@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 VARIABLE = "OMP_WAIT_POLICY"
 RAY_ADDRESS = "RAY_ADDRESS"
@@ -72,6 +72,19 @@ def run_nvidia_smi(*arguments: str) -> str:
         return ""
 
 
+class ClosedAtEnd:
+    """As a context, `close` ends it."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class HeldPort:
     """A free port of the loopback device that the system assigns to no other process while this is open.
 
@@ -93,7 +106,7 @@ class HeldPort:
     def __enter__(self) -> int:
         return self.number
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

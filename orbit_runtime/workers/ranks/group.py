@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from orbit_runtime import errors
 from orbit_runtime.errors import CollectiveError, InternalError, OrbitError, StalledError, UnsupportedError
@@ -32,6 +32,7 @@ from orbit_runtime.workers.ranks.evidence import ProgressSign, RankEvidence
 from orbit_runtime.workers.ranks.guard import MARK, end_marked
 from orbit_runtime.workers.ranks.rank import RankOrder, tail
 from orbit_runtime.workers.ranks.verdict import judge
+from orbit_runtime.workers.system import ClosedAtEnd
 
 INSTALL = "pip install 'orbit-rl[ray]'"
 START_SECONDS = 1800.0
@@ -68,7 +69,7 @@ class GroupSettings:
     """Seconds that a rank may be stopped (SIGSTOP) before the group is given up."""
 
 
-class RankGroup:
+class RankGroup(ClosedAtEnd):
     """Living ranks, for one thread at a time. After any error the group is closed, nothing of it is left, and further
     calls raise the same error.
     """
@@ -227,12 +228,6 @@ class RankGroup:
             for path in self.logs.glob(f"rank-*.{kind}"):
                 if kind == "note" or not path.stat().st_size:
                     path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def start_ranks(group: GroupSettings, logs: Path, check: Callable[[], None] = lambda: None) -> RankGroup:

@@ -21,8 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from orbit_runtime.errors import ManifestError, OrbitError, RewardsFailingError
@@ -37,6 +36,7 @@ from orbit_runtime.workers.child.process import (
     receive_frame,
     start_module,
 )
+from orbit_runtime.workers.system import ClosedAtEnd
 from orbit_runtime.workers.user_code.environment_protocol import (
     MAX_MESSAGE,
     WANTED,
@@ -174,7 +174,7 @@ class Cell:
         self.stacks.close()
 
 
-class EnvironmentPool:
+class EnvironmentPool(ClosedAtEnd):
     """Up to `limits.processes` copies, made on demand.
 
     Args:
@@ -228,14 +228,6 @@ class EnvironmentPool:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -23,8 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 from orbit_runtime.errors import InternalError, ManifestError, OrbitError, RewardsFailingError
 from orbit_runtime.workers.child.process import (
@@ -38,7 +37,7 @@ from orbit_runtime.workers.child.process import (
     start_module,
     thread_stack,
 )
-from orbit_runtime.workers.system import usable_cores
+from orbit_runtime.workers.system import ClosedAtEnd, usable_cores
 from orbit_runtime.workers.user_code.entrypoints import TargetError
 from orbit_runtime.workers.user_code.reward_protocol import (
     MAX_FAILURES_KEPT,
@@ -178,7 +177,7 @@ _Place = tuple[_Submission, int]
 """A call: its submission, and its index there."""
 
 
-class RewardPool:
+class RewardPool(ClosedAtEnd):
     """`num_workers` processes that each hold every reward.
 
     Args:
@@ -280,14 +279,6 @@ class RewardPool:
         self._ready.close()
         for fd in (self._wake_read, self._wake_write, self._output_read, self._output_write):
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # Everything below runs in the pool's thread.
 
@@ -481,7 +472,7 @@ def default_workers() -> int:
     return min(8, usable_cores())
 
 
-class RewardThreads:
+class RewardThreads(ClosedAtEnd):
     """Rewards that are callables of this process, passed from Python: one call at a time, in order, each in a thread of
     its own.
 
@@ -530,14 +521,6 @@ class RewardThreads:
     def close(self) -> None:
         self._is_closing = True
         self._queue.put(None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _serve(self) -> None:
         while (submitted := self._queue.get()) is not None:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from orbit_runtime.workers.user_code.entrypoints import TargetError, describe, is_async, load_object
@@ -103,9 +102,7 @@ class RewardScorer(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def build_failure(call: RewardCall, result: RewardResult) -> RewardFailure:
