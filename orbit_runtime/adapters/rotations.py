@@ -17,7 +17,6 @@ from torch import Tensor
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.oft import rotations
 from orbit_runtime.adapters.pages import Pages
-from orbit_runtime.adapters.part import WHOLE
 
 BATCH_VALUES = 1 << 20
 """Values of R in a batch. A single layer or expert may have more."""
@@ -93,12 +92,7 @@ class Rotations:
         return newest.batch[1]
 
     def _build(self, batch: Batch) -> dict[Blocks, Tensor]:
-        values = [
-            self._parameters[each.owner][
-                WHOLE if each.experts is None else slice(each.experts.start, each.experts.stop)
-            ]
-            for each in batch
-        ]
+        values = [self._values(blocks) for blocks in batch]
         flat = [each.flatten(0, -2) for each in values]
         config = self._config
         stacked = rotations(torch.cat(flat), config.block_size, config.parametrization, config.neumann_terms)
@@ -106,6 +100,10 @@ class Rotations:
         return {
             blocks: part.unflatten(0, each.shape[:-1]) for blocks, each, part in zip(batch, values, parts, strict=True)
         }
+
+    def _values(self, blocks: Blocks) -> Tensor:
+        parameter, experts = self._parameters[blocks.owner], blocks.experts
+        return parameter if experts is None else parameter[experts.start : experts.stop]
 
     def _cut(self) -> Iterator[Batch]:
         batch, size = list[Blocks](), 0

@@ -4,8 +4,6 @@ Belongs here: datasets of trajectories, generating and cleaning data, drivers of
 the loop. Does not belong here: training itself (`loop`), which is the same as for a manifest.
 """
 
-from __future__ import annotations
-
 from orbit_runtime.agents.evolution import (
     EvolutionConfig,
     EvolutionEpoch,

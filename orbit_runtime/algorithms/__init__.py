@@ -5,8 +5,6 @@ models, optimisers, recording of metrics, which parts make up a named algorithm 
 the user's functions that replace the ones here. `advantages`, `constants`, `table` and `custom_loss` import no torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from orbit_runtime.lazy import lazily

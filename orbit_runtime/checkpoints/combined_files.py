@@ -161,7 +161,8 @@ def _entries(combined: CombinedAdapter, kind: str) -> list[ModuleEntry]:
         if layer not in combined.experts:
             found.append(ModuleEntry(layer, layer, (EVERY,), False))
             continue
-        number = _num_experts(combined, layer)
+        # Adapters that share everything in a layer do not record their number there, but all layers have as many.
+        number = _named_experts(combined, layer) or max(_named_experts(combined, each) for each in combined.experts)
         every = tuple(range(number)) or (EVERY,)
         if combined.layout == "PerExpert":
             names = expert_file_names(layer, kind, combined.layout, number)
@@ -173,13 +174,6 @@ def _entries(combined: CombinedAdapter, kind: str) -> list[ModuleEntry]:
         is_shared = combined.layout == "Shared" or is_outer(layer, kind)
         found.append(ModuleEntry(name.removesuffix(f".{kind}"), layer, (EVERY,) if is_shared else every, True))
     return found
-
-
-def _num_experts(combined: CombinedAdapter, layer: str) -> int:
-    """Number of experts of the layer. Adapters that share everything there do not record it, but all layers have as
-    many.
-    """
-    return _named_experts(combined, layer) or max(_named_experts(combined, each) for each in combined.experts)
 
 
 def _named_experts(combined: CombinedAdapter, layer: str) -> int:

@@ -1,7 +1,5 @@
 """`python -m orbit_runtime.cli` is `orbit`."""
 
-from __future__ import annotations
-
 from orbit_runtime.cli.main import main
 
 main()

@@ -208,7 +208,9 @@ class ChatTokenizer:
         content = message.get("content")
         if self._calls is None or message.get("role") != "assistant" or not isinstance(content, str):
             return message
-        return {**message, **self._calls.message(content), **_given_calls(message)}
+        # Calls that are given as data say more than the text.
+        given = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+        return {**message, **self._calls.message(content), **given}
 
     @property
     def writes_calls(self) -> bool:
@@ -564,11 +566,6 @@ def _free_placeholder(messages: Messages) -> str:
     """A word that occurs in no message and that no template changes."""
     everything = repr(list(messages))
     return next(mark for number in count() if (mark := f"orbit{number}answer") not in everything)
-
-
-def _given_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Calls that are given as data, which say more than the text."""
-    return {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

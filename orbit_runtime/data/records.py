@@ -71,13 +71,10 @@ def compress_rollouts(rollouts: Iterable[Rollout], trained: Iterable[Mapping[str
     """
     lines = (rollout_to_line(rollout) for rollout in rollouts)
     if trained is not None:
-        lines = (_with_fields(line, each) for line, each in zip(lines, trained, strict=True))
+        # What belongs to the step and not to the rollout; `rollout_from_line` ignores it.
+        pairs = zip(lines, trained, strict=True)
+        lines = (line[:-1] + b"," + orjson.dumps(each)[1:] if each else line for line, each in pairs)
     return zstandard.ZstdCompressor(level=3).compress(b"".join(line + b"\n" for line in lines))
-
-
-def _with_fields(line: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Adds what belongs to the step and not to the rollout: `rollout_from_line` ignores it."""
-    return line[:-1] + b"," + orjson.dumps(fields)[1:] if fields else line
 
 
 def decompress_rollouts(data: bytes, *, where: str = "rollouts") -> list[Rollout]:

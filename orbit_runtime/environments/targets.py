@@ -193,7 +193,10 @@ def check_tokens(spec: RunSpec, encode_many: Callable[[Sequence[Messages]], list
 
 
 def _openable(spec: RunSpec) -> list[Prompts]:
-    return [each for each in spec.data.prompts if _is_here(each.uri) and can_open(_source(each))]
+    """Without Parquet and Arrow where pyarrow is missing: a light install still checks and plans the rest."""
+    reads_arrow = find_spec("pyarrow") is not None
+    here = [each for each in spec.data.prompts if _is_here(each.uri)]
+    return [each for each in here if reads_arrow or not needs_arrow(_source(each))]
 
 
 def check_group_size(group_size: int, rollouts: int) -> None:
@@ -204,11 +207,6 @@ def check_group_size(group_size: int, rollouts: int) -> None:
             where="spec.algorithm.groupSize",
             fix=f"write a multiple of {rollouts}",
         )
-
-
-def can_open(source: PromptSource) -> bool:
-    """False for Parquet and Arrow without pyarrow: a light install still checks and plans the rest."""
-    return find_spec("pyarrow") is not None or not needs_arrow(source)
 
 
 def _source(prompts: Prompts) -> PromptSource:

@@ -111,7 +111,9 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name
         entry.endings[ending] = info.dtype
         if ending in (".weight_scale", ".scales"):
             entry.scales = info.shape
-    missing = [w.name for w in architecture.weights if w.module not in found and not _may_be_missing(w)]
+    # Conversions omit the layers used only for speculative decoding, and the vision tower of a text model.
+    needed = [weight for weight in architecture.weights if weight.role not in ("mtp", "vision")]
+    missing = [weight.name for weight in needed if weight.module not in found]
     if missing:
         raise ModelError(
             f"the checkpoint lacks {len(missing)} weights of a {architecture.family}, such as {missing[0]}",
@@ -165,11 +167,6 @@ def _module_of(tensor: str, expected: Mapping[str, Weight]) -> tuple[str | None,
         if general.endswith(ending) and general.removesuffix(ending) in expected:
             return general.removesuffix(ending), ending
     return None, ""
-
-
-def _may_be_missing(weight: Weight) -> bool:
-    """Conversions omit the layers used only for speculative decoding, and the vision tower of a text model."""
-    return weight.role in ("mtp", "vision")
 
 
 def _format(found: _Found) -> str:

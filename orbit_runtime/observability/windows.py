@@ -134,8 +134,4 @@ def welch_margin(a: tuple[float, int], b: tuple[float, int]) -> float:
     if va + vb == 0.0:
         return 0.0
     df = (va + vb) ** 2 / (va**2 / (n_a - 1) + vb**2 / (n_b - 1))
-    return _t975(df) * math.sqrt(va + vb)
-
-
-def _t975(df: float) -> float:
-    return _T975[max(known for known in _T975 if known <= max(1.0, df + 1e-9))]
+    return _T975[max(known for known in _T975 if known <= max(1.0, df + 1e-9))] * math.sqrt(va + vb)

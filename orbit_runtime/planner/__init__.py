@@ -4,8 +4,6 @@ Belongs here: arithmetic over facts that callers supply. Pure: no torch, no file
 Does not belong here: finding the facts (`model_info`), printing (`cli`).
 """
 
-from __future__ import annotations
-
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.plan import Plan, check_fits, plan
 from orbit_runtime.planner.support import Problem

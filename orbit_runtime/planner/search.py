@@ -151,7 +151,8 @@ def advise(choice: Candidate, machine: Machine) -> tuple[str, bool]:
 
 
 def _elsewhere(choice: Candidate, machine: Machine) -> str:
-    smaller = _smallest(choice.setting)
+    smallest = replace(choice.setting, job=replace(choice.setting.job, is_micro_batch_fixed=False))
+    smaller = _with_experts(smallest, "None")
     if machine.gpu is None:
         return "run it on a machine with more memory, or choose a smaller model"
     fitting = [card.name for card in BY_SIZE if _fits_on(choice.setting, replace(machine, gpu=card))]
@@ -193,10 +194,6 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
 def _with_experts(setting: Setting, experts: str) -> Setting:
     job = replace(setting.job, experts=experts)  # type: ignore[arg-type]
     return replace(setting, job=job, adapter=adapter_size(setting.model.architecture, job))
-
-
-def _smallest(setting: Setting) -> Setting:
-    return _with_experts(replace(setting, job=replace(setting.job, is_micro_batch_fixed=False)), "None")
 
 
 def _fits_on(setting: Setting, machine: Machine) -> bool:

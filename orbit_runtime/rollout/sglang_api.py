@@ -146,7 +146,8 @@ class SGLangApi:
         ]
         if self._deterministic:
             for each, ask in zip(parameters, asks, strict=True):
-                each["sampling_seed"] = _signed(ask.request.key)
+                # The same 64 bits within int64, as SGLang takes seeds, which it hashes (0.5.23: `sampling_params.py`).
+                each["sampling_seed"] = ask.request.key - (2**64 if ask.request.key >= 2**63 else 0)
         body = {
             "rid": [ask.rid for ask in asks],
             "input_ids": [ask.input_T for ask in asks],
@@ -366,11 +367,6 @@ def _read_alternatives(entries: Sequence[Any], tokens: int, count: int) -> Alter
         ids.extend(token for token, _ in pairs)
         logprobs.extend(logprob for _, logprob in pairs)
     return ids, logprobs
-
-
-def _signed(key: int) -> int:
-    """The same 64 bits as SGLang takes a seed: within int64 (0.5.23: `sampling_params.py`), whose bits it hashes."""
-    return key - 2**64 if key >= 2**63 else key
 
 
 def _meta(answer: Any) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The manifest of a run, its loading, and the decisions that `Auto` leaves open. Never loads torch."""
 
-from __future__ import annotations
-
 from orbit_runtime.spec.load import load_manifest, parse_manifest
 from orbit_runtime.spec.resolve import (
     FieldDifference,

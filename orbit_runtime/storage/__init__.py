@@ -16,8 +16,6 @@ put is answered "exists", the existing object is compared with the one being wri
 Belongs here: bytes by key, and who may write them. Does not belong here: the meaning of the bytes (`loop`), or torch.
 """
 
-from __future__ import annotations
-
 from orbit_runtime.storage.bundles import (
     Bundle,
     CheckpointParts,

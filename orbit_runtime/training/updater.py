@@ -248,10 +248,8 @@ class Updater:
 
     def _training_passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[TrainingPass]:
         for micro in micro_batches:
-            yield TrainingPass(micro, self._replayed(micro), self._dropout_key(micro.number))
-
-    def _dropout_key(self, micro_batch: int) -> int:
-        return stream_key(self._settings.seed, "dropout", self.updates, micro_batch)
+            key = stream_key(self._settings.seed, "dropout", self.updates, micro.number)
+            yield TrainingPass(micro, self._replayed(micro), key)
 
     def _discard(self, problem: str) -> None:
         self._drop_gradients()

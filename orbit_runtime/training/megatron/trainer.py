@@ -323,7 +323,9 @@ class MegatronTrainer:
     def base_digest(self) -> str:
         """`tree:…` over each rank's part of the base; it depends on how the model is divided."""
         titles = {f"rank {rank}": digest for rank, digest in enumerate(self._call("base_digest"))}
-        return tree_digest({name: (Piece(len(digest), _sha256(digest)),) for name, digest in titles.items()})
+        return tree_digest(
+            {name: (Piece(len(digest), sha256(digest.encode()).hexdigest()),) for name, digest in titles.items()}
+        )
 
     # --- checkpoint ---
 
@@ -381,10 +383,6 @@ class MegatronTrainer:
         write_place(memory.descriptor, data, start, window.size)
         if not all(self._call("take", window, opening, start, None)):
             self._call("take", window, opening, start, bytes(data))
-
-
-def _sha256(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
 
 
 def _in_peft(entry: TensorEntry) -> TensorEntry:

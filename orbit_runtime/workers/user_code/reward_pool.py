@@ -103,10 +103,6 @@ class RewardProcess:
         self.send({**head, "key": self._seal.key})
 
     @property
-    def is_idle(self) -> bool:
-        return self.is_ready and not self.in_flight
-
-    @property
     def wants_write(self) -> bool:
         return bool(self._outbox)
 
@@ -450,7 +446,7 @@ class RewardPool(ClosedAtEnd):
             submission.future.set_result([each for each in submission.results if each is not None])
 
     def _feed(self, worker: RewardProcess) -> None:
-        if not worker.is_idle or not self._pending:
+        if not worker.is_ready or worker.in_flight or not self._pending:
             return
         size = FIRST_CHUNK if self._call_seconds is None else int(CHUNK_SECONDS / max(self._call_seconds, 1e-9))
         share = -(-len(self._pending) // self._num_workers)
