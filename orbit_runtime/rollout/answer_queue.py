@@ -280,7 +280,7 @@ class AnswerQueue:
         self.under_way |= {answer.request.request_id: answer.request.adapter for answer in answers}
         self._loop.call_soon_threadsafe(self._start, answers)
 
-    def abort(self, request_ids: Collection[int] | None) -> None:
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
         ids = [*self.under_way] if request_ids is None else [*request_ids]
         if ids and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_early, ids, "abort")
