@@ -22,7 +22,7 @@ from orbit_runtime.parity.preflight import (
     measure_preflight,
 )
 from orbit_runtime.parity.statistics import TAIL_TOKENS, ParityLimits, build_limits, resolve_limit
-from orbit_runtime.types import Engine
+from orbit_runtime.types import Engine, Sample
 from tests.fakes.held_state import hold_state
 from tests.integration.test_publish_proof import Rig
 
@@ -81,6 +81,21 @@ def test_the_floor_holds_the_engine_against_what_it_sampled(tmp_path: Path) -> N
     (scored,) = rig.engine.engine.score(SEQUENCES[1], [publication.name])
     result = measure(rig, sampled={1: [each + 1e-4 for each in scored.logprobs_T[-5:]]})
     assert (result.engine_floor.tokens, result.limit) == (5, pytest.approx(4e-4, rel=0.01))
+
+
+def test_the_floor_holds_the_trainers_own_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with a shared prompt, as it trains, against whole ones: in BF16 an engine against itself shows no noise."""
+    rig = Rig(tmp_path, "LoRA")
+    rig.publish()
+    column, shared = rig.trainer.column, []
+
+    def apart(name: str, samples: Sequence[Sample]) -> list[list[float]]:
+        shared.extend(each.prefix_length for each in samples)
+        return [[value + 1e-4 for value in each] for each in column(name, samples)]
+
+    monkeypatch.setattr(rig.trainer, "column", apart)
+    result = measure(rig)
+    assert (shared, result.limit) == ([len(each) // 2 for each in SEQUENCES], pytest.approx(4e-4, rel=0.01))
 
 
 def test_a_stop_request_is_looked_at_between_passes_and_leaves_nothing(tmp_path: Path) -> None:
