@@ -81,7 +81,10 @@ def test_a_stage_runs_on_a_pretended_device(stage: str, tmp_path: Path) -> None:
 
 
 def test_the_page_answers_whether_it_works_and_says_of_each_stage_what_it_shows_or_why_not(tmp_path: Path) -> None:
-    ends = {"quickstart": ("passed", ""), "resume": ("failed", "exit 70"), "sglang": ("not measured", "not brought")}
+    ends = {
+        "quickstart": ("passed", ""), "resume": ("failed", "exit 70"), "recompute": ("passed", ""),
+        "sglang": ("not measured", "not brought"),
+    }  # fmt: skip
     records = {}
     for name, (status, why) in ends.items():
         records[name] = Record.begin(tmp_path / f"{name}.json", name, FACTS)
@@ -94,6 +97,9 @@ def test_the_page_answers_whether_it_works_and_says_of_each_stage_what_it_shows_
         "Does it work?",
         "  passed        quickstart                 0 s  the first run of every user learns; every publish is proven",
         "  failed        resume                     0 s  exit 70",
+        "",
+        "Is it right, and how fast?",
+        "  passed        recompute                  0 s  it runs; times and memory not measured: no card",
         "",
         "With what was brought along",
         "  not measured  sglang                     0 s  not brought",

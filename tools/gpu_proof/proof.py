@@ -31,6 +31,9 @@ ENVIRONMENT = {
     # Without it cuBLAS takes its workspace as it comes, and sums in another order.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
+TIMED = ("kernel_speed", "rotation_speed", "rl_step", "recompute")
+NO_TIMES = "it runs; times and memory not measured: no card"
+"""What a stage of `TIMED` shows at the smallest sizes."""
 TINY_ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -127,7 +130,8 @@ def page(facts: Mapping[str, Any], records: Mapping[str, Record]) -> str:
         lines += ["", question]
         for name in names:
             record = records[name]
-            why = record.content.get("why") or STAGES[name].shows
+            shows = NO_TIMES if facts["tiny"] and STAGES[name].module in TIMED else STAGES[name].shows
+            why = record.content.get("why") or shows
             lines.append(f"  {record.status:12}  {name:21}  {record.content.get('seconds', 0):5.0f} s  {why}")
     return "\n".join(lines)
 
