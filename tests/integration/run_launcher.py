@@ -46,9 +46,9 @@ class RunLauncher:
         """Exit code of the run, negative where a signal ended it."""
         return int(self._read()["code"])
 
-    def command(self, *arguments: str) -> int:
+    def command(self, *arguments: str, environment: dict[str, str] | None = None) -> int:
         """Pid of `orbit ARGUMENTS`, which goes on beside others."""
-        self._write({"command": arguments})
+        self._write({"command": arguments, "environment": environment or {}})
         return int(self._read()["pid"])
 
     def ended(self, pid: int) -> int | None:
@@ -135,10 +135,10 @@ def main() -> None:
         if pid == 0:
             code = 70
             try:
+                os.environ.update(message["environment"])
                 if "command" in message:
                     code = run_command(message["command"])
                 else:
-                    os.environ.update(message["environment"])
                     code = _life(message["manifest"], message["out"])
             except Exception:
                 traceback.print_exc()

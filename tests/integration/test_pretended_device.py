@@ -17,8 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from tests.fakes.ports import free_port
 from tests.fakes.pretended_cuda import pretended_environment
 from tests.integration.killing import small_manifest
 from tests.integration.run_launcher import RunLauncher
@@ -278,3 +280,24 @@ def test_commands_read_on_a_device_what_was_trained_there(
         time.sleep(0.05)
     assert code == 0
     assert list((tmp_path / "out").iterdir())
+
+
+def test_base_and_adapter_are_served_from_a_device_with_one_wait_for_each_token(
+    device: RunLauncher, trained: tuple[dict[str, Any], Path, list[str]], tmp_path: Path
+) -> None:
+    address, waits = f"127.0.0.1:{free_port()}", tmp_path / "waits"
+    pid = device.command("serve", str(trained[1]), "--listen", address, environment={"PRETENDED_WAITS": str(waits)})
+    answers: dict[str, Any] = {}
+    while device.ended(pid) is None and len(answers) < 2:
+        with suppress(httpx.ConnectError):
+            for name in ("tiny-adder", "policy"):
+                before = waits.read_text().count("record") if waits.exists() else 0
+                asked = {"model": name, "messages": [{"role": "user", "content": "12+34="}], "max_tokens": 4}
+                answer = httpx.post(f"http://{address}/v1/chat/completions", json=asked, timeout=60)
+                answers[name] = answer.json()["usage"]["completion_tokens"], waits.read_text().count("record") - before
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGTERM)
+    while (code := device.ended(pid)) is None:
+        time.sleep(0.05)
+    assert code == 0
+    assert [tokens == waited > 1 for tokens, waited in answers.values()] == [True, True]
