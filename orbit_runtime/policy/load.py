@@ -11,8 +11,10 @@ quantised weight keeps its packed bytes.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import CDLL
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -70,6 +72,16 @@ class PolicySettings(TypedDict, total=False):
     longest: int
 
 
+def _keep_freed_memory() -> None:
+    """Makes glibc keep what is freed: it would hand a pass's memory back to the kernel, which clears it for the next
+    pass, page by page. Tensors of 32 MiB and more are handed back as before."""
+    mallopt = getattr(CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(trim_threshold, (1 << 31) - 1)
+        mallopt(mmap_threshold, 32 << 20)
+
+
 def load_policy(
     folder: Path,
     adapter: AdapterConfig,
@@ -122,6 +134,8 @@ def load_policy(
     fill(model, reader, quant, family, compute_dtype, activation_precision, share)
     vocabulary = model.get_output_embeddings().out_features
     drop_modules(model, share)
+    if device.type == "cpu":
+        _keep_freed_memory()
     if compute_dtype is torch.float32:
         fuse_norms(model)
     model.requires_grad_(False).eval().to(device)

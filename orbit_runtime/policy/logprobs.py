@@ -13,6 +13,8 @@ Legend: `R` targets, `N` hidden size, `V` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import CDLL, c_float, c_int, c_void_p
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +46,25 @@ def _plain_weight(head: nn.Module) -> Tensor | None:
     return head.weight if type(head) is nn.Linear and head.weight.dtype == torch.bfloat16 else None
 
 
+@cache
+def _fp32_product() -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """`out = x @ W.T` of contiguous BF16 x and W, kept in fp32: a function of the MKL inside torch, for which torch has
+    no operation on a CPU. A row has the same bits for all numbers of rows but one. None where the processor has no AMX,
+    or torch no MKL."""
+    found = torch.cpu._is_amx_tile_supported() and getattr(CDLL("libtorch_cpu.so"), "cblas_gemm_bf16bf16f32", None)
+    if not found:
+        return None
+    found.argtypes, found.restype = [*[c_int] * 6, c_float, *[c_void_p, c_int] * 2, c_float, c_void_p, c_int], None
+
+    def product(x: Tensor, w: Tensor, out: Tensor) -> None:
+        (rows, size), columns = x.shape, len(w)
+        by_rows, whole, transposed = 101, 111, 112
+        sources = x.data_ptr(), size, w.data_ptr(), size
+        found(by_rows, whole, transposed, rows, columns, size, 1.0, *sources, 0.0, out.data_ptr(), columns)
+
+    return product
+
+
 class _Logits(torch.autograd.Function):
     """BF16 times BF16, kept as summed in fp32. Gradients are rounded to BF16 before they are multiplied."""
 
@@ -52,7 +73,14 @@ class _Logits(torch.autograd.Function):
         ctx.save_for_backward(hidden_RN, weight_VN)
         if hidden_RN.is_cuda:
             return torch.mm(hidden_RN, weight_VN.T, out_dtype=torch.float32)
-        # A CPU has no such product. One in fp32 that may round its factors to BF16, which they are, is the same.
+        product = _fp32_product()
+        if product is not None:
+            # One row alone would be another kernel's.
+            wide = F.pad(hidden_RN, (0, 0, 0, max(0, 2 - len(hidden_RN)))).contiguous()
+            logits_RV = wide.new_empty(len(wide), len(weight_VN), dtype=torch.float32)
+            product(wide, weight_VN.contiguous(), logits_RV)
+            return logits_RV[: len(hidden_RN)]
+        # One in fp32 that may round its factors to BF16, which they are, is the same.
         # Of few rows by few columns, which are another kernel's, more are computed.
         wide = F.pad(hidden_RN.float(), (0, 0, 0, max(0, FEWEST_ROWS - len(hidden_RN))))
         logits_RV = wide.new_empty(len(wide), len(weight_VN))
