@@ -241,9 +241,9 @@ def _score_with_slope(hidden_RN: Tensor, targets_R: Tensor, head: Head) -> tuple
     found_R = logprobs_RV.gather(-1, targets_R[:, None])[:, 0]
     slope_RV = logprobs_RV.exp()
     entropy_R = -torch.linalg.vecdot(slope_RV, logprobs_RV)
-    slope_RV.neg_()[torch.arange(len(slope_RV)), targets_R] += 1.0
-    (slope_RN,) = torch.autograd.grad(logits_RV, hidden, slope_RV.to(logits_RV.dtype))
-    return found_R, entropy_R, slope_RN
+    slope_RV[torch.arange(len(slope_RV)), targets_R] -= 1.0
+    (negative_RN,) = torch.autograd.grad(logits_RV, hidden, slope_RV.to(logits_RV.dtype))
+    return found_R, entropy_R, negative_RN.neg_()
 
 
 class _TokenLogProbs(torch.autograd.Function):
