@@ -481,7 +481,8 @@ def _row_share(setting: Setting) -> float:
     """Tokens that a pass computes for each of a micro-batch's, which counts a prompt once: with rows of their own, the
     completions of a prompt each have it in theirs."""
     spec = setting.job.spec
-    if setting.model.architecture.passes in ("", "packed") or not setting.job.samples:
+    passes = setting.model.architecture.passes
+    if not passes or "packed" in passes or not setting.job.samples:
         return 1.0
     length, group = spec.model.max_sequence_length, spec.algorithm.group_size
     return group * length / (length + (group - 1) * spec.new_tokens)

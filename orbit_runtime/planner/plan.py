@@ -301,7 +301,7 @@ def _notes(choice: Candidate, model: ModelFacts, job: Job, machine: Machine, sup
         notes.append(f"the MTP layer, {left_out / GIB:.1f} GiB of the files, is not loaded: nothing speculates with it")
     if job.engine_arguments and job.engine == "SGLang":
         notes.append("rollout.engineArguments are passed to SGLang as they are: not run on hardware")
-    if model.architecture.passes not in ("", "packed"):
+    if model.architecture.passes and "packed" not in model.architecture.passes:
         notes.append(f"{model.architecture.passes}; activations are those of sequences at full length, without padding")
     if model.unknown:
         notes.append(f"{len(model.unknown)} tensors are not of this family, counted as they are: {model.unknown[0]} …")

@@ -7,23 +7,24 @@ Legend: `B` rows, `H` query heads, `K` key/value heads, `Q` query positions, `S`
 from __future__ import annotations
 
 import inspect
-import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from orbit_runtime.errors import UnsupportedError
 
 IMPLEMENTATION = "orbit"
+BESIDE_CACHE = "orbit_beside_cache"
+"""The same in packed passes, and torch's fused kernel where a pass reads the model's own cache."""
 KEY_BLOCK = 32
 """With keys in whole blocks of this size, torch's fused kernel for BF16 on a CPU gives a query the same bits whatever
 other queries and unseen keys stand beside it; what is not seen adds exact zeros."""
-DELTA_CHUNK = 64
-"""Longest chunk of the gated delta rule in transformers' own code, which pads sequences to a multiple of it."""
 Kernel = Literal["Eager", "SDPA", "Chunked"]
 """Kernel of packed passes; cached decoding has no chunks and uses `SDPA` instead."""
 Visible = torch.Tensor | Literal["causal"] | None
@@ -51,16 +52,16 @@ class Mode:
     uncalled: tuple[str, ...] = ()
     """Last names of linears whose weight is read by code that does not call them."""
     why: str = ""
-    """What a probe found that makes packing wrong for the model; empty if it is packed."""
+    """What a probe found that makes packing, or pages, wrong for the model; empty if it has both."""
 
     @property
     def text(self) -> str:
-        """A line for people; empty for models that are packed, and for families whose row says it."""
+        """A line for people; empty for models that are packed and read pages, and for families whose row says it."""
         if not self.why:
             return ""
-        rows = {"padded": "a padded row each", "single": "a pass each"}[self.rows]
+        rows = {"packed": "are packed", "padded": "have a padded row each", "single": "have a pass each"}[self.rows]
         decode = {"cache": "the model's own cache", "whole": "passes over the whole sequence"}[self.decode]
-        return f"sequences have {rows}, and tokens are sampled from {decode}: {self.why}"
+        return f"sequences {rows}, and tokens are sampled from {decode}: {self.why}"
 
     def shaped(self, logits_RV: torch.Tensor) -> torch.Tensor:
         """The model's logits, from its output layer's results; fp32 where they are not the same."""
@@ -146,6 +147,11 @@ def orbit_attention(
     return plan.attend(module.layer_idx, query, key, value, look), None  # type: ignore[arg-type]
 
 
+def _orbit_or_torch(module: Any, query: Any, key: Any, value: Any, mask: Any, **extras: Any) -> tuple[Any, Any]:
+    chosen = ALL_ATTENTION_FUNCTIONS["sdpa"] if extras.get("orbit_plan") is None else orbit_attention
+    return chosen(module, query, key, value, mask, **extras)  # type: ignore[no-any-return]
+
+
 def decoder_of(model: torch.nn.Module) -> Any:
     """The language model without its output layer."""
     found: Any = getattr(model, str(model.base_model_prefix), None)
@@ -176,9 +182,6 @@ def run_decoder(
         given["position_ids"] = position_BS
     if "cache_params" in named and "past_key_values" in given:
         given["cache_params"] = given.pop("past_key_values")
-    if token_BS.device.type == "cpu" and hasattr(sys.modules[type(decoder).__module__], "torch_chunk_gated_delta_rule"):
-        # Chunks of equal length, so that none is filled up with padding: a third of its work for short sequences.
-        given["chunk_size"] = -(-token_BS.shape[1] // -(-token_BS.shape[1] // DELTA_CHUNK))
     return decoder(input_ids=token_BS, use_cache=use_cache, **given).last_hidden_state  # type: ignore[no-any-return]
 
 
@@ -186,8 +189,12 @@ def hidden_of(
     model: torch.nn.Module, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
     """Last hidden states `[B, Q, N]` of a pass with this plan, after the final norm."""
-    out = decoder_of(model)(input_ids=token_ids_BQ, position_ids=position_BQ, use_cache=False, orbit_plan=plan)
-    return out.last_hidden_state
+    decoder = decoder_of(model)
+    given: dict[str, Any] = {"orbit_plan": plan}
+    if decoder.config._attn_implementation == BESIDE_CACHE:
+        given["attention_mask"] = defaultdict[str, None](lambda: None)  # for every kind of layer; the plan has it
+    out = decoder(input_ids=token_ids_BQ, position_ids=position_BQ, use_cache=False, **given)
+    return out.last_hidden_state  # type: ignore[no-any-return]
 
 
 def attend_rows(
@@ -272,3 +279,5 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tenso
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, orbit_attention)
+ALL_ATTENTION_FUNCTIONS.register(BESIDE_CACHE, _orbit_or_torch)
+ALL_MASK_ATTENTION_FUNCTIONS.register(BESIDE_CACHE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

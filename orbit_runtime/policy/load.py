@@ -36,6 +36,7 @@ from orbit_runtime.model_info.module_tree import check_type, refused_type, shipp
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, parse_quantization
 from orbit_runtime.model_info.settings import check_folder, load_settings
 from orbit_runtime.policy.attention import Kernel, Mode, decoder_of, layers_of
+from orbit_runtime.policy.delta import pack_delta_rule
 from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
@@ -161,7 +162,7 @@ def load_policy(
         kernel,
         build_direct(model, compute_dtype) if share == UNDIVIDED else None,
         mode=mode,
-        routing=build_routing(model, family.gate_weights) if mode.rows == "packed" else None,
+        routing=build_routing(model, family.gate_weights) if mode.decode == "pages" else None,
         checkpoint_name=family.checkpoint_name,
     )
 
@@ -334,6 +335,7 @@ def _build(folder: Path, raw: dict[str, Any], config: PretrainedConfig, attentio
             # No sequence needs the long factors, and transformers would write the short ones anew at every pass.
             module.rope_type = "default"  # type: ignore[assignment]
     skip_indexers(model)
+    pack_delta_rule(model)
     return model
 
 

@@ -25,9 +25,8 @@ from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
 from orbit_runtime.policy.attention import PACKED, AttentionPlan, Kernel, Mode, hidden_of, layers_of, run_decoder
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.distance import Measure, TeacherReport, token_distances
-from orbit_runtime.policy.division import ProcessIndex
 from orbit_runtime.policy.logprobs import UNSHAPED, head_gives_same_bits, logits_of, token_logprobs, token_scores
-from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
+from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, ProcessIndex, build_packed, gather_rows
 from orbit_runtime.policy.preceding_tokens import PrecedingTokens
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
 from orbit_runtime.policy.routing import Routing

@@ -115,6 +115,8 @@ def fuse_norms(model: nn.Module) -> None:
 
 SCORE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Most bytes of the scores by which keys are chosen, at a time: on a CPU they stay in the cache."""
+QUERY_BLOCK = 64
+"""Queries that are scored at a time, against keys up to the last of them."""
 INDEXER_ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask"]
 
 
@@ -123,14 +125,18 @@ def skip_indexers(model: nn.Module) -> None:
     Elsewhere it sees few sequences at a time: its scores are as large as those of an attention without a fused kernel.
     """
     for module in model.modules():
-        if list(inspect.signature(module.forward).parameters)[: len(INDEXER_ARGUMENTS)] == INDEXER_ARGUMENTS:
-            module.forward = partial(_choose_keys, module.forward, int(module.index_topk), int(module.n_heads))
+        forward: Any = type(module).forward
+        if list(inspect.signature(forward).parameters)[1 : len(INDEXER_ARGUMENTS) + 1] == INDEXER_ARGUMENTS:
+            forward = inspect.unwrap(forward)
+            # The types differ in how they rotate queries and keys; a module has both functions.
+            (name,) = (each for each in forward.__code__.co_names if each.startswith("apply_rotary"))
+            module.forward = partial(_choose_keys, module.forward, module, forward.__globals__[name])
 
 
 def _choose_keys(
     choose: Callable[..., torch.Tensor],
-    count: int,
-    heads: int,
+    indexer: Any,
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     hidden_states: torch.Tensor,
     q_resid: torch.Tensor,
     position_embeddings: Any,
@@ -138,21 +144,54 @@ def _choose_keys(
     *others: Any,
     past_key_values: Any = None,
 ) -> torch.Tensor:
-    """Indices of the chosen keys, `count` at most. `past_key_values`: a cache that is to get keys to choose from."""
-    keys = attention_mask.shape[-1]
-    if keys <= count and past_key_values is None:
-        return torch.arange(keys, dtype=torch.int32, device=hidden_states.device).expand(*hidden_states.shape[:2], -1)
-    given = (hidden_states, q_resid, position_embeddings, attention_mask, *others)
+    """Indices of the chosen keys. `past_key_values`: a cache that is to get keys to choose from."""
     if past_key_values is not None:
+        given = (hidden_states, q_resid, position_embeddings, attention_mask, *others)
         return choose(*given, past_key_values=past_key_values)
     rows, queries, _ = hidden_states.shape
-    step = max(1, SCORE_BYTES[hidden_states.device.type] // (4 * heads * queries * keys))
+    keys = attention_mask.shape[-1]
+    if keys <= indexer.index_topk:
+        return torch.arange(keys, dtype=torch.int32, device=hidden_states.device).expand(rows, queries, -1)
+    step = max(1, SCORE_BYTES[hidden_states.device.type] // (4 * indexer.n_heads * queries * keys))
+    given = (hidden_states, q_resid, position_embeddings, attention_mask)
     parts = (slice(start, start + step) for start in range(0, rows, step))
-    return torch.cat([choose(*(_part_of(each, part) for each in given)) for part in parts])
+    chosen = [_best_keys(indexer, rotate, *(_part_of(each, part) for each in given)) for part in parts]
+    return torch.cat(chosen)
+
+
+@torch.no_grad()
+def _best_keys(
+    indexer: Any,
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    hidden_BSN: torch.Tensor,
+    q_resid_BSN: torch.Tensor,
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    mask_BQS: torch.Tensor,
+) -> torch.Tensor:
+    """int32 `[B, S, index_topk]`, as by the indexer's own code, which copies the keys for each query and scores those
+    that none sees."""
+    q_BSHD = indexer.wq_b(q_resid_BSN).unflatten(-1, (indexer.n_heads, -1))
+    k_BS1D = indexer.k_norm(indexer.wk(hidden_BSN)).unsqueeze(2)
+    sizes = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
+    (q, q_rest), (k, k_rest) = q_BSHD.split(sizes, -1), k_BS1D.split(sizes, -1)
+    q, k = rotate(q, k, *cos_sin, unsqueeze_dim=2)
+    q_BSHD, k_BSD = torch.cat((q, q_rest), -1).float(), torch.cat((k, k_rest), -1).float().squeeze(2)
+    weights_BSH = indexer.weights_proj(hidden_BSN.to(indexer.weights_proj.weight.dtype)).float()
+    weights_BSH *= indexer.n_heads**-0.5 * indexer.softmax_scale
+    mask_BQS = mask_BQS.expand(len(q_BSHD), -1, -1)
+    chosen = []
+    for part in (slice(start, start + QUERY_BLOCK) for start in range(0, q_BSHD.shape[1], QUERY_BLOCK)):
+        mask = mask_BQS[:, part, : max(part.stop, indexer.index_topk)]
+        scores = torch.bmm(q_BSHD[:, part].flatten(1, 2), k_BSD[:, : mask.shape[-1]].transpose(1, 2)).relu_()
+        scores = scores.view(-1, indexer.n_heads, mask.shape[-1])
+        index = torch.bmm(weights_BSH[:, part].reshape(len(scores), 1, -1), scores).view(len(mask), -1, mask.shape[-1])
+        index = index.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else index + mask
+        chosen.append(index.topk(indexer.index_topk, -1).indices.to(torch.int32))
+    return torch.cat(chosen, 1)
 
 
 def _part_of(given: Any, rows: slice) -> Any:
     """These rows of an argument, or of each in a tuple; what has one row is for all."""
     if isinstance(given, tuple):
         return tuple(_part_of(each, rows) for each in given)
-    return given[rows] if isinstance(given, torch.Tensor) and len(given) > 1 else given
+    return given[rows] if len(given) > 1 else given

@@ -34,7 +34,6 @@ from orbit_runtime.policy.attention import (
     attention_gradients,
 )
 from orbit_runtime.policy.chunked import attend_chunked
-from orbit_runtime.policy.division import ProcessIndex, own_tokens
 from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.types import TOKENS
 
@@ -42,6 +41,23 @@ BUCKET_RATIO = 1.5
 """Rows of one attention call differ in length at most by this factor, so padding wastes at most a third of it."""
 OWN_RATIO = 1.25
 """The same for sequences in rows of their own: all of a layer computes their padding, not only attention."""
+
+
+ProcessIndex = tuple[int, int]
+"""A process's index among several that divide a pass's tokens, and their number."""
+
+
+def own_tokens(num_tokens: int, context: ProcessIndex) -> tuple[range, range]:
+    """Two runs, one from each end: a late token sees more keys than an early one, so this balances the work.
+
+    `num_tokens` is a multiple of twice the number of processes.
+
+    Example: `own_tokens(8, (0, 2)) == (range(0, 2), range(6, 8))`.
+    """
+    place, count = context
+    size = num_tokens // (2 * count)
+    mirrored = 2 * count - 1 - place
+    return range(place * size, (place + 1) * size), range(mirrored * size, (mirrored + 1) * size)
 
 
 def to_device(values: np.ndarray | Sequence[int], device: torch.device) -> torch.Tensor:
@@ -372,11 +388,18 @@ class PackedPlan:
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
         self._visible: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._made: dict[Any, Any] = {}
         self.buckets = batch.buckets
 
     @property
     def longest(self) -> int:
         return self.batch.longest
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made by the first layer that asks for it under this key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def attend(
         self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, look: AttentionSettings

@@ -30,6 +30,7 @@ from transformers import PretrainedConfig
 from orbit_runtime.adapters.layer import Selection
 from orbit_runtime.errors import ModelError, OrbitError, UnsupportedError
 from orbit_runtime.policy.attention import (
+    BESIDE_CACHE,
     IMPLEMENTATION,
     PACKED,
     AttentionSettings,
@@ -40,15 +41,17 @@ from orbit_runtime.policy.attention import (
     layers_of,
     run_decoder,
 )
+from orbit_runtime.policy.delta import pack_delta_rule
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.whole_rows import OwnCache, OwnRows
 from orbit_runtime.storage.download import Cache
 
-VERSION = 3
+VERSION = 4
 """Changes with what is measured, so that no older answer is used."""
 TOLERANCE = 1e-4
 """Largest difference between equal hidden states, relative to the largest of them; rounding gives 1e-6, leaks 1e-2."""
+STATES = "its layers keep states beside keys and values"
 HEADS = 2
 CPU, CPU_INDEX = torch.device("cpu"), torch.empty(0)
 CUT = {
@@ -178,7 +181,11 @@ class _Probe:
         logits = self._logits()
         if logits is None:
             return Behaviour(refused="its logits are not those of its output layer, scaled or capped")
-        why = _tried(self._why_not_packed)
+        if pack_delta_rule(self._plain) and not (
+            _tried(partial(self._why_not_packed, BESIDE_CACHE)) or _tried(partial(self._why_not_cached, BESIDE_CACHE))
+        ):
+            return Behaviour(replace(logits, decode="cache", attention=BESIDE_CACHE, why=STATES))
+        why = _tried(self._why_not_packed) or _tried(self._why_not_pages)
         if not why:
             return Behaviour(replace(logits, why=""))
         for attention in ("sdpa", "eager"):
@@ -207,9 +214,9 @@ class _Probe:
                     return Mode(scale=scale, cap=cap, uncalled=self._uncalled)
         return None
 
-    def _why_not_packed(self) -> str:
-        ours = _build(self._kind, self._config, IMPLEMENTATION)
-        if not ours._supports_attention_backend:
+    def _why_not_packed(self, attention: str = IMPLEMENTATION) -> str:
+        ours = _build(self._kind, self._config, attention)
+        if attention == IMPLEMENTATION and not ours._supports_attention_backend:
             return f"the attention of {self._kind.__name__} cannot be chosen"
         fuse_norms(ours)
         packed = _Watched(build_packed(self._branches, CPU))
@@ -221,6 +228,13 @@ class _Probe:
         far = _Watched(replace(batch, position_T=position_T, longest=longest))
         if not _equal(far.hidden(ours)[:-1], self._of_targets[2]):
             return "a sequence's hidden states depend on the longest sequence of the pass"
+        return ""
+
+    def _why_not_pages(self) -> str:
+        ours = _build(self._kind, self._config, IMPLEMENTATION)
+        fuse_norms(ours)
+        packed = _Watched(build_packed(self._branches, CPU))
+        packed.hidden(ours)
         if packed.order != list(range(len(layers_of(ours)))):
             return "its layers do not call attention exactly once each"
         last_BN = torch.stack([hidden_SN[-1] for hidden_SN in self._alone[1:]])

@@ -184,7 +184,7 @@ class HeldDispatch(Dispatch):
         return rows_SK  # type: ignore[no-any-return]
 
     def combine(self, y_SN: Tensor, weight_TC: Tensor) -> Tensor:
-        return super().combine(_with_zero_row(y_SN), weight_TC)
+        return super().combine(with_zero_row(y_SN), weight_TC)
 
 
 class _GatherHeld(torch.autograd.Function):
@@ -198,11 +198,11 @@ class _GatherHeld(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad_SK: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (slot_of_TC,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        rows = _with_zero_row(grad_SK).index_select(0, slot_of_TC.view(-1))
+        rows = with_zero_row(grad_SK).index_select(0, slot_of_TC.view(-1))
         return rows.unflatten(0, slot_of_TC.shape).sum(1), None, None
 
 
-def _with_zero_row(rows: Tensor) -> Tensor:
+def with_zero_row(rows: Tensor) -> Tensor:
     return torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
 
 

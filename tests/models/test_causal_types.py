@@ -8,7 +8,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from orbit_runtime.model_info.settings import parse_settings
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.verdict import judge
 from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.delta import build_chunks, delta_rule
 from orbit_runtime.policy.load import is_router
 from orbit_runtime.policy.modules import FusedRMSNorm, keep_stream_fp32
 from orbit_runtime.policy.packed import Branch, build_packed
@@ -221,7 +221,9 @@ cache; none has a pass for each sequence."""
 def test_every_type_that_is_not_packed_says_why_and_few_have_whole_passes() -> None:
     passes = {name: record["passes"] for name, record in shipped_types().items() if "passes" in record}
     told = {name: each.partition(": ") for name, each in passes.items() if each != "packed"}
-    assert all("a padded row each" in how and why for how, _, why in told.values())
+    delta = {name for name, (how, _, _) in told.items() if "sequences are packed" in how}
+    assert delta == {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+    assert all("a padded row each" in how and why for name, (how, _, why) in told.items() if name not in delta)
     whole = {name: why for name, (how, _, why) in told.items() if "passes over the whole sequence" in how}
     assert whole.keys() == WHOLE.keys()
     assert all(WHOLE[name] in why for name, why in whole.items())
@@ -448,24 +450,35 @@ def test_keys_are_chosen_for_few_sequences_at_a_time(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_chunks_of_the_delta_rule_hold_no_padding_and_norms_that_add_1_are_fused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("size", [16, 64])
+def test_the_delta_rule_of_packed_sequences_is_transformers_own_and_so_are_its_gradients(size: int) -> None:
+    lengths = [(90, 70), (90, 1), (90, 20), (3, 150), (16, 17)]
+    branches = [Branch(prefix, [3] * prefix, [4] * count) for prefix, count in lengths]
+    rows = build_packed(branches, torch.device("cpu")).rows
+    tokens, draw = sum(row.length for row in rows), torch.Generator().manual_seed(0)
+    given = [torch.randn(tokens, 3, width, generator=draw) for width in (16, 16, 24)]
+    given += [-torch.rand(tokens, 3, generator=draw), torch.rand(tokens, 3, generator=draw)]
+    for each in given:
+        each.requires_grad_()
+    found = delta_rule(*given, build_chunks(rows, torch.device("cpu"), size))
+    expected = torch.zeros_like(found)
+    for row in rows:
+        own = torch.arange(row.first, row.first + row.length)
+        whole = torch.cat((torch.arange(row.prefix_first, row.prefix_first + row.prefix_length), own))
+        query, key, value, decay, beta = (each[whole][None] for each in given)
+        out, _ = qwen3_next.torch_chunk_gated_delta_rule(
+            query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True
+        )
+        expected = expected.index_copy(0, own, out[0, row.prefix_length :])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    weights = torch.randn(found.shape, generator=draw)
+    grads = (torch.autograd.grad((each * weights).sum(), given) for each in (found, expected))
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_norms_that_add_1_are_fused(tmp_path: Path) -> None:
     folder = make_type(tmp_path / "model", "qwen3_next")
     policy = load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=256)
-    tokens, chunks = tokens_of(131, 1), list[int]()
-    expected = reference_logprobs(load_reference(folder), tokens)
-    rule = qwen3_next.torch_chunk_gated_delta_rule
-
-    def watched(*given: torch.Tensor, chunk_size: int = 64, **named: Any) -> Any:
-        chunks.append(chunk_size)
-        return rule(*given, chunk_size=chunk_size, **named)
-
-    monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", watched)
-    with torch.no_grad():
-        found = policy.logprobs(policy.pack([Branch(0, tokens[:1], tokens[1:])]))[0]
-    assert chunks == [44] * 3  # 3 chunks for 130 positions
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     norms = [each for name, each in policy.model.named_modules() if name.endswith("layernorm")]
     assert len(norms) == 8
     assert all(isinstance(each, FusedRMSNorm) and each.plus for each in norms)

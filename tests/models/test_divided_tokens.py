@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from orbit_runtime.policy.attention import AttentionSettings
-from orbit_runtime.policy.division import own_tokens
-from orbit_runtime.policy.packed import PackedPlan, build_packed
+from orbit_runtime.policy.packed import PackedPlan, build_packed, own_tokens
 from tests.models.test_chunked import BRANCHES, CPU, SIZES, expected, random_inputs, with_gradients
 
 

@@ -34,7 +34,7 @@ def load_rank_policy(folder: Path, adapter: AdapterConfig, groups: Groups, **set
         UnsupportedError: this model cannot be divided this way.
     """
     policy = load_policy(folder, adapter, share=groups.share(), **settings)
-    if groups.sizes.world > 1 and policy.mode.rows != "packed":
+    if groups.sizes.world > 1 and policy.mode.decode != "pages":
         raise UnsupportedError(
             f"the attention of {type(policy.model).__name__} is not divided among GPUs: it keeps a state of its own",
             where="spec.training.trainer",

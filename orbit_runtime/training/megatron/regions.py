@@ -250,7 +250,7 @@ def _returned(all_TN: Tensor, counts: list[int], group: distributed.ProcessGroup
 
 
 def in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Rows of all tokens in order, from the two runs that each rank holds (`policy.division.own_tokens`)."""
+    """Rows of all tokens in order, from the two runs that each rank holds (`policy.packed.own_tokens`)."""
     halves = [part.chunk(2) for part in parts]
     return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])
 
