@@ -158,7 +158,7 @@ def plan(
     sizes, binding = choice.sizes, choice.binding
     per_token = sizes.kv_bytes_per_sequence / job.spec.model.max_sequence_length
     kv = sizes.phases["rollout"].get("KV cache", 0)
-    waits = job.in_process and kv < sizes.running * sizes.kv_bytes_per_sequence
+    waits = job.samples and job.in_process and kv < sizes.running * sizes.kv_bytes_per_sequence
     fewer = waits or choice.setting.micro_batch_tokens < job.spec.training.micro_batch_tokens
     full = job.spec.model.max_sequence_length
     unknown = f"every sequence is counted with {full} tokens: a run, which knows its prompts, may need less"

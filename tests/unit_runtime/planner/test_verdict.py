@@ -218,6 +218,16 @@ def test_a_small_machine_takes_smaller_micro_batches_and_fewer_requests_by_itsel
     assert (fixed.micro_batch_tokens, fixed.waits) == (16384, False), "what the manifest sets is not lowered"
 
 
+def test_a_run_that_samples_nothing_is_told_of_no_requests() -> None:
+    prompts = [{"uri": "p.jsonl", "completionField": "a"}]
+    written = build().model_dump(mode="json", by_alias=True, exclude_unset=True)
+    del written["spec"]["environment"]
+    written["spec"] |= {"algorithm": {"type": "SFT"}, "data": {"prompts": prompts}}
+    run = OrbitRun.model_validate(written)
+    made = plan_as_run(run, card_facts("Qwen/Qwen3-4B"), Machine(None, 0, 1000 * GIB))
+    assert (made.waits, made.notes) == (False, ())
+
+
 def test_oft_on_a_dense_model_is_not_refused_for_what_only_experts_cannot_do() -> None:
     run = build(adapter={"type": "OFT"}, rollout={"engine": "SGLang"}, model={"maxSequenceLength": 1024})
     verdict = judge(run, card_facts("Qwen/Qwen3-4B"), MACHINES["1 B200"])
