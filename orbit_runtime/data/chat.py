@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import json
+import logging
 import math
 import re
 import threading
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ TOOLS_FIX = (
 TEMPLATE_SECONDS = 10.0
 """Most processor time that a chat template may take for one conversation; published ones take milliseconds."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", VOCABULARY, "vocab.json", "tokenizer_config.json")
+SAMPLE = "It's 20261129:\n\n  x  = été(12+34)\t<a_b>"
+"""A text that rules of different models cut differently."""
+_warn_once = cache(logging.getLogger("orbit.data").warning)
+"""One model's tokenizer is loaded several times in a run."""
 
 
 class NoEmbedding(ModelError):
@@ -92,7 +97,8 @@ class ChatTokenizer:
         self._folder, chat = Path(folder), chat or Chat()
         self._tokenizer = _load_tokenizer(self._folder)
         self._backend = _find_backend(self._tokenizer)
-        self._decoder = _find_decoder(self._tokenizer)
+        # The Rust tokenizer, where transformers adds nothing to its texts: a stream decodes twice for each token.
+        self._decoder = self._tokenizer.backend_tokenizer if _is_plain(self._tokenizer, "decode", "_decode") else None
         self._calls = format_of(str(self._tokenizer.chat_template))
         self.call_format = self._calls.name if self._calls else ""
         """Name of the format in which the chat template writes calls of tools; empty if it is none that is known."""
@@ -109,7 +115,7 @@ class ChatTokenizer:
         self._rows = _embedding_rows(self._folder)
         self._has_more = self._rows is not None and max(vocabulary.values(), default=0) >= self._rows
         eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
-        self.eos_ids = tuple(_unique([*eos_ids, *(special[end] for end in ends if end in special)]))
+        self.eos_ids = tuple(dict.fromkeys([*eos_ids, *(special[end] for end in ends if end in special)]))
         """Tokens that end a completion: those of generation_config.json, config.json and the tokenizer, in this order,
         and then those that end it by calling a tool.
         """
@@ -257,7 +263,12 @@ class ChatTokenizer:
             return message
         content, arguments = self._call_form or CALL_FORMS[0]
         if isinstance(arguments, str):
-            calls = [_with_arguments(call, _write_arguments) for call in calls]
+            calls = [
+                _with_arguments(
+                    call, lambda each: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+                )
+                for call in calls
+            ]
         return {**message, "content": message["content"] or content, "tool_calls": calls}
 
     def encode_text(self, text: str) -> list[int]:
@@ -600,10 +611,6 @@ def _read_arguments(text: Any) -> dict[str, Any]:
     return arguments
 
 
-def _write_arguments(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
 def _load_tokenizer(folder: Path) -> Any:
     check_folder(folder)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
@@ -614,6 +621,9 @@ def _load_tokenizer(folder: Path) -> Any:
         )
     # The library would take such a file too, and cut texts by another model's rules.
     tokenizer = load_tiktoken(folder) if is_tiktoken(folder) else _load_published(folder)
+    if not tokenizer.chat_template and (beside := folder / "chat_template.json").is_file():
+        # As processors of images were published, with the template for texts.
+        tokenizer.chat_template = load_settings(beside).get("chat_template")
     if not tokenizer.chat_template and (ours := own_template(folder)):
         tokenizer.chat_template = ours.read_text(encoding="utf-8")
     if not tokenizer.chat_template:
@@ -637,7 +647,7 @@ def _load_published(folder: Path) -> Any:
         # As that does: a type that the library does not know is no error, but a value that is impossible is one.
         with suppress(ValueError, OSError):
             AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, _from_auto=True)
+        made = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, _from_auto=True)
     except Exception as error:  # the library raises anything from OSError to KeyError here
         _check_settings(folder)
         raise ModelError(
@@ -645,6 +655,25 @@ def _load_published(folder: Path) -> Any:
             where=str(folder),
             fix="copy or download the tokenizer files and config.json of the model again",
         ) from error
+    _note_class(folder, made.backend_tokenizer)
+    return made
+
+
+def _note_class(folder: Path, backend: Any) -> None:
+    """Tells of a class in tokenizer_config.json that cuts texts otherwise than tokenizer.json. A class brings its rules
+    without a vocabulary too; the vocabulary is always that of tokenizer.json."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    def ids(rules: Any) -> list[int]:
+        text = rules.normalizer.normalize_str(SAMPLE) if rules.normalizer else SAMPLE
+        pieces = rules.pre_tokenizer.pre_tokenize_str(text) if rules.pre_tokenizer else [(text, None)]
+        return [token.id for piece, _ in pieces for token in backend.model.tokenize(piece)]
+
+    with suppress(Exception):  # no settings, no such class, or one without rules of its own
+        settings = load_settings(folder / "tokenizer_config.json")
+        name, options = settings["tokenizer_class"], {key: on for key, on in settings.items() if isinstance(on, bool)}
+        if ids(tokenizer_class_from_name(name)(**options).backend_tokenizer) != ids(backend):
+            _warn_once("%s: tokenizer_class %s is ignored: tokenizer.json cuts texts by other rules", folder, name)
 
 
 def _find_backend(tokenizer: Any) -> Any | None:
@@ -655,11 +684,6 @@ def _find_backend(tokenizer: Any) -> Any | None:
     # A call switches off truncation and padding, which tokenizer.json may ask for.
     tokenizer("", add_special_tokens=False)
     return tokenizer.backend_tokenizer
-
-
-def _find_decoder(tokenizer: Any) -> Any | None:
-    """The Rust tokenizer, where transformers adds nothing to its texts: a stream decodes twice for each token."""
-    return tokenizer.backend_tokenizer if _is_plain(tokenizer, "decode", "_decode") else None
 
 
 def _is_plain(tokenizer: Any, *names: str) -> bool:
@@ -741,8 +765,4 @@ def _resolve_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             where=str(folder),
             fix="set eos_token_id in generation_config.json",
         )
-    return tuple(_unique(found))
-
-
-def _unique(values: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(values))
+    return tuple(dict.fromkeys(found))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orbit_runtime.cli.main import run_command
-from orbit_runtime.data.chat import ChatTokenizer, _find_backend, _find_decoder
+from orbit_runtime.data.chat import ChatTokenizer, _find_backend, _is_plain
 from orbit_runtime.data.prompts import check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.errors import DataError, ManifestError, ModelError
@@ -418,8 +418,8 @@ def test_a_text_is_the_one_that_transformers_writes_and_a_tokenizer_with_its_own
             return super()._decode(*given, **more)
 
     file = str(folder / "tokenizer.json")
-    assert _find_decoder(Own(tokenizer_file=file)) is None
-    assert _find_decoder(PreTrainedTokenizerFast(tokenizer_file=file)) is not None
+    assert not _is_plain(Own(tokenizer_file=file), "decode", "_decode")
+    assert _is_plain(PreTrainedTokenizerFast(tokenizer_file=file), "decode", "_decode")
 
 
 def test_validate_says_as_a_run_does_that_the_model_lacks_a_token(
