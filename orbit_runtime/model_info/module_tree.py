@@ -296,8 +296,13 @@ def _cache_size(weights: Sequence[Weight], sizes: _Sizes, *, is_packed: bool) ->
     state, kept = max(sizes(name, 0) for name in STATES), 0
     for found in rows.values():
         keys = found.get("k_proj", 0)
-        # One projection of all three has the rows of the queries too.
-        joined = found.get("kv_proj", 0) or max(0, max(found.values()) - heads * size) or 2 * heads * size
+        # One projection of all three has the rows of the queries too. Keys are attended to, and kept, for each expert
+        # that makes queries.
+        joined = (
+            found.get("kv_proj", 0) * sizes("num_experts_per_tok", 1)
+            or max(0, max(found.values()) - heads * size)
+            or 2 * heads * size
+        )
         kept += keys + found.get("v_proj", keys) if keys else joined
     convolutions = [each for each in weights if each.layer is not None and len(each.shape) == 3 and each.shape[1] == 1]
     mixing = {each.layer for each in convolutions}
