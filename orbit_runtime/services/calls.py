@@ -211,6 +211,8 @@ class TrainerCalls:
         )  # fmt: skip
         return {each.__name__: each for each in own} | {
             "share": self._depot.share,
+            # Ranks are not told others: their process does not say that it decides them.
+            "take_rates": getattr(self._trainer, "take_rates", None),
             "update": self._trainer.update,
             "column": self._trainer.column,
             "score": self._trainer.score,

@@ -39,6 +39,8 @@ from orbit_runtime.workers.child.signals import StopFlag
 EQUAL = ("threads", "torch", "instructions")
 """Facts of `rounding`: if two processes differ in them, their passes round differently."""
 
+RATE = "spec.training.learningRate"
+
 
 class RemoteSides:
     """`Sides` over two connections."""
@@ -100,7 +102,10 @@ class RemoteSides:
             line.open(store.uri, execution.number)
         scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-orchestrator-")))
         sweep(store)
-        trainer, remote = self._trainer.facts(), RemoteTrainer(self._trainer, store, execution, self._share, scratch)
+        trainer, spec = self._trainer.facts(), resolved.run.spec
+        rate, critic = spec.training.decided_rate, spec.algorithm.decided_critic
+        rates = None if trainer["identity"][RATE] == rate else (rate, (critic and critic.learning_rate) or rate)
+        remote = RemoteTrainer(self._trainer, store, execution, self._share, scratch, rates)
         closing.callback(remote.tidy)
         return TrainerSide(
             remote,
@@ -191,7 +196,10 @@ def check_manifest(facts: Mapping[str, Any], identity: Mapping[str, Any], order:
         ModelError: (66) it read another teacher.
     """
     theirs, kind = facts["identity"], facts["kind"]
-    differing = sorted(path for path in {*theirs, *identity} if theirs.get(path) != identity.get(path))
+    # A run of an earlier version began with another rate where no manifest has one; its trainer is told.
+    is_open = facts["decides_rate"] and order.resolved.asked.spec.training.learning_rate is None
+    paths = {*theirs, *identity} - {RATE if is_open else ""}
+    differing = sorted(path for path in paths if theirs.get(path) != identity.get(path))
     if differing:
         lines = "".join(f"\n  {path}: {theirs.get(path)!r} there, {identity.get(path)!r} here" for path in differing)
         raise UsageError(

@@ -46,18 +46,23 @@ class RemoteTrainer:
         execution: Execution,
         share: Callable[[Callable[..., Any]], bool],
         scratch: Path,
+        rates: tuple[float, float] | None,
     ) -> None:
         """
         Args:
             store: the run's store.
             share: tests whether its process sees that store; see `shared_store`.
             scratch: an empty folder for updates that may have to be repeated.
+            rates: peak learning rates of policy and critic that the run began with; None if its process has them.
         """
         self._connection = connection
         self._store = store
         self._execution = execution
         self._share = share
         self._is_shared = share(connection.call)
+        self._rates = rates
+        if rates is not None:
+            connection.call("take_rates", *rates)
         self._scratch = scratch
         self._base: Mapping[str, Buffer] = {}
         """Parts of the state last saved or loaded; empty for the state that a first step expects."""
@@ -183,6 +188,8 @@ class RemoteTrainer:
     def _tell_again(self) -> None:
         tell = self._connection.tell
         self._is_shared = self._share(tell)
+        if self._rates is not None:
+            tell("take_rates", *self._rates)
         if self._base:
             tell("load", travelling(self._base, self._is_shared))
         elif self._begun is not None:

@@ -78,6 +78,8 @@ def common_facts(kind: str, asked: SideManifest, base_digest: str, rounding: Map
         "kind": kind,
         "version": __version__,
         "identity": identity_fields(asked.resolved.run),
+        "decides_rate": asked.resolved.asked.spec.training.learning_rate is None
+        and asked.resolved.run.spec.training.trainer == "Torch",
         "model": asked.model,
         "engine": asked.resolved.engine,
         "base_digest": base_digest,

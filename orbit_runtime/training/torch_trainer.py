@@ -48,7 +48,7 @@ class TorchTrainer:
         passes = LocalPasses(policy, teacher)
         self._masters = passes.masters
         self._updater = Updater(passes, settings, loss, critic, teacher)
-        self.update = self._updater.update
+        self.update, self.take_rates = self._updater.update, self._updater.take_rates
 
     def column(self, name: Computed, samples_D: Sequence[Sample]) -> list[array[float]]:
         if self._policy.whole and name != "policy":

@@ -13,6 +13,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -176,6 +177,13 @@ class Updater:
         if self.reader is not None:
             self.reader.wait()
             self.reader = None
+
+    def take_rates(self, policy: float, critic: float) -> None:
+        """Trains on with these peak learning rates; that of the critic counts where there is one."""
+        training = self._settings.training.model_copy(update={"learning_rate": policy})
+        self._settings = replace(self._settings, training=training)
+        if self.critic is not None:
+            self.critic.settings = replace(self.critic.settings, peak_learning_rate=critic)
 
     @property
     def counters(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -139,6 +140,26 @@ def test_a_trainer_that_is_lost_changes_nothing(tmp_path: Path, begun: Path, nam
         trainer.host._calls = {**trainer.host._calls, "update": counted}
         killed_in_between(trainer, lambda: run_apart(asked, tmp_path / "three", sides), lambda: asks[0] > 1)
     assert timeless_rows(open_store(str(tmp_path / "three"))) == timeless_rows(one)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_rates_that_it_began_with(tmp_path: Path) -> None:
+    """1e-4 where no manifest had one, whatever the model's size; also when its trainer is lost."""
+    asked = small_manifest(steps=2, every_steps=2)
+    asked["spec"]["algorithm"]["type"], asked["spec"]["training"]["learningRate"] = "PPO", 1e-4
+    alone(asked, tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "three")
+    asked["spec"]["training"]["steps"] = 5
+    one, three = alone(asked, tmp_path / "one"), open_store(str(tmp_path / "three"))
+    del asked["spec"]["training"]["learningRate"]
+    with two_sides(asked) as sides:
+        killed_in_between(
+            sides["trainer"],
+            lambda: run_apart(asked, tmp_path / "three", sides),
+            lambda: three.exists("rollouts/step-000003.jsonl.zst"),
+        )
+        connection = Connection("trainer", sides["trainer"].url, TOKEN, patience=5.0)
+        assert connection.facts()["identity"]["spec.training.learningRate"] == 2e-3
+    assert timeless_rows(three) == timeless_rows(one)
 
 
 def test_an_adapter_that_lies_elsewhere_for_the_trainer_goes_to_it_as_bytes(tmp_path: Path, begun: Path) -> None:

@@ -155,7 +155,7 @@ urls = {"trainer": trainer_url, "inference": inference_url}
 lines = [Connection(kind, url, token, patience=30.0) for kind, url in urls.items()]
 for line in lines:
     line.open(store.uri, execution.number)
-trainer, engine = RemoteTrainer(lines[0], store, execution, share, Path(scratch)), RemoteEngine(lines[1], share)
+trainer, engine = RemoteTrainer(lines[0], store, execution, share, Path(scratch), None), RemoteEngine(lines[1], share)
 before = peak()
 for version in (1, 2):
     adapter = publishable(trainer, version)
