@@ -171,7 +171,7 @@ def find_facts(run: OrbitRun, folder: Path, notice: Callable[[str], None] = _pri
     uri = run.spec.model.uri
     scheme = uri.partition("://")[0]
     if scheme in STORES:
-        from orbit_runtime.model_info.checkpoint import store_facts
+        from orbit_runtime.model_info.remote_checkpoint import store_facts
         from orbit_runtime.storage import open_store
 
         return store_facts(open_store(uri, writable=False))
@@ -211,7 +211,7 @@ def local_facts(run: OrbitRun, folder: Path) -> ModelFacts | None:
 
 def _hub_facts(uri: str, notice: Callable[[str], None]) -> ModelFacts:
     """Facts from range reads of the headers: nothing is downloaded."""
-    from orbit_runtime.model_info.checkpoint import store_facts
+    from orbit_runtime.model_info.remote_checkpoint import store_facts
     from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
     from orbit_runtime.storage.download import RetryPolicy
     from orbit_runtime.storage.hub import Hub, read_access

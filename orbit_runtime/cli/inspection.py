@@ -49,7 +49,8 @@ def _inspect(uri: str, precision: str) -> Inspection | dict[str, Any]:
     from orbit_runtime.checkpoints.inspection import inspect_facts, inspect_headers
     from orbit_runtime.cli.addresses import local_folder
     from orbit_runtime.model_info.cards import find_card_facts, repositories
-    from orbit_runtime.model_info.checkpoint import folder_headers, store_headers
+    from orbit_runtime.model_info.checkpoint import folder_headers
+    from orbit_runtime.model_info.remote_checkpoint import store_headers
     from orbit_runtime.model_info.settings import check_folder
     from orbit_runtime.storage import open_store
 

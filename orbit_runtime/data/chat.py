@@ -194,7 +194,7 @@ class ChatTokenizer:
             is_ended = last_id in self.eos_ids
             end = next((each for each in self._calls.ends if closing.endswith(each) and not is_ended), "")
             following = following[len(closing) - len(end) :]
-        if last_id in self.eos_ids:
+        if last_id is not None and last_id in self.eos_ids:
             following = following.removeprefix(self.decode_all([last_id]))
         return self.encode_text(following)
 

@@ -135,8 +135,6 @@ def load_policy(
     fill(model, reader, quant, family, compute_dtype, activation_precision, share)
     vocabulary = model.get_output_embeddings().out_features
     drop_modules(model, share)
-    if device.type == "cpu":
-        _keep_freed_memory()
     if compute_dtype is torch.float32:
         fuse_norms(model)
     model.requires_grad_(False).eval().to(device)
@@ -289,6 +287,7 @@ def build_model(folder: Path, raw: dict[str, Any], family: Family, longest: int 
         if found.refused:
             raise refused_type(raw, found.refused, where)
         mode = found.mode
+    _keep_freed_memory()
     model = _build(folder, raw, config, mode.attention)
     return _in_whole(model, folder, raw) if _has_tower(raw) else model, mode
 

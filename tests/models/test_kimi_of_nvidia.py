@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
-from orbit_runtime.model_info.checkpoint import folder_facts, store_facts
+from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.content import weights_digest
+from orbit_runtime.model_info.remote_checkpoint import store_facts
 from orbit_runtime.policy import load_policy
 from orbit_runtime.storage import open_store
 from tests.integration.tiny_kimi import make_kimi

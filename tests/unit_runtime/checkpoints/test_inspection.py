@@ -11,7 +11,8 @@ import pytest
 from orbit_runtime.checkpoints.inspection import inspect_facts, inspect_headers
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.model_info.cards import card_facts, repositories
-from orbit_runtime.model_info.checkpoint import folder_headers, store_headers
+from orbit_runtime.model_info.checkpoint import folder_headers
+from orbit_runtime.model_info.remote_checkpoint import store_headers
 from tests.unit_runtime.model_info.test_checkpoint import SMALL, open_memory, write_model
 
 Captured = pytest.CaptureFixture[str]

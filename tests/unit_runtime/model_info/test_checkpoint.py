@@ -12,9 +12,10 @@ from fakes.faulty_store import FakeClock, FaultyBackend
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.cards import load_card
-from orbit_runtime.model_info.checkpoint import folder_facts, store_facts
+from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.families import describe
 from orbit_runtime.model_info.headers import BITS
+from orbit_runtime.model_info.remote_checkpoint import store_facts
 from orbit_runtime.model_info.weights import EXPERT, Weight
 from orbit_runtime.storage import Store
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.model_info.checkpoint import store_headers
 from orbit_runtime.model_info.headers import parse_header, read_folder, read_header
+from orbit_runtime.model_info.remote_checkpoint import store_headers
 from orbit_runtime.storage import open_store
 
 
