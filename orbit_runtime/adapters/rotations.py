@@ -17,6 +17,7 @@ from torch import Tensor
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.oft import rotations
 from orbit_runtime.adapters.pages import Pages
+from orbit_runtime.adapters.part import WHOLE
 
 BATCH_VALUES = 1 << 20
 """Values of R in a batch. A single layer or expert may have more."""
@@ -103,7 +104,8 @@ class Rotations:
 
     def _values(self, blocks: Blocks) -> Tensor:
         parameter, experts = self._parameters[blocks.owner], blocks.experts
-        return parameter if experts is None else parameter[experts.start : experts.stop]
+        # Sliced even where it is the whole: its gradient is then no view that keeps the batch's.
+        return parameter[WHOLE if experts is None else slice(experts.start, experts.stop)]
 
     def _cut(self) -> Iterator[Batch]:
         batch, size = list[Blocks](), 0
