@@ -129,10 +129,11 @@ print(json.dumps([refused, counted, draws, moved.tolist(), x.tolist(), str(moved
 """
 
 
-def told_by(program: str, scratch: Path) -> Any:
+def told_by(program: str, scratch: Path, *arguments: Path) -> Any:
     """What a program prints on two pretended devices."""
     environment = {**os.environ, **pretended_environment(scratch, cards=2)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -181,6 +182,33 @@ def test_an_adapter_of_a_trainer_on_one_card_is_held_by_an_engine_on_another(tmp
         assert all(logprob < 0 for logprob in scored)
 
 
+RANKS = """
+import json, sys
+from pathlib import Path
+from orbit_runtime.training.megatron.groups import GroupSizes
+from orbit_runtime.training.megatron.rank import PolicySettings, RankSettings
+from orbit_runtime.training.megatron.trainer import MegatronTrainer
+from tests.megatron.ranks import world
+from tests.megatron.test_trainer import CASES, TRAINING, adapter_of, folder_of, hold_state, step
+from tests.megatron.trainers import WorldRanks, device_of
+folder, adapter = folder_of(Path(sys.argv[1]), CASES[0]), adapter_of(CASES[0])
+with world(GroupSizes(2, expert=2)) as ranks:
+    settings = RankSettings(folder, adapter, ranks.sizes, TRAINING, PolicySettings(device="cuda"))
+    trainer = MegatronTrainer(WorldRanks(ranks, settings), TRAINING.base_model)
+    step(trainer, 0)
+    state = hold_state(trainer)
+    step(trainer, 1)
+    once = hold_state(trainer)
+    trainer.load_state(state)
+    step(trainer, 1)
+    print(json.dumps([hold_state(trainer) == once, *ranks.call(device_of)]))
+"""
+
+
+def test_ranks_train_and_go_on_from_their_state_on_a_device(tmp_path: Path) -> None:
+    assert told_by(RANKS, tmp_path, tmp_path) == [True, "cuda", "cuda"]
+
+
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunLauncher]:
     launcher = RunLauncher(pretended_environment(tmp_path_factory.mktemp("device")))
@@ -216,6 +244,23 @@ def test_a_run_that_is_killed_on_a_device_goes_on_there_to_its_end(
     assert device.run(asked, str(out)) == 0
     report = report_of(out)
     assert (report["steps"], report["resumed"]) == (2, 1)
+
+
+APART = """
+import json, sys
+from pathlib import Path
+from tests.integration.test_pretended_device import manifest
+from tests.integration.three_processes import run_apart, two_sides
+folder = Path(sys.argv[1])
+asked = manifest("OFT", "INT4", "PPO", folder, steps=1)
+with two_sides(asked) as sides:
+    print(json.dumps(run_apart(asked, folder / "run", sides).ended))
+"""
+
+
+def test_a_trainer_and_an_engine_that_are_apart_run_on_a_device(tmp_path: Path) -> None:
+    assert told_by(APART, tmp_path, tmp_path) == "done"
+    assert report_of(tmp_path / "run")["steps"] == 1
 
 
 @pytest.fixture(scope="module")

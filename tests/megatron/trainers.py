@@ -37,6 +37,10 @@ def start(groups: Groups, settings: RankSettings) -> None:
     _HERE["rank"] = MegatronRank(settings, groups)
 
 
+def device_of(groups: Groups) -> str:
+    return _HERE["rank"]._passes.device.type
+
+
 def ask(groups: Groups, method: str, *arguments: Any) -> Any:
     return getattr(_HERE["rank"], method)(*arguments)
 

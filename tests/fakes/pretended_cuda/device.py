@@ -53,6 +53,9 @@ def install() -> None:
     torch.Tensor.pin_memory = _refuse_to_pin
     for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream):
         owner.synchronize = _counted(owner.synchronize)
+    # Ranks whose memory is the host's meet as those of a CPU do.
+    join = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda _, **settings: join("gloo", **settings)
 
 
 def _is_view(op: Any) -> bool:
@@ -199,9 +202,28 @@ def _host_generator(generator: torch.Generator) -> torch.Generator:
     return host
 
 
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, _: Any
+) -> tuple[Tensor, Tensor | None]:
+    last, normed = [*range(-len(shape), 0)], x * rstd
+    scaled = dy if weight is None else dy * weight
+    dx = rstd * (scaled - normed * (scaled * normed).mean(last, keepdim=True))
+    return dx, None if weight is None else (dy * normed).reshape(-1, *shape).sum(0)
+
+
+def _addmm(
+    added: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Any = None
+) -> Tensor:
+    found = beta * added.to(dtype) + alpha * (a.to(dtype) @ b.to(dtype))
+    return found if out is None else out.resize_(found.shape).copy_(found)
+
+
 SPECIAL: dict[str, Callable[..., Any]] = {
     "mm.dtype": lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype),
+    "addmm.dtype": _addmm,
+    "addmm.dtype_out": _addmm,
     "bmm.dtype": lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype),
     "_fused_sdp_choice.default": lambda *_, **__: 0,
+    "_fused_rms_norm_backward.default": _rms_norm_backward,
 }
 """What the CPU lacks, or answers for itself only."""
