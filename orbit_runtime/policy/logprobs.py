@@ -58,11 +58,13 @@ def _fp32_product() -> Callable[[Tensor, Tensor, Tensor], None] | None:
 
     def product(x: Tensor, w: Tensor, out: Tensor) -> None:
         (rows, size), columns = x.shape, len(w)
-        by_rows, whole, transposed = 101, 111, 112
-        sources = x.data_ptr(), size, w.data_ptr(), size
-        found(by_rows, whole, transposed, rows, columns, size, 1.0, *sources, 0.0, out.data_ptr(), columns)
+        orders = 101, 111, 112  # stored by rows; x as it is, W transposed
+        found(*orders, rows, columns, size, 1.0, x.data_ptr(), size, w.data_ptr(), size, 0.0, out.data_ptr(), columns)
 
-    return product
+    tried, result = torch.linspace(-1, 1, 5 * 64).bfloat16().view(5, 64), torch.full((2, 3), torch.nan)
+    product(tried[:2], tried[2:], result)
+    # Another build of torch may hold one that reads its arguments otherwise.
+    return product if torch.allclose(result, tried[:2].float() @ tried[2:].float().T, atol=1e-4) else None
 
 
 class _Logits(torch.autograd.Function):
@@ -121,8 +123,9 @@ def rows_are_equal(product: Callable[[Tensor], Tensor], in_features: int, most: 
     with torch.no_grad():
         expected = products(most)
         # Some in a thousand results differ if another kernel is chosen.
-        found = (products(count) for count in (FEWEST_ROWS, 57, 64, 100, 128, 171))
-        return all(torch.equal(each, expected[: len(each)]) for each in found)
+        return all(
+            torch.equal(each, expected[: len(each)]) for each in map(products, (FEWEST_ROWS, 57, 64, 100, 128, 171))
+        )
 
 
 def head_gives_same_bits(head: nn.Module) -> bool:
