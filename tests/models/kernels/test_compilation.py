@@ -21,6 +21,7 @@ SHARED_BYTES = 227 * 1024
 """What one block can have on compute capability 9.0 and 10.0."""
 LAYOUTS = ("INT4", "INT4Asymmetric", "FP8", "FP8Block", "NVFP4", "MXFP4")
 SPILLS = {
+    (90, "INT4Asymmetric", "forward_kernel", "256 x 128 x 64"): 8,
     (100, "FP8Tensor", "forward_kernel", "64 x 128 x 64"): 24,
     (100, "FP8Tensor", "input_gradient_kernel", "128 x 64 x 64"): 8,
 }
