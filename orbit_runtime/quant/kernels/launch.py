@@ -140,8 +140,8 @@ GRADIENT_TILES = (
 )
 """Tiles for the gradient. Those of fewer than 64 tokens would be multiplied by another instruction, whose sums may
 differ in the last bits. A fourth stage would make 128 x 64 x 64 spill 8 bytes for FP8 blocks on capability 10.0; FP8
-with one scale per tensor spills 8 bytes in it all the same, and 24 in the forward 64 x 128 x 64; on 9.0,
-INT4Asymmetric of experts spills 8 in the forward 256 x 128 x 64."""
+with one scale per tensor spills 8 bytes in it all the same, and, as FP8 blocks do, 24 in the forward 64 x 128 x 64; on
+9.0, INT4Asymmetric of experts spills 8 in the forward 256 x 128 x 64."""
 DEQUANTIZE_BLOCK = WeightTile(16, 512)
 DEQUANTIZE_FP8_BLOCK = WeightTile(64, 128)
 """Inside one block of 128 x 128, so that a program reads only one scale."""

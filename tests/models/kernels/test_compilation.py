@@ -22,6 +22,7 @@ SHARED_BYTES = 227 * 1024
 LAYOUTS = ("INT4", "INT4Asymmetric", "FP8", "FP8Block", "NVFP4", "MXFP4")
 SPILLS = {
     (90, "INT4Asymmetric", "forward_kernel", "256 x 128 x 64"): 8,
+    (100, "FP8Block", "forward_kernel", "64 x 128 x 64"): 24,
     (100, "FP8Tensor", "forward_kernel", "64 x 128 x 64"): 24,
     (100, "FP8Tensor", "input_gradient_kernel", "128 x 64 x 64"): 8,
 }
