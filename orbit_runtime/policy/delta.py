@@ -188,7 +188,7 @@ def pack_delta_rule(model: nn.Module) -> bool:
         return False
     for name, function in packed.items():
         own = getattr(code, name)
-        if not isinstance(own, partial):
+        if getattr(own, "func", None) is not function:
             setattr(code, name, partial(function, own))
     return True
 

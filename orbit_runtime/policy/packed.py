@@ -387,7 +387,6 @@ class PackedPlan:
         self._is_alone = is_alone
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
-        self._visible: dict[tuple[int, int | None], torch.Tensor] = {}
         self._made: dict[Any, Any] = {}
         self.buckets = batch.buckets
 
@@ -458,10 +457,8 @@ class PackedPlan:
         """The mask, built once for all layers with the same window; not needed if the fused kernel can derive it."""
         if self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.is_plain:
             return "causal"
-        place = (number, look.window)
-        if place not in self._visible:
-            self._visible[place] = bucket.visible(look.window)
-        return self._visible[place]
+        visible: torch.Tensor = self.once((number, look.window), lambda: bucket.visible(look.window))
+        return visible
 
 
 def heads_of(bucket: Bucket, sources_TN: Sequence[Tensor], heads: tuple[int, int]) -> list[Tensor]:
@@ -493,7 +490,8 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        heads, plan, look = ctx.settings
+        # Read once: where layers are computed again, a second reading is refused.
+        (heads, plan, look), sources_TN = ctx.settings, ctx.saved_tensors
         buckets, unsort_T = plan.buckets, plan.batch.unsort_T
         counts = [bucket.query_BQ.numel() for bucket in buckets]
         # The gradient of padding is 0.
@@ -501,7 +499,7 @@ class _Attended(torch.autograd.Function):
         found: list[list[Tensor]] = []
         for (bucket, visible), grad in zip(plan.masked(look), sorted_grad.split(counts), strict=True):
             grad_BHQD = grad.view(*bucket.query_BQ.shape, heads[0], -1).transpose(1, 2)
-            q, k, v = heads_of(bucket, ctx.saved_tensors, heads)
+            q, k, v = heads_of(bucket, sources_TN, heads)
             grads = attention_gradients(q, k, v, grad_BHQD, visible, look.scale)
             found.append([each.transpose(1, 2).flatten(2).flatten(0, 1) for each in grads])
         of_q, of_k, of_v = (torch.cat(pieces) for pieces in zip(*found, strict=True))

@@ -43,10 +43,11 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def load(packed: Path, case: Case) -> Policy:
+def load(packed: Path, case: Case, dtype: torch.dtype = torch.float32) -> Policy:
     """With values in the adapter, and with dropout where it has one."""
     config = adapter_of(case)
-    policy = load_policy(packed, replace(config, dropout=0.2) if case.adapter == "LoRA" else config)
+    config = replace(config, dropout=0.2) if case.adapter == "LoRA" else config
+    policy = load_policy(packed, config, compute_dtype=dtype)
     with torch.no_grad():
         for number, master in enumerate(policy.injected.parameters()):
             master.add_(0.05 * torch.randn(master.shape, generator=torch.Generator().manual_seed(number)))
@@ -83,6 +84,17 @@ def test_gradients_are_those_without_recomputation(case: Case, recompute: str, t
     policy.recompute(recompute)  # type: ignore[arg-type]
     assert_same(gradients(policy), plain)
     # A second pass through the same layers finds nothing of the first.
+    assert_same(gradients(policy), plain)
+
+
+@pytest.mark.parametrize("recompute", ["Selective", "PerLayer"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.adapter == "LoRA"], ids=str)
+def test_gradients_in_bf16_are_those_without_recomputation(case: Case, recompute: str, tmp_path: Path) -> None:
+    """With dropout, so that both passes are the modules'."""
+    packed, _ = make_family(tmp_path, case.family, case.layout)
+    plain = gradients(load(packed, case, torch.bfloat16))
+    policy = load(packed, case, torch.bfloat16)
+    policy.recompute(recompute)  # type: ignore[arg-type]
     assert_same(gradients(policy), plain)
 
 
