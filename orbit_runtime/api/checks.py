@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from orbit_runtime.api.machine import this_machine
 from orbit_runtime.errors import ModelError, OrbitError, StorageError, UnsupportedError
 from orbit_runtime.spec.storage import STORES
-from orbit_runtime.storage.download import Cache, default_cache
+from orbit_runtime.storage.cache import Cache, default_cache
 
 if TYPE_CHECKING:
     from orbit_runtime.model_info.weights import ModelFacts
@@ -213,7 +213,7 @@ def _hub_facts(uri: str, notice: Callable[[str], None]) -> ModelFacts:
     """Facts from range reads of the headers: nothing is downloaded."""
     from orbit_runtime.model_info.remote_checkpoint import store_facts
     from orbit_runtime.spec.hub_address import MODEL_FORM, is_model_address
-    from orbit_runtime.storage.download import RetryPolicy
+    from orbit_runtime.storage.cache import RetryPolicy
     from orbit_runtime.storage.hub import Hub, read_access
     from orbit_runtime.storage.opening import START_DEADLINE_SECONDS, read_deadline
 

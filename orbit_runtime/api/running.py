@@ -20,7 +20,7 @@ from orbit_runtime.api.report import Report
 from orbit_runtime.errors import DataError, OutputError, UsageError
 from orbit_runtime.observability.progress import Progress, SilentProgress, build_progress
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.storage.download import default_cache
+from orbit_runtime.storage.cache import default_cache
 from orbit_runtime.workers.system import gc_paused, wait_asleep
 from orbit_runtime.workers.user_code.entrypoints import FROM_PYTHON
 

@@ -95,7 +95,7 @@ def _run(source: str, out: Path, preparation: object, *, force: bool, as_json: b
     from orbit_runtime.cli.output import print_json
     from orbit_runtime.data.preparation import PreparationSettings, manifest_path, prepare
     from orbit_runtime.data.rows import PromptSource
-    from orbit_runtime.storage.download import RetryPolicy
+    from orbit_runtime.storage.cache import RetryPolicy
     from orbit_runtime.storage.inputs import FetchedInput, fetch_input
 
     assert isinstance(preparation, PreparationSettings)

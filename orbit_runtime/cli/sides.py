@@ -99,7 +99,7 @@ def _run_side(
     from orbit_runtime.services.calls import build_inference_host, build_trainer_host
     from orbit_runtime.services.host import start_host
     from orbit_runtime.services.side_manifest import open_manifest
-    from orbit_runtime.storage.download import RetryPolicy
+    from orbit_runtime.storage.cache import RetryPolicy
     from orbit_runtime.workers.child.signals import stop_on_signals
 
     def note(text: str) -> None:

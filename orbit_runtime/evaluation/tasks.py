@@ -25,7 +25,7 @@ from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec.environment import Environment as EnvironmentSpec
 from orbit_runtime.spec.resolve import EMPTY
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.storage.download import RetryPolicy
+from orbit_runtime.storage.cache import RetryPolicy
 from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import Prompt, Sampling, Tokenizer
 from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool

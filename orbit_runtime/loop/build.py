@@ -52,7 +52,7 @@ from orbit_runtime.sides.trainers import check_replay, decide_new_tokens, load_a
 from orbit_runtime.spec import OrbitRun, Resolved
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
-from orbit_runtime.storage.download import Cache, default_cache
+from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Prompt, Tokenizer
 from orbit_runtime.workers.system import gc_paused, unfreeze_objects
 from orbit_runtime.workers.user_code.environment_pool import EnvironmentPool
@@ -130,7 +130,11 @@ def build_parts(
     show.metrics.add_engine(engine.read_servers)
     keeper = BackgroundWriter()
     closing.callback(keeper.close)
-    is_exact = gives_same_bits(resolved, side)
+    if gives_same_bits(resolved, side):
+        change = base = 0.0
+    else:
+        change = change_limit(side.facts, spec.model.activation_precision)
+        base = base_limit(side.facts.precision, spec.parity.mean_limit, resolved.compute_dtype)
     publisher = Publisher(
         store,
         execution,
@@ -143,14 +147,10 @@ def build_parts(
             if all(copy.reads_back for copy in engine.copies())
             else min(LONG_CANARY, spec.model.max_sequence_length),
         ),
-        0.0 if is_exact else change_limit(side.facts, spec.model.activation_precision),
+        change,
         weights,
         FaultFinder(engine, sequences[0], resolved.compute_dtype, side.snapshot, side.explain, side.facts.group_size),
-        base_limit=math.inf
-        if spec.parity.preflight != "Enforce"
-        else 0.0
-        if is_exact
-        else base_limit(side.facts.precision, spec.parity.mean_limit, resolved.compute_dtype),
+        base_limit=base if spec.parity.preflight == "Enforce" else math.inf,
         max_unproven=spec.parity.max_unproven,
         loads_beside=given.sides.loads_beside and resolved.engine != "Torch",
     )

@@ -22,7 +22,7 @@ from orbit_runtime.sides.inputs import Inputs
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.sides.trainers import build_policy
 from orbit_runtime.spec import OrbitRun, resolve
-from orbit_runtime.storage.download import Cache, RetryPolicy, default_cache
+from orbit_runtime.storage.cache import Cache, RetryPolicy, default_cache
 from orbit_runtime.types import BASE_VERSION, AdapterFiles, Engine
 
 

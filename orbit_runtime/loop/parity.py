@@ -94,7 +94,7 @@ def measure_parity(parts: Parts, publication: Publication, when: str = "prefligh
 def _floor_limits(parts: Parts, floor: float) -> ParityLimits:
     """The limits that follow from a floor."""
     absolute, asked, dtype = absolute_limits(parts), parts.spec.parity, parts.side.facts.compute_dtype
-    if parts.publisher.change_limit == 0.0:
+    if parts.publisher.change_limit == 0.0:  # both sides give the same bits
         return replace(absolute, mean=0.0)
     mean = resolve_limit(
         floor,

@@ -33,7 +33,7 @@ from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.spec.resolve import in_one_process
 from orbit_runtime.spec.run import upgrade_manifest
 from orbit_runtime.storage import NotFound, Store, read_run_file
-from orbit_runtime.storage.download import Cache, RetryPolicy, default_cache
+from orbit_runtime.storage.cache import Cache, RetryPolicy, default_cache
 from orbit_runtime.types import Group, Prompt, Rollout
 
 

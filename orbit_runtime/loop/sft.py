@@ -57,7 +57,7 @@ from orbit_runtime.sides.trainers import (
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.data import Validation
 from orbit_runtime.storage import Execution, Store
-from orbit_runtime.storage.download import Cache, RetryPolicy, default_cache
+from orbit_runtime.storage.cache import Cache, RetryPolicy, default_cache
 from orbit_runtime.types import AdapterFiles, Prompt, Sample, Tokenizer, UpdateResult
 from orbit_runtime.workers.child.signals import StopFlag
 from orbit_runtime.workers.system import gc_paused, unfreeze_objects

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orbit_runtime.model_info.headers import TensorInfo, read_folder, read_header
 from orbit_runtime.model_info.settings import TEMPLATE_FILE, own_template
-from orbit_runtime.storage.download import Cache
+from orbit_runtime.storage.cache import Cache
 
 FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",

@@ -167,7 +167,7 @@ def _find_record(
 
 def _made_record(asked: dict[str, Any], where: str) -> Record:
     # The operator, which reads shipped records only, has no object store's library.
-    from orbit_runtime.storage.download import Cache, default_cache
+    from orbit_runtime.storage.cache import Cache, default_cache
 
     text = json.dumps([VERSION, version("transformers"), asked], sort_keys=True)
     key, kept = hashlib.sha256(text.encode()).hexdigest(), Cache(default_cache(os.environ))

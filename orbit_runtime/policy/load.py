@@ -48,7 +48,7 @@ from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
 from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_modules
 from orbit_runtime.quant.activations import ActivationPrecision
-from orbit_runtime.storage.download import Cache, default_cache
+from orbit_runtime.storage.cache import Cache, default_cache
 
 INDEXER = "indexer."
 """Part of the names of what chooses the keys that a query sees: nothing there gets a gradient."""

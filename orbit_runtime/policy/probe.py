@@ -45,7 +45,7 @@ from orbit_runtime.policy.delta import pack_delta_rule
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.whole_rows import OwnCache, OwnRows
-from orbit_runtime.storage.download import Cache
+from orbit_runtime.storage.cache import Cache
 
 VERSION = 4
 """Changes with what is measured, so that no older answer is used."""

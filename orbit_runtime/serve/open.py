@@ -48,7 +48,7 @@ from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import Model, upgrade_manifest
 from orbit_runtime.storage import open_store, read_run_file
 from orbit_runtime.storage.bundles import list_bundles
-from orbit_runtime.storage.download import Cache, RetryPolicy, default_cache
+from orbit_runtime.storage.cache import Cache, RetryPolicy, default_cache
 
 PROBE = [{"role": "user", "content": "Name three rivers of Africa, then add 17 and 26."}]
 """Text on which the tokenizers of Orbit and of attached servers must agree."""

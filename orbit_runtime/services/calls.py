@@ -46,7 +46,7 @@ from orbit_runtime.sides.local import LocalSides
 from orbit_runtime.sides.machine import rounding_facts
 from orbit_runtime.sides.trainers import build_policy
 from orbit_runtime.storage import Content, Part, write_parts
-from orbit_runtime.storage.download import Cache, default_cache
+from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import AdapterFiles, Completion, Probe
 
 Operation = tuple[str, Sequence[Any]]

@@ -32,7 +32,7 @@ from orbit_runtime.sides.trainers import decide_by_size
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.storage import Execution, Store
-from orbit_runtime.storage.download import Cache, default_cache
+from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine
 from orbit_runtime.workers.child.signals import StopFlag
 

@@ -18,7 +18,7 @@ from orbit_runtime.sides.trainers import decide_by_size
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, resolve
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.storage.download import RetryPolicy
+from orbit_runtime.storage.cache import RetryPolicy
 from orbit_runtime.version import __version__
 
 

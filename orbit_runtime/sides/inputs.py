@@ -20,7 +20,7 @@ from orbit_runtime.model_info.content import file_digests
 from orbit_runtime.observability.progress import format_seconds
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.storage.download import RetryPolicy, Transfer
+from orbit_runtime.storage.cache import RetryPolicy, Transfer
 from orbit_runtime.storage.inputs import FetchedInput, Kind, fetch_input
 from orbit_runtime.storage.opening import read_deadline
 from orbit_runtime.workers.child.signals import StopFlag

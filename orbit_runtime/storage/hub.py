@@ -23,7 +23,7 @@ from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_ty
 
 from orbit_runtime.errors import CredentialsError, OrbitError, StorageError
 from orbit_runtime.spec.hub_address import parse_address
-from orbit_runtime.storage.download import (
+from orbit_runtime.storage.cache import (
     QUIET_TRIES,
     UNREACHED_SECONDS,
     Cache,

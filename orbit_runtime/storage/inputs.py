@@ -22,7 +22,7 @@ from typing import Literal
 
 from orbit_runtime.errors import DataError, ModelError, OrbitError, OutputError, StorageError, UsageError
 from orbit_runtime.spec.hub_address import MODEL_FORM, PROMPTS_FORM, parse_address
-from orbit_runtime.storage.download import (
+from orbit_runtime.storage.cache import (
     Cache,
     MissingError,
     RemoteFile,

@@ -101,6 +101,27 @@ def wait_for[T](probe: Callable[[], T | None], what: str, seconds: float = 90.0)
         pause = min(1.3 * pause, 0.25)
 
 
+@contextmanager
+def repeated(act: Callable[[], None], pause: float) -> Iterator[None]:
+    """Acts every so many seconds, in a thread, until the end of the block."""
+    over = threading.Event()
+
+    def keep_acting() -> None:
+        while not over.wait(pause):
+            try:
+                act()
+            except (AssertionError, httpx.HTTPError):
+                continue  # The object moved on meanwhile, or the server is away: look again.
+
+    thread = threading.Thread(target=keep_acting, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 @dataclass
 class Team:
     """One namespace with a kubelet of its own."""
@@ -228,27 +249,19 @@ def open_team(server: Server, name: str) -> Iterator[Team]:
         name = f"{namespace}-n{index}"
         server.apply(f"/api/v1/nodes/{name}", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
         set_ready(server, name, True)
-    team = Team(server, namespace)
-    over = threading.Event()
+    team, beat = Team(server, namespace), 0.0
 
-    def keep_moving() -> None:
-        beat = 0.0
-        while not over.wait(0.2):
-            try:
-                team.act_as_kubelet()
-                if time.monotonic() - beat > 4.0:
-                    beat = time.monotonic()
-                    team.show_life()
-            except (AssertionError, httpx.HTTPError):
-                continue  # The object moved on meanwhile, or the server is away: look again.
+    def move() -> None:
+        nonlocal beat
+        team.act_as_kubelet()
+        if time.monotonic() - beat > 4.0:
+            beat = time.monotonic()
+            team.show_life()
 
-    thread = threading.Thread(target=keep_moving, daemon=True)
-    thread.start()
     try:
-        yield team
+        with repeated(move, 0.2):
+            yield team
     finally:
-        over.set()
-        thread.join()
         for run in server.items(team.path("orbitruns")):
             server.merge(team.path("orbitruns", run["metadata"]["name"]), {"metadata": {"finalizers": None}})
         for pod in team.pods():

@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import yaml
 from cluster.bed.processes import WITH_ITS_PARENT
 from cluster.bed.programs import FOLDERS
-from cluster.by_hand import Object, Server, Team, wait_for
+from cluster.by_hand import Object, Server, Team, repeated, wait_for
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
@@ -83,7 +81,6 @@ def make_pods(team: Team, cluster: Object, *, few: bool = False) -> None:
 @contextmanager
 def play_kuberay(team: Team) -> Iterator[None]:
     """Each RayCluster of the namespace has its pods while nobody suspends it, and none else."""
-    over = threading.Event()
 
     def act() -> None:
         living = {each["metadata"]["uid"]: each for each in clusters(team.server, team)}
@@ -97,17 +94,5 @@ def play_kuberay(team: Team) -> Iterator[None]:
             if any(uid not in living or living[uid]["spec"].get("suspend") for uid in owners):
                 team.server.delete(team.path("pods", pod["metadata"]["name"]))
 
-    def keep_acting() -> None:
-        while not over.wait(0.5):
-            try:
-                act()
-            except (AssertionError, httpx.HTTPError):
-                continue  # Something moved on meanwhile: look again.
-
-    thread = threading.Thread(target=keep_acting, daemon=True)
-    thread.start()
-    try:
+    with repeated(act, 0.5):
         yield
-    finally:
-        over.set()
-        thread.join()

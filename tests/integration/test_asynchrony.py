@@ -32,7 +32,7 @@ from orbit_runtime.sides.inputs import Inputs, resolve_names
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import Store, claim_execution, newest_readable, open_store
-from orbit_runtime.storage.download import RetryPolicy
+from orbit_runtime.storage.cache import RetryPolicy
 from orbit_runtime.types import Completion, Engine, Request, Rollout, Sampling
 from tests.integration.killing import adapter_digests, demanding_manifest, small_manifest
 from tests.integration.run_launcher import RunLauncher

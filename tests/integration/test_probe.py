@@ -27,7 +27,7 @@ from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.probe import Behaviour
 from orbit_runtime.serve.open import ServeRequest, open_models
 from orbit_runtime.serve.requests import ServeLimits
-from orbit_runtime.storage.download import Cache
+from orbit_runtime.storage.cache import Cache
 from tests.integration.killing import small_manifest
 from tests.integration.tiny_models import SIZES, load_reference, reference_logprobs
 

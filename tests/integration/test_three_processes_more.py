@@ -25,7 +25,7 @@ from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.side_manifest import open_manifest
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Store, open_store
-from orbit_runtime.storage.download import RetryPolicy
+from orbit_runtime.storage.cache import RetryPolicy
 from orbit_runtime.types import AdapterFiles, Completion, Request, Sampling
 from tests.integration.killing import demanding_manifest, small_manifest, timeless_rows
 from tests.integration.three_processes import TOKEN, Side, remote_sides, run_apart, two_sides

@@ -25,7 +25,7 @@ from orbit_runtime.services.host import Host
 from orbit_runtime.services.side_manifest import SideManifest, common_facts
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import Store, open_store
-from orbit_runtime.storage.download import Cache
+from orbit_runtime.storage.cache import Cache
 from tests.integration.killing import small_manifest, timeless_rows
 from tests.integration.policy_server import PolicyServer
 from tests.integration.three_processes import Side, remote_sides, run_apart

@@ -22,7 +22,7 @@ from orbit_runtime.services.host import Host, start_host
 from orbit_runtime.services.orchestrate import RemoteSides
 from orbit_runtime.services.side_manifest import SideManifest, kinds_of, open_manifest
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.storage.download import RetryPolicy
+from orbit_runtime.storage.cache import RetryPolicy
 
 TOKEN = "a-token"
 

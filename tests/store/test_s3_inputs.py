@@ -11,7 +11,7 @@ from fakes.s3_server import S3Server
 
 from orbit_runtime.errors import CredentialsError, DataError, ModelError, OrbitError, StorageError, UsageError
 from orbit_runtime.storage import Store, open_store
-from orbit_runtime.storage.download import Cache, RetryPolicy, fetch_files
+from orbit_runtime.storage.cache import Cache, RetryPolicy, fetch_files
 from orbit_runtime.storage.inputs import BucketFolder, FetchedInput, code_digest, fetch_input
 
 ROOT = Path(__file__).parents[2]

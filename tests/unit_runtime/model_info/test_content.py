@@ -12,7 +12,7 @@ from fakes.deepseek_v4_folder import write_deepseek_v4
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import cached_weights_digest, file_digests, weights_digest
 from orbit_runtime.model_info.settings import TEMPLATES, own_template
-from orbit_runtime.storage.download import Cache
+from orbit_runtime.storage.cache import Cache
 
 
 class Reader:

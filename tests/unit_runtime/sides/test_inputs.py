@@ -12,7 +12,7 @@ from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import LiveStatus
 from orbit_runtime.sides.inputs import Inputs, build_patience, transfer_line
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.storage.download import RetryPolicy, Transfer
+from orbit_runtime.storage.cache import RetryPolicy, Transfer
 from orbit_runtime.storage.inputs import code_digest
 from orbit_runtime.workers.child.signals import StopFlag
 from tests.integration.killing import small_manifest

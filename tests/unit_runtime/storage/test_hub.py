@@ -29,7 +29,7 @@ from orbit_runtime.errors import (
     UsageError,
 )
 from orbit_runtime.spec.hub_address import HubAddress, parse_address
-from orbit_runtime.storage.download import RetryPolicy, Transfer
+from orbit_runtime.storage.cache import RetryPolicy, Transfer
 from orbit_runtime.storage.hub import read_access
 from orbit_runtime.storage.inputs import FetchedInput, fetch_input
 

@@ -1,4 +1,4 @@
-"""Downloads from a remote source into the cache: resumed, verified, several files at a time, with progress.
+"""The cache of what was downloaded or made, and downloads into it: resumed, verified, several files at a time.
 
 Belongs here: retries, digests, the meter; where a downloaded byte is kept and when it counts. Does not belong here: a
 source's protocol (`hub`, `inputs`), or which files a run needs (`inputs`).
