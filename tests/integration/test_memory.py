@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,17 @@ from orbit_runtime.storage import open_store
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """This process gets no more than 64 GiB of addresses: a kernel that overcommits (a kubelet sets that)
+    would kill it instead."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (64 << 30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.usefixtures("little_memory")
 def test_a_sequence_that_is_too_long_is_told_with_the_field_to_lower(tmp_path: Path) -> None:
     """`orbit run` would have refused it: from Python nothing is planned first."""
     spec = load_manifest(
