@@ -133,8 +133,11 @@ def head_gives_same_bits(head: nn.Module) -> bool:
     weight_VN = _plain_weight(head)
     if weight_VN is None:
         return False
-    parts = (weight_VN[:WIDENED_ROWS], weight_VN[len(weight_VN) // WIDENED_ROWS * WIDENED_ROWS :])
-    return all(rows_are_equal(lambda x, w=part: _Logits.apply(x, w), part.shape[1], TRIED_ROWS) for part in parts)  # type: ignore[misc]
+    parts = weight_VN.split(WIDENED_ROWS)
+    return all(
+        rows_are_equal(lambda x, w=part: _Logits.apply(x, w), part.shape[1], TRIED_ROWS)  # type: ignore[misc]
+        for part in {parts[0], parts[-1]}
+    )
 
 
 CHUNK_ELEMENTS = 1 << 24

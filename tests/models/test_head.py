@@ -10,7 +10,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.attention import attention_gradients
-from orbit_runtime.policy.logprobs import logits_of, token_logprobs
+from orbit_runtime.policy.logprobs import WIDENED_ROWS, head_gives_same_bits, logits_of, token_logprobs
 from orbit_runtime.policy.packed import Branch
 
 TOKENS = [3, 27, 26, 20, 27, 25, 38, 1, 4, 30, 31, 1]
@@ -34,6 +34,13 @@ def test_logits_and_gradients_are_those_of_double_precision() -> None:
     expected = slope.double() @ weight.double()
     assert grad.dtype == torch.bfloat16
     torch.testing.assert_close(grad.double(), expected, rtol=2**-6, atol=float(expected.abs().max()) * 2**-7)
+
+
+@pytest.mark.parametrize("rows", [500, 2 * WIDENED_ROWS])
+def test_a_head_is_tried_in_silence(rows: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """MKL writes to the terminal when it is handed a matrix without rows."""
+    head_gives_same_bits(nn.Linear(32, rows, bias=False, dtype=torch.bfloat16))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_head_that_is_trained_gets_its_gradient() -> None:
