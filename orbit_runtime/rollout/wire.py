@@ -85,13 +85,18 @@ class Wire:
                     self._check(path, answer)
                 if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                     raise GateError(f"{path} was answered with something that is no stream of events", where="rollout")
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data:"):
-                        continue
-                    event = line[5:].strip()
-                    if event == "[DONE]":
-                        return
-                    yield _event(path, event)
+                pending = bytearray()
+                # Not httpx's lines: those end at U+2028 and U+0085 too, which JSON holds as they are.
+                async for chunk in answer.aiter_bytes():
+                    pending += chunk
+                    while b"\n" in pending:
+                        line, _, pending = pending.partition(b"\n")
+                        if not line.startswith(b"data:"):
+                            continue
+                        event = line[5:].strip().decode(errors="replace")
+                        if event == "[DONE]":
+                            return
+                        yield _event(path, event)
         except httpx.InvalidURL as error:
             raise LostError(f"{self.url}: {error}") from None
         except httpx.RequestError as error:

@@ -6,6 +6,7 @@ The servers are fakes (`tests/fakes/fake_servers.py`); a real SGLang keeps the s
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from contextlib import aclosing
@@ -74,6 +75,16 @@ def recorder(bodies: list[dict]) -> Fault:
             bodies.append(body)
 
     return keep
+
+
+def test_an_event_may_hold_any_text(build: Build) -> None:
+    """U+2028 and U+0085 stand in JSON as they are; they end a line of text, and no event."""
+    server = FakeServer()
+    engine = build(server)
+    told = json.dumps({**event(), "text": "a\u2028b\u0085c"}, ensure_ascii=False)
+    server.faults.append(once("/generate", 200, Events([f"data: {told}\n\n"])))
+    (found,) = sample(engine, requests(1, samples=1, name=None))
+    assert found.token_ids_T.tolist() == [5, 5, 5], "nothing was asked for again"
 
 
 HALF = 'data: {"index": 0, "meta_info": {"output_token_log'
