@@ -56,7 +56,7 @@ def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
             kept = collector.keep()
     if state.step > first:
         _keep_newest(parts, state, parts.prompts.with_rates(cursors[state.step]), kept)
-    elif kept and state.step:
+    elif kept and state.checkpoint_step:
         parts.checkpoints.restate(state, parts.prompts.with_rates(cursors[state.step]), kept)
     return ended
 

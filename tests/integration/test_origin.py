@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orbit_runtime.cli.main import run_command
+from orbit_runtime.loop import run
+from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import open_store
 from tests.integration.killing import small_manifest, timeless_rows
 from tests.integration.run_launcher import RunLauncher
@@ -55,6 +61,25 @@ def test_a_checkpoint_may_be_named_and_stays_the_one_it_was(launcher: RunLaunche
     assert launcher.run(made, str(out)) == 0
     told = json.loads((out / "run.json").read_text())
     assert told["origin"]["checkpoint"] == "checkpoints/step-000002"
+
+
+def test_a_stop_in_the_first_step_of_one_that_samples_ahead_is_a_stop(tmp_path: Path) -> None:
+    """There is no checkpoint of its own yet that could keep the rollouts."""
+    called: list[str] = []
+
+    def stopping(completion: str, prompt: Any, fields: Any) -> float:
+        called.append(completion)
+        if called == [completion] and (tmp_path / "second").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2 if (tmp_path / "second").exists() else 0.0)
+        return float(len(completion) % 2)
+
+    ahead = {"maxStaleness": 1, "sampling": {"maxNewTokens": 4}}
+    for name, steps, origin in (("first", 1, None), ("second", 3, tmp_path / "first")):
+        called.clear()
+        spec = OrbitRun.model_validate(manifest(steps=steps, origin=origin, rollout=ahead))
+        found = run(spec, out=str(tmp_path / name), rewards={"correct": stopping}, progress=SilentProgress())
+        assert found.ended == ("done" if origin is None else "stopped")
 
 
 @pytest.mark.parametrize(
