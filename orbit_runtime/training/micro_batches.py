@@ -17,6 +17,7 @@ from orbit_runtime.data.samples import count_trained
 from orbit_runtime.policy.distance import TeacherReport
 from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts, to_device
 from orbit_runtime.policy.preceding_tokens import PrecedingTokens, build_preceding
+from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.types import ColumnName, Sample, Sampling
 
 Pack = Callable[[Sequence[Branch]], PackedBatch]
@@ -45,7 +46,19 @@ class MicroBatch:
 
     def routed_tokens(self) -> torch.Tensor | None:
         """`[T, L, C]`, built for one pass: for all samples of a step at once it could be larger than the model."""
-        routed = [unpack_experts(each.routed_experts) if each.routed_experts else None for each in self.samples]
+        # No engine has read what was given after the last answer, as where a limit ends an episode.
+        unread_D = [
+            max(0, len(each.token_ids_T) - 1 - told.shape[0])
+            if (told := each.routed_experts) and 1 not in each.loss_mask_T[told.shape[0] + 1 :]
+            else 0
+            for each in self.samples
+        ]
+        routed = [
+            np.pad(unpack_experts(told), ((0, unread), (0, 0), (0, 0)), constant_values=OWN_CHOICE)
+            if (told := each.routed_experts)
+            else None
+            for each, unread in zip(self.samples, unread_D, strict=True)
+        ]
         return lay_out_experts(self.branches, routed, self.packed)
 
     def teacher_report(self) -> TeacherReport:
