@@ -231,6 +231,8 @@ def _run(
         show.note(f"changed since the last start: {change}")
     _warn(parts, state, given.functions)
     _write_run_file(parts, state, before, given.functions, origin, initial, started)
+    # The trainer has their values; from an object store they are bytes of this process, several times the adapter's.
+    del bundle, origin, initial
     for sentence in keep_code(store, execution, state.step, code, recorded):
         show.note(sentence)
     start_trackers(trackers, store, show, state.step, closing)
@@ -241,7 +243,7 @@ def _run(
     if isinstance(parts, SftParts):
         check_restored(parts, state)
     else:
-        _start_policy(parts, state, is_new=bundle is None)
+        _start_policy(parts, state, is_new=not state.resumed)
     show.status.update(phase="Running")
     show.target(total, state.step)
     ended = run_sft(parts, state, stop) if isinstance(parts, SftParts) else run_steps(parts, state, stop)

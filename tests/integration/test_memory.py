@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orbit_runtime.errors import OutOfMemoryError
 from orbit_runtime.loop import run
-from orbit_runtime.spec import load_manifest
-from orbit_runtime.storage import open_store
+from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.spec import OrbitRun, load_manifest
+from orbit_runtime.storage import Bundle, open_store
+from tests.integration.killing import small_manifest
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -45,3 +49,17 @@ def test_a_sequence_that_is_too_long_is_told_with_the_field_to_lower(tmp_path: P
     assert b"OutOfMemoryError" in b"".join(
         open_store(str(tmp_path / "run")).get(key) for key in open_store(str(tmp_path / "run")).list("executions/")
     )
+
+
+def test_a_resumed_run_lets_go_of_the_checkpoint_that_it_began_from(tmp_path: Path) -> None:
+    held: list[int] = []
+
+    def counting(completion: str, prompt: Any, fields: Any) -> float:
+        held.append(sum(type(each) is Bundle for each in gc.get_objects()))
+        return float(len(completion) % 2)
+
+    for steps in (1, 2):
+        spec = OrbitRun.model_validate(small_manifest(steps=steps))
+        run(spec, out=str(tmp_path), rewards={"correct": counting}, progress=SilentProgress())
+    assert len(held) == 2 * 16
+    assert not any(held)
