@@ -19,7 +19,8 @@ from orbit_runtime.errors import DataError, InternalError
 from orbit_runtime.types import FLOATS, TOKENS, Rollout, RoutedExperts, TopTokens, Turn
 
 MAX_BYTES = 1 << 34
-"""A decompressed step larger than this is refused, so that a corrupt size cannot exhaust memory."""
+"""A decompressed line larger than this is refused, so that a corrupt size cannot exhaust memory. A step may be larger:
+the experts of one answer of 100,000 tokens can take 100 MB."""
 FED_BYTES = (1 << 6, 1 << 10)
 """Compressed bytes unpacked at a time, of bytes that become many and of others: each becomes 64 KiB at most."""
 
@@ -94,21 +95,20 @@ def decompressed_lines(data: bytes) -> Iterator[bytes]:
     """Yields lines that are not empty, without line ends; only a few lines are in memory at a time.
 
     Raises:
-        ValueError: there are more than `MAX_BYTES`. ZstdError: the bytes are damaged or cut off.
+        ValueError: a line has more than `MAX_BYTES`. ZstdError: the bytes are damaged or cut off.
     """
     pending: list[bytes] = []
     size = 0
     for piece in unpacked([data]):
-        size += len(piece)
-        if size > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
-        *lines, rest = piece.split(b"\n")
-        for line in lines:
-            whole = b"".join([*pending, line])
-            pending = []
-            if whole:
+        first, *others = piece.split(b"\n")
+        pending.append(first)
+        size += len(first)
+        for part in others:
+            if whole := b"".join(pending):
                 yield whole
-        pending.append(rest)
+            pending, size = [part], len(part)
+        if size > MAX_BYTES:
+            raise ValueError(f"a line of more than {MAX_BYTES} bytes")
     if last := b"".join(pending):
         yield last
 

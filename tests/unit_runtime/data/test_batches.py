@@ -107,7 +107,7 @@ def test_likeliest_tokens_of_a_teacher_take_eight_bytes_and_survive_the_file_to_
 
 
 def test_records_are_read_where_there_is_little_memory() -> None:
-    """On a machine that cannot set aside the 16 GiB that a step may have at most."""
+    """On a machine that cannot set aside the 16 GiB that a line may have at most."""
     record = base64.b64encode(compress_rollouts([rollout(0, 0, 1.0)] * 3)).decode()
     code = (
         "import base64, resource, sys\n"
@@ -123,9 +123,11 @@ def test_lines_are_put_together_from_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("orbit_runtime.data.records.FED_BYTES", (7, 7))
     rollouts = [rollout(0, index, 1.0) for index in range(4)]
     assert decompress_rollouts(compress_rollouts(rollouts)) == rollouts
+    monkeypatch.setattr("orbit_runtime.data.records.MAX_BYTES", max(len(rollout_to_line(each)) for each in rollouts))
+    assert decompress_rollouts(compress_rollouts(rollouts)) == rollouts, "together they may be larger"
     monkeypatch.setattr("orbit_runtime.data.records.MAX_BYTES", 100)
-    with pytest.raises(DataError, match="more than 100 bytes"):
-        decompress_rollouts(compress_rollouts(rollouts))
+    with pytest.raises(DataError, match="a line of more than 100 bytes"):
+        decompress_rollouts(zstandard.ZstdCompressor().compress(bytes(10**7)))
 
 
 def sample(prefix: int, prompt: int, answer: int) -> Sample:
