@@ -128,18 +128,18 @@ def check_staleness(staleness: Staleness, limit: int) -> None:
 
 def with_stale(samples_D: Sequence[Sample], groups_P: Sequence[Group], version: int) -> list[Sample]:
     """The samples, with the column `stale` if any token of the step is stale."""
-    trained_PG = [[rollout for rollout in group.rollouts_G if rollout.trains] for group in groups_P]
-    if all(((versions == version) | (versions < 0)).all() for versions in map(_versions, trained_PG)):
+    # Samples lie as `build_batch` makes them: a prompt's cohorts one after the other.
+    versions_D = [
+        _versions([each])
+        for group in groups_P
+        for cohort in split_cohorts(group)
+        for each in cohort.rollouts_G
+        if each.trains
+    ]
+    stale_D = [(versions_T >= 0) & (versions_T < version) for versions_T in versions_D]
+    if not any(stale_T.any() for stale_T in stale_D):
         return list(samples_D)
-    columns = []
-    for rollouts_G in trained_PG:
-        versions = _versions(rollouts_G)
-        stale: array[float] = array(FLOATS, ((versions >= 0) & (versions < version)).astype(np.float32).tobytes())
-        end = 0
-        for rollout in rollouts_G:
-            start, end = end, end + len(rollout.versions_T)
-            columns.append(stale[start:end])
-    return with_column(samples_D, "stale", columns)
+    return with_column(samples_D, "stale", [array(FLOATS, each.astype(np.float32).tobytes()) for each in stale_D])
 
 
 def _versions(rollouts: Iterable[Rollout]) -> np.ndarray:

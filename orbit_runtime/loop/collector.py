@@ -158,8 +158,9 @@ class Collector(ClosedAtEnd):
         return tuple(found)
 
     def pause(self) -> None:
-        """Aborts requests in flight, before a last `keep`."""
-        self._loop.run(self._asking.pause(), END_SECONDS)
+        """Aborts requests in flight, before a last `keep`, which lacks the newest tokens of those that do not end."""
+        with suppress(TimeoutError):
+            self._loop.run(self._asking.pause(), END_SECONDS)
 
     def close(self) -> None:
         """Ends everything in progress. Safe to call twice."""

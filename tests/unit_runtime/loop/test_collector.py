@@ -8,18 +8,20 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 from fakes.token_engine import TokenEngine, token
 
+from orbit_runtime.data.samples import build_samples, split_cohorts
 from orbit_runtime.environments.turns import SingleTurn
 from orbit_runtime.errors import DataError, EngineDiedError, GateError
 from orbit_runtime.loop.buffer import EpisodeSnapshot, dump_snapshots, load_snapshots
 from orbit_runtime.loop.collect import check_staleness, measure_staleness, with_stale
 from orbit_runtime.loop.collector import CallersThread, Collector, EventLoop, OwnThread
 from orbit_runtime.loop.publish import Publication
-from orbit_runtime.types import AdapterFiles, Completion, Prompt, Request, Rollout, Sample, Sampling
+from orbit_runtime.types import AdapterFiles, Completion, Group, Prompt, Request, Rollout, Sample, Sampling
 from orbit_runtime.workers.child.signals import StopFlag
 from orbit_runtime.workers.user_code.reward_pool import RewardThreads
 from orbit_runtime.workers.user_code.reward_protocol import RewardTarget
@@ -256,6 +258,26 @@ def test_a_stop_leaves_what_was_sampled_for_the_checkpoint(build: Build) -> None
     assert any(set(each.versions_T) == {-1, 0, 1} for each in found)
 
 
+def test_a_stop_keeps_what_has_ended_although_the_engine_does_not_answer(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf(TokenEngine):
+        def abort(self, request_ids: object = None) -> None: ...
+
+    engine = Deaf(lambda request: 500 if request.key % 2 else 5)
+    collector = build(engine)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1, 8))
+    engine.steps = 50
+    until(lambda: not engine.steps and collector._buffer.counts[0])
+    monkeypatch.setattr("orbit_runtime.loop.collector.END_SECONDS", 0.05)
+    collector.pause()
+    kept = collector.keep()
+    engine.rows.clear()
+    assert 0 < len(kept) < 16
+    assert all(each.played for each in kept)
+
+
 def test_an_environment_that_answers_otherwise_after_a_kill_gets_new_tokens(build: Build) -> None:
     engine = TokenEngine(lambda request: 300)
     collector = build(engine)
@@ -467,8 +489,6 @@ def rollout(versions: Sequence[int]) -> Rollout:
 
 
 def test_staleness_is_counted_by_the_token() -> None:
-    from orbit_runtime.types import Group
-
     groups = [Group(prompts(1)[0], (rollout([-1, -1, 5, 5, 7]), rollout([-1, 8])))]
     found = measure_staleness(groups, 8)
     assert (found.mean, found.max) == ((3 + 3 + 1 + 0) / 4, 3)
@@ -483,6 +503,15 @@ def test_staleness_is_counted_by_the_token() -> None:
     assert [each.columns["stale"].tolist() for each in marked] == [[0, 0, 1, 1, 1], [0, 0]]
     fresh = [Group(prompts(1)[0], (rollout([-1, -1, 8, 8, 8]), rollout([-1, 8])))]
     assert with_stale(samples, fresh, 8) == samples
+
+
+def test_stale_tokens_stay_with_their_sample_where_a_prompt_has_cohorts() -> None:
+    """Samples lie cohort by cohort, the rollouts of a prompt episode by episode."""
+    found = [("white", [-1, 5, 5]), ("black", [-1, -1, -1, 8]), ("white", [-1, 8, 8]), ("black", [-1, 5])]
+    group = Group(prompts(1)[0], tuple(replace(rollout(versions), cohort=cohort) for cohort, versions in found))
+    samples = build_samples(split_cohorts(group))
+    marked = with_stale(samples, [group], 8)
+    assert [each.columns["stale"].tolist() for each in marked] == [[0, 1, 1], [0, 0, 0], [0, 0, 0, 0], [0, 1]]
 
 
 def test_completions_are_what_the_engine_said(build: Build) -> None:
