@@ -260,15 +260,17 @@ def stream_chat(
 
     import httpx
 
+    from orbit_runtime.rollout.streaming import take_events
+
     body = {"model": model, "messages": list(messages), "stream": True, **settings}
     try:
         with client.stream("POST", "/chat/completions", json=body) as answer:
             if answer.status_code != 200:
                 answer.read()
                 raise _refusal(answer)
-            for line in answer.iter_lines():
-                data = line.removeprefix("data: ")
-                if not line.startswith("data: ") or data == "[DONE]":
+            held = bytearray()
+            for data in (each for piece in answer.iter_bytes() for each in take_events(held, piece)):
+                if data == "[DONE]":
                     continue
                 said = json.loads(data)
                 if "error" in said:

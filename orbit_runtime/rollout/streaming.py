@@ -34,6 +34,16 @@ def with_more(so_far: Alternatives | None, more: Alternatives) -> Alternatives:
     return ids, logprobs
 
 
+def take_events(held: bytearray, piece: bytes) -> list[str]:
+    """What the whole lines of `data:` hold; the rest stays in `held`. Only a line feed ends a line: for httpx, U+0085
+    and U+2028 do too, which servers leave as they are in a JSON text."""
+    held += piece
+    if b"\n" not in piece:
+        return []
+    *lines, held[:] = held.split(b"\n")
+    return [line[5:].decode(errors="replace").strip() for line in lines if line.startswith(b"data:")]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenDeltas:
     """New tokens of several requests, request after request; as columns, because there is one record per step."""

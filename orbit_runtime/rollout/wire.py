@@ -17,6 +17,7 @@ import orjson
 from orbit_runtime.adapters.files import seconds_for
 from orbit_runtime.errors import CredentialsError, GateError, UnsupportedError
 from orbit_runtime.rollout.server_types import LostError, ServerHandle
+from orbit_runtime.rollout.streaming import take_events
 
 REQUEST_SECONDS = 3600.0
 """Longest that one request other than a completion may take. A server that hangs is noticed long before, by asking for
@@ -85,15 +86,9 @@ class Wire:
                     self._check(path, answer)
                 if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                     raise GateError(f"{path} was answered with something that is no stream of events", where="rollout")
-                pending = bytearray()
-                # Not httpx's lines: those end at U+2028 and U+0085 too, which JSON holds as they are.
-                async for chunk in answer.aiter_bytes():
-                    pending += chunk
-                    while b"\n" in pending:
-                        line, _, pending = pending.partition(b"\n")
-                        if not line.startswith(b"data:"):
-                            continue
-                        event = line[5:].strip().decode(errors="replace")
+                held = bytearray()
+                async for piece in answer.aiter_bytes():
+                    for event in take_events(held, piece):
                         if event == "[DONE]":
                             return
                         yield _event(path, event)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 from rich.text import Text
 
+from orbit_runtime.cli.chat import stream_chat
 from orbit_runtime.cli.side_by_side import is_wide, show_side_by_side
 from orbit_runtime.errors import EngineDiedError
 from orbit_runtime.observability.logs import printable
@@ -134,6 +137,14 @@ def test_a_model_commands_no_terminal() -> None:
     show_side_by_side(console, {"a": says("\x1b]0;title\x07"), "b": says("[bold]x[/bold]")}, "")
     assert "\x1b]0;" not in written(console)
     assert "[bold]x[/bold]" in written(console), "and no markup of ours is read in it"
+
+
+def test_a_model_ends_no_line_of_the_stream() -> None:
+    said = {"delta": {"content": "a\u2028b\x85"}, "finish_reason": None}
+    sent = f"data: {json.dumps({'choices': [said]}, ensure_ascii=False)}\r\n\r\ndata: [DONE]\r\n\r\n"
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=sent))
+    with httpx.Client(transport=transport, base_url="http://there/v1") as client:
+        assert [*stream_chat(client, "policy", [], {})] == [("a\u2028b\x85", None)]
 
 
 @pytest.mark.parametrize(("settings", "wide"), [({}, True), ({"width": 79}, False), ({"force_terminal": False}, False)])
