@@ -126,7 +126,8 @@ def _reach(known: Sequence[float], series: Sequence[Series]) -> tuple[float, flo
 
 
 def _linear_scale(low: float, high: float, most: float | None = None) -> _Scale:
-    if high == low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        # Numbers that differ in their last bits: between them there is no room for ticks.
         pad = abs(high) * 0.1 or 1.0
         low, high = low - pad, high + pad
     if most is not None and low < most < high:
