@@ -177,9 +177,6 @@ class MappedPlace:
 
     Its pages are requested before they are written to, so that a machine without memory answers with an error instead
     of a signal that ends the process. No view of it may be left when the memory is sealed.
-
-    Its pages are requested before they are written to: what a machine without memory answers then is an error, and not
-    a signal that ends the process. No view of it may be left when the memory is sealed.
     """
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Buffer, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import isqrt
+from math import isqrt, prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -271,7 +271,7 @@ def describe_adapter(adapter: AdapterFolder) -> dict[str, Any]:
         "modules": len(layers),
         "experts": adapter.expert_layout,
         "targets": dict(sorted(targets.items())),
-        "parameters": sum(_count(shape) for shape in shapes),
+        "parameters": sum(map(prod, shapes)),
         "bytes": sum(memoryview(data).nbytes for data in adapter.files.values()),
         "base_model": adapter.config.get("base_model_name_or_path"),
         "base_weights": adapter.base_weights,
@@ -284,13 +284,6 @@ def describe_adapter(adapter: AdapterFolder) -> dict[str, Any]:
     else:
         facts["parametrization"] = adapter.parametrization
     return facts
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _view(store: Store, name: str) -> Buffer:

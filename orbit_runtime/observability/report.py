@@ -372,5 +372,4 @@ def _total(values: Iterable[float | None]) -> float:
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+    return max((value for value in values if value is not None), default=None)

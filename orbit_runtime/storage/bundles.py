@@ -20,6 +20,8 @@ from orbit_runtime.storage.store import STREAM_BYTES, AlreadyExists, CorruptBund
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
+# Other folders beside bundles are a user's, such as a copy, or a merged adapter: never the newest, nor pruned.
+_FOLDER = re.compile(r"[a-z]+/(step-|policy-v)\d+/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +296,10 @@ def read_bundle(store: Store, prefix: str, *, in_place: bool = False) -> Bundle:
 
 
 def _verify_in_place(store: Store, part: Part) -> None:
-    position, waiting = 0, list[Piece]()
+    position, size, waiting = 0, 0, list[Piece]()
     for index, piece in enumerate(part.pieces):
         waiting.append(piece)
-        size = sum(each.bytes for each in waiting)
+        size += piece.bytes
         if size >= STREAM_BYTES or index == len(part.pieces) - 1:
             try:
                 data = store.get_range(part.key, position, position + size) if size else b""
@@ -308,7 +310,7 @@ def _verify_in_place(store: Store, part: Part) -> None:
                     f"{part.key} has {position + len(data)} bytes instead of {part.bytes}", where=store.uri
                 )
             _check_pieces(store, part, data, tuple(waiting), position)
-            position, waiting = position + size, []
+            position, size, waiting = position + size, 0, []
     if store.size(part.key) != part.bytes:
         raise CorruptBundle(f"{part.key} has {store.size(part.key)} bytes instead of {part.bytes}", where=store.uri)
 
@@ -326,10 +328,8 @@ def _check_pieces(store: Store, part: Part, data: Buffer, pieces: Pieces, positi
 
 def list_bundles(store: Store, prefix: str) -> list[str]:
     """The folders below `prefix` that have a manifest, highest number in the name first, each ending in `/`."""
-    ending = f"/{MANIFEST}"
-    folders = [key.removesuffix(MANIFEST) for key in store.list(prefix) if key.endswith(ending)]
-    depth = _folder(prefix).count("/") + 1
-    return sorted((folder for folder in folders if folder.count("/") == depth), key=bundle_order, reverse=True)
+    folders = filter(_FOLDER.fullmatch, (key.removesuffix(MANIFEST) for key in store.list(prefix)))
+    return sorted(folders, key=bundle_order, reverse=True)
 
 
 def newest_readable(store: Store, prefix: str, *, in_place: bool = False) -> tuple[Bundle | None, tuple[str, ...]]:
@@ -456,7 +456,7 @@ def choose_pruning(
     bundles: dict[str, list[str]] = {}
     for key in keys:
         bundles.setdefault(key.rpartition("/")[0], []).append(key)
-    order = sorted((folder for folder in bundles if folder), key=bundle_order, reverse=True)
+    order = sorted((each for each in bundles if _FOLDER.fullmatch(f"{each}/")), key=bundle_order, reverse=True)
     if newest is not None:
         limit = bundle_order(newest.rstrip("/"))
         order = [folder for folder in order if bundle_order(folder) <= limit]

@@ -374,15 +374,11 @@ class Cache:
 
     def find(self, key: str, size: int, sha256: str | None) -> str | None:
         """SHA-256 of a file that the cache holds completely; `None` if it must be fetched."""
-        if sha256 is None:
-            try:
-                sha256 = (self.root / "known" / key).read_text()
-            except FileNotFoundError:
-                return None
-        try:
-            return sha256 if self.blob(sha256).stat().st_size == size else None
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError):
+            sha256 = sha256 or (self.root / "known" / key).read_text()
+            if self.blob(sha256).stat().st_size == size:
+                return sha256
+        return None
 
     def keep(self, key: str, part: Path, sha256: str) -> None:
         """Turns a verified part into a blob, atomically."""

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Buffer, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -233,8 +234,7 @@ class Store:
 
     def size(self, key: str) -> int:
         """Bytes of one object. Raises `NotFound`."""
-        check_key(key)
-        return int(self._call(f"looking for {key}", key, lambda: self._backend.head(key))["size"])
+        return self.version(key)[0]
 
     def version(self, key: str) -> tuple[int, str]:
         """Size of one object, and a text that changes if it is replaced. Raises `NotFound`."""
@@ -244,9 +244,8 @@ class Store:
 
     def exists(self, key: str) -> bool:
         """Whether an object has this key."""
-        check_key(key)
         try:
-            self._call(f"looking for {key}", key, lambda: self._backend.head(key))
+            self.version(key)
         except NotFound:
             return False
         return True
@@ -279,18 +278,13 @@ class Store:
         if self.root is not None:
             # LocalStore stops at the first missing file.
             for key in names:
-                self._delete_one(key)
+                with suppress(NotFound):
+                    self._call(f"deleting {key}", key, partial(self._backend.delete, [key]))
         elif names:
             self._call(f"deleting {len(names)} objects", names[0], lambda: self._backend.delete(names))
 
     def _uncreatable(self, key: str) -> OutputError:
         return OutputError(f"{key} cannot be created here", where=self.uri, fix="choose a folder that can be written")
-
-    def _delete_one(self, key: str) -> None:
-        try:
-            self._call(f"deleting {key}", key, lambda: self._backend.delete([key]))
-        except NotFound:
-            return
 
     def put_many(self, objects: Sequence[tuple[str, bytes]]) -> None:
         """Write several objects, in parallel if each costs a round trip. On return, all are written."""

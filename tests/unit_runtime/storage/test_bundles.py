@@ -250,6 +250,17 @@ def test_bundles_are_ordered_by_number_not_by_letters() -> None:
     assert list_bundles(store, "adapters") == [f"adapters/policy-v{version}/" for version in (100, 10, 9)]
 
 
+def test_what_a_user_puts_beside_bundles_is_neither_the_newest_nor_pruned() -> None:
+    store, _, execution = a_store()
+    own = [f"adapters/{name}/manifest.json" for name in ("merged", "policy-v2.bak", "policy-v2_copy", "sums-3")]
+    store.put_many([(key, b"{}") for key in own])
+    for version in (1, 2):
+        write_bundle(store, execution, f"adapters/policy-v{version}", {}, {})
+    assert list_bundles(store, "adapters/") == ["adapters/policy-v2/", "adapters/policy-v1/"]
+    prune_bundles(store, "adapters/", 1)
+    assert store.list("adapters/") == sorted([*own, "adapters/policy-v2/manifest.json"])
+
+
 STEPS = st.dictionaries(st.integers(0, 40), st.booleans(), max_size=12)
 
 
