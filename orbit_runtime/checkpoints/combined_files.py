@@ -71,7 +71,8 @@ def write_combined(
         OutputError: the folder is not empty, or cannot be written.
     """
     combined = combine(adapters, weights)
-    config = {**adapters[0].config, "target_modules": sorted(_targets(adapters)), "inference_mode": True}
+    told = {**adapters[0].config, **dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))}
+    config = {**told, "target_modules": sorted(_targets(adapters)), "inference_mode": True}
     with _new_folder(folder):
         if combined.type == "LoRA":
             pieces, rank, alpha, deviation = _write_concatenated(combined, folder)

@@ -27,7 +27,10 @@ from orbit_runtime.storage.filelock import LockBusyError, release_lock, take_loc
 MANIFEST = "conversion.json"
 LOCK = "conversion.lock"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".part")
-OWN_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", MANIFEST, LOCK, UNFINISHED)
+# Those that describe the source's own weights, such as the manifest of a run's model, and those written here.
+OWN_FILES = (
+    "config.json", "hf_quant_config.json", "model.safetensors.index.json", "manifest.json", MANIFEST, LOCK, UNFINISHED,
+)  # fmt: skip
 SPARE_BYTES = 1 << 20
 
 

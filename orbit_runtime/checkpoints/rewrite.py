@@ -312,9 +312,12 @@ def _write_run(
 def split_shards(items: Sequence[RewriteItem], limit: int) -> list[list[RewriteItem]]:
     """Items in order, in files of at most `limit` bytes; a larger item has a file of its own."""
     shards: list[list[RewriteItem]] = [[]]
+    size = 0
     for item in items:
-        if shards[-1] and sum(each.num_bytes for each in shards[-1]) + item.num_bytes > limit:
+        size += item.num_bytes
+        if shards[-1] and size > limit:
             shards.append([])
+            size = item.num_bytes
         shards[-1].append(item)
     return shards
 
