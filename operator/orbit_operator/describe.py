@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orbit_operator.actions import Action, ApplySupport, RunEvent, State
-from orbit_operator.facts import Attempt, Observed, PodFacts, Progress, RunFacts
+from orbit_operator.facts import Attempt, Observed, Owner, PodFacts, Progress, RunFacts
 from orbit_operator.manifests.source import config_map_name
 from orbit_operator.policies.failure import find_waiting
+from orbit_operator.policies.requeue import tell_unheard
 
 _ENDING_EVENTS = {"Preempted": "RunPreempted", "GPUFault": "GPUFaultDetected", "Stalled": "RunStalled"}
 
 POD_PENDING = ("PodPending", "the Job's pod is being created")
 
 
-def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | None) -> tuple[State, tuple[Action, ...]]:
+def describe(
+    run: RunFacts, observed: Observed, base: State, pod: PodFacts | None, now: float
+) -> tuple[State, tuple[Action, ...]]:
     """The state of the newest attempt, and actions that provide what it waits for."""
     attempt = base.attempts[-1]
     job = next((job for job in observed.jobs if job.attempt == attempt.number), None)
@@ -32,7 +35,7 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
         return held, (ApplySupport(),) if held.reason == "ConfigurationMissing" else ()
     if attempt.running is None and (held := _held_rank(observed, base)) is not None:
         return held, ()
-    state = _at_work(observed, base, attempt, pod)
+    state = _at_work(observed, base, pod, tell_unheard(attempt, run.metrics_port, now))
     ours = state.reason == "VolumeMissing" and config_map_name(run.name) in state.message
     return state, (ApplySupport(),) if ours else ()
 
@@ -125,8 +128,8 @@ def _held(base: State, pod: PodFacts) -> State | None:
     return replace(base, phase="Starting", reason=reason, message=message, owner=owner)
 
 
-def _at_work(observed: Observed, base: State, attempt: Attempt, pod: PodFacts) -> State:
-    progress = observed.progress
+def _at_work(observed: Observed, base: State, pod: PodFacts, unheard: tuple[str, Owner]) -> State:
+    attempt, progress = base.attempts[-1], observed.progress
     if progress is not None and progress.pod_uid != pod.uid:
         progress = None
     where = f"attempt {attempt.number} on node {pod.node}" if pod.node else f"attempt {attempt.number}"
@@ -136,7 +139,7 @@ def _at_work(observed: Observed, base: State, attempt: Attempt, pod: PodFacts) -
         return replace(base, phase="Running", reason="Running", message=where)
     if pod.started is not None:
         reason = "EngineWarmup" if progress is not None and progress.phase == "Preflight" else "ModelLoading"
-        return replace(base, phase="Starting", reason=reason, message=where)
+        return replace(base, phase="Starting", reason=reason, message=where + unheard[0], owner=unheard[1])
     if observed.warning:
         return replace(base, phase="Starting", reason="VolumeMissing", message=observed.warning, owner="user")
     return replace(base, phase="Starting", reason="ContainerCreating", message=where)

@@ -281,6 +281,8 @@ class RunFacts:
     deletes_artifacts: bool = False
     artifacts: str = ""
     """Location of its artifacts."""
+    metrics_port: int | None = 9400
+    """Port at which its pods are polled; `None` if they open none."""
     invalid: str = ""
     """Fields of the manifest that this operator cannot read; empty if it can read everything."""
     plan: tuple[str, str, str] = ("Unknown", "PlannerUnavailable", "")

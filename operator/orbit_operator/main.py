@@ -27,7 +27,7 @@ from orbit_operator.handlers import build_kopf_settings, build_registry
 from orbit_operator.health import Health, start_servers
 from orbit_operator.intake import Intake
 from orbit_operator.lease import CLAIM_SECONDS, Claims, Lease, LeaseLostError
-from orbit_operator.manifests.source import METRICS_PORT
+from orbit_operator.manifests.source import metrics_port_of
 from orbit_operator.metrics import Metrics
 from orbit_operator.namespaces import EVERYWHERE, NamespaceView
 from orbit_operator.observe import Observer
@@ -113,8 +113,7 @@ class Operator:
 
     def port_of(self, key: Key) -> int | None:
         run = self.cache.run(key)
-        port = 0 if run is None else (orjson.loads(run.body)["spec"].get("observability") or {}).get("metricsPort", 0)
-        return None if port < 0 else port or METRICS_PORT
+        return None if run is None else metrics_port_of(orjson.loads(run.body)["spec"])
 
     async def work(self, number: int) -> None:
         """One worker: handles one run after another, for ever."""

@@ -23,7 +23,7 @@ from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RecordedStatus, RunFacts
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
-from orbit_operator.manifests.source import RUN_NAME, RUN_UID, RunSource, cleanup_name, run_folder
+from orbit_operator.manifests.source import RUN_NAME, RUN_UID, RunSource, cleanup_name, metrics_port_of, run_folder
 from orbit_operator.policies.failure import find_waiting, read_termination
 from orbit_operator.policies.requeue import PATIENCE_SECONDS, tell_unseen
 from orbit_operator.poll import read_progress
@@ -236,13 +236,11 @@ class Observer:
         job = jobs[-1] if jobs else None
         if job is None or job.is_suspended:
             return ""
-        pod = next((pod for pod in pods if pod.attempt == job.attempt), None)
-        if pod is None and now - job.created >= PATIENCE_SECONDS:
-            return await self._newest_warning(namespace, job.uid)
-        creating = pod is not None and pod.node and not pod.started and not pod.is_terminal
-        if pod is not None and creating and now - (pod.scheduled or now) >= PATIENCE_SECONDS:
-            return await self._newest_warning(namespace, pod.uid)
-        return ""
+        # A queue that took the Job back and gave it room again left an earlier pod that has ended.
+        pod = newest_pod([each for each in pods if each.attempt == job.attempt])
+        since, uid = (job.created, job.uid) if pod is None else (pod.scheduled or now, pod.uid)
+        creating = pod is None or (pod.node and not pod.started and not pod.is_terminal)
+        return await self._newest_warning(namespace, uid) if creating and now - since >= PATIENCE_SECONDS else ""
 
     async def _newest_warning(self, namespace: str, uid: str) -> str:
         selector = f"involvedObject.uid={uid},type=Warning"
@@ -274,6 +272,7 @@ class Observer:
             checkpoint_every=int((spec.get("checkpoint") or {}).get("everySteps") or 1),
             deletes_artifacts=storage.get("deletionPolicy") == "Delete",
             artifacts=run_folder(storage.get("uri"), metadata["name"]),
+            metrics_port=metrics_port_of(spec),
             invalid=judged.invalid,
             plan=judged.plan,
         )

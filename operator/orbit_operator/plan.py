@@ -138,7 +138,7 @@ def _watch(run: RunFacts, observed: Observed, now: float, limits: Limits, base: 
     limit = run.lifecycle.active_deadline_seconds
     due = active_deadline(base.attempts, dict(base.retired), limit, now)
     pod = newest_pod(pods)
-    state, actions = describe(run, observed, base, pod)
+    state, actions = describe(run, observed, base, pod, now)
     if stranded:
         message = f"node {stranded[0].node} is not ready; the run continues elsewhere"
         state = replace(state, phase="Restarting", reason="NodeLost", message=message, owner="cluster")

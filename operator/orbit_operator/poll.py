@@ -111,7 +111,8 @@ class Poller:
         run = self._cache.run(key)
         own = [child.facts for child in self._cache.pods.of(key) if run is not None and child.run_uid == run.uid]
         # Only the newest pod: one left behind on a lost node may still answer, but no longer represents the run.
-        pod = newest_pod(own)
+        # Pods of ranks never do, however new they are.
+        pod = newest_pod([each for each in own if each.attempt > 0])
         if pod is None or not pod.ip or not pod.started or pod.is_terminal:
             return None
         port = self._port_of(key)

@@ -81,13 +81,6 @@ class WorkQueue[K]:
         self.add_after(key, delay)
         return delay
 
-    def forget(self, key: K) -> None:
-        """Forgets a key that needs no more work."""
-        self._failures.pop(key, None)
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer.cancel()
-
     def __len__(self) -> int:
         return len(self._ready)
 

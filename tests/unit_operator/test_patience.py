@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from unit_operator.cluster_model import build_cluster
+from dataclasses import replace
 
-from orbit_operator.facts import JobFacts, PodFacts
+import pytest
+from unit_operator.cluster_model import build_cluster, work
+
+from orbit_operator.facts import JobFacts, PodFacts, Progress
 from orbit_operator.plan import plan
 from orbit_operator.policies.requeue import look_again, tell_unseen
 
@@ -55,6 +57,33 @@ def test_a_pod_that_no_scheduler_looks_at_says_so(pod: PodFacts, says: str) -> N
     """The scheduler is down, or the pod names one that does not exist."""
     assert says in tell_unseen(pod, 200.0).unschedulable
     assert bool(tell_unseen(pod, 200.0).unschedulable) is bool(says)
+
+
+@pytest.mark.parametrize(
+    ("port", "answered", "seconds", "says", "who"),
+    [
+        (9400, False, 299, "", "None"),
+        (9400, False, 301, "has not answered the operator at port 9400", "Cluster"),
+        (9400, True, 301, "", "None"),
+        (None, False, 301, "metricsPort: -1", "None"),
+    ],
+)
+def test_a_run_whose_pod_the_operator_cannot_hear_says_so(
+    port: int | None, answered: bool, seconds: int, says: str, who: str
+) -> None:
+    cluster = build_cluster()
+    cluster.run = replace(cluster.run, metrics_port=port)
+    work(cluster)
+    cluster.run_pod()
+    work(cluster)
+    (pod,) = cluster.pods.values()
+    cluster.wait(seconds)
+    observed = cluster.observe(Progress(cluster.now, pod.uid, "Starting") if answered else None)
+    cluster.write_status(observed, cluster.think(observed))
+    status = cluster.status
+    assert (status["phase"], status["reason"], status["whoActs"]) == ("Starting", "ModelLoading", who)
+    assert says in status["message"]
+    assert (";" in status["message"]) is bool(says)
 
 
 def test_without_a_job_there_is_nothing_to_wait_for() -> None:

@@ -17,7 +17,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 
 from orbit_operator import poll
 from orbit_operator.cache import Cache, Child, Key, RawRun
-from orbit_operator.facts import ContainerEnd, PodFacts, Progress
+from orbit_operator.facts import ContainerEnd, JobFacts, PodFacts, Progress
 from orbit_operator.metrics import Metrics
 from orbit_operator.observe import Observer
 from orbit_operator.poll import LARGEST_ANSWER, Poller, read_progress
@@ -144,6 +144,24 @@ def test_only_the_newest_pod_is_asked() -> None:
     cache.pods.put(KEY, "p2", Child("r", PodFacts("adder-a2-x", "p2", 2, created=2.0)), 2)
     poller = Poller(cache, {}, lambda _: None, Metrics(), connections=2, port_of=lambda _: 1)
     assert asyncio.run(poller.round()) == 0, "one on a lost node may still answer, and speaks for nobody"
+
+
+@pytest.mark.parametrize("made", [1.0, 2.0], ids=["in-the-same-second", "later"])
+def test_a_pod_of_ranks_is_never_asked_in_place_of_the_runs_own(made: float) -> None:
+    """It has the run's labels, and listens elsewhere: the run was silent until it ended."""
+    cache, asked = Cache(), list[str]()
+    cache.runs.put(KEY, "r", RawRun("r", b"{}", "1"), 1)
+    own = PodFacts("adder-a1-x", "p", 1, ip="127.0.0.1", created=1.0, started=1.0, phase="Running")
+    cache.pods.put(KEY, "p", Child("r", own), 1)
+    cache.pods.put(KEY, "q", Child("r", replace(own, name="ranks-adder-a1-x", uid="q", attempt=0, created=made)), 2)
+
+    class Noting(Poller):
+        async def _ask(self, key: Key, pod: PodFacts, port: int) -> None:
+            asked.append(pod.name)
+
+    poller = Noting(cache, {}, lambda _: None, Metrics(), connections=2, port_of=lambda _: 1)
+    asyncio.run(poller.round())
+    assert asked == ["adder-a1-x"]
 
 
 def test_pods_are_asked_few_at_a_time_and_none_that_has_ended_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,3 +341,21 @@ def test_the_best_adapter_is_read(best: Any, expected: tuple[Any, ...]) -> None:
 
 def test_the_limits_are_what_is_documented() -> None:
     assert (poll.ANSWER_SECONDS, poll.LARGEST_ANSWER, poll.POLLS_PER_SECOND) == (3.0, 65536, 10.0)
+
+
+def test_what_holds_a_pod_that_a_queue_gave_room_again_is_asked_for_and_not_what_held_its_predecessor() -> None:
+    class Events:
+        async def list(self, _kind: object, _namespace: str, query: dict[str, str]) -> AsyncIterator[dict[str, str]]:
+            yield {"reason": "FailedMount", "message": query["fieldSelector"]}
+
+    cache = Cache()
+    body = orjson.dumps({"metadata": {"namespace": "team", "name": "adder", "uid": "r"}, "spec": {}})
+    cache.runs.put(KEY, "r", RawRun("r", body, "1"), 1)
+    cache.jobs.put(KEY, "j", Child("r", JobFacts("adder-a1", "j", 1)), 1)
+    ended = PodFacts("adder-a1-x", "former", 1, created=1.0, phase="Failed")
+    cache.pods.put(KEY, "former", Child("r", ended), 1)
+    held = PodFacts("adder-a1-y", "newest", 1, created=2.0, node="n0", scheduled=2.0)
+    cache.pods.put(KEY, "newest", Child("r", held), 1)
+    seen = asyncio.run(Observer(Events(), cache).look(KEY, 100.0))  # type: ignore[arg-type]
+    assert seen is not None
+    assert "involvedObject.uid=newest," in seen[2].warning

@@ -95,7 +95,5 @@ def test_a_failure_is_retried_after_a_delay_that_doubles_and_starts_anew_after_a
         queue.add("b")
         await queue.get()
         assert queue.failed("b", at_least=7.0) == 7.0
-        queue.forget("a")
-        queue.forget("b")
 
     run(work())

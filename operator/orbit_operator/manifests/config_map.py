@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 
 from orbit_operator.manifests.mounts import localise
-from orbit_operator.manifests.source import Object, RunSource, config_map_name, metadata
+from orbit_operator.manifests.source import Object, RunSource, config_map_name, metadata, metrics_port_of
 from orbit_runtime.spec.run import API_VERSION
 
 MANIFEST_FILE = "run.yaml"
@@ -16,8 +16,8 @@ LARGEST_MANIFEST = 1 << 20
 def build_config_map(source: RunSource) -> Object:
     """The same for every attempt of a run: the block that may change (`lifecycle`) is left to the operator."""
     spec = {name: value for name, value in localise(source.spec).items() if name != "lifecycle"}
-    if source.metrics_port is not None:
-        spec["observability"] = {**spec.get("observability", {}), "metricsPort": source.metrics_port}
+    if (port := metrics_port_of(source.spec)) is not None:
+        spec["observability"] = {**spec.get("observability", {}), "metricsPort": port}
     manifest = {
         "apiVersion": API_VERSION,
         "kind": "OrbitRun",

@@ -3,7 +3,7 @@ The pods of a run over several nodes may also talk to each other."""
 
 from __future__ import annotations
 
-from orbit_operator.manifests.source import RUN_UID, Object, RunSource, metadata
+from orbit_operator.manifests.source import RUN_UID, Object, RunSource, metadata, metrics_port_of
 from orbit_operator.settings import Settings
 from orbit_runtime.spec.placement import Egress
 
@@ -13,12 +13,12 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 def build_network_policy(source: RunSource, settings: Settings) -> Object:
     """Selects only the pods of this run."""
     ingress: list[Object] = []
-    if source.metrics_port is not None:
+    if (port := metrics_port_of(source.spec)) is not None:
         callers = sorted({settings.namespace, *settings.scrape_namespaces})
         ingress = [
             {
                 "from": [_namespaces(callers)],
-                "ports": [{"protocol": "TCP", "port": source.metrics_port}],
+                "ports": [{"protocol": "TCP", "port": port}],
             }
         ]
     among: list[Object] = []

@@ -12,7 +12,16 @@ from collections.abc import Collection, Sequence
 from orbit_operator.facts import ENGINE_CONTAINER, RUN_CONTAINER
 from orbit_operator.manifests.config_map import MANIFEST_FILE
 from orbit_operator.manifests.mounts import AUTHORITIES_FOLDER, build_mounts
-from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels, merge, ray_address
+from orbit_operator.manifests.source import (
+    Object,
+    RunSource,
+    config_map_name,
+    job_name,
+    labels,
+    merge,
+    metrics_port_of,
+    ray_address,
+)
 from orbit_operator.settings import Settings
 from orbit_runtime.planner.job import split_devices
 from orbit_runtime.spec.placement import Placement, Toleration, halve
@@ -112,10 +121,10 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             *extra_mounts,
         ],
     }
-    if source.metrics_port is not None:
+    if (port := metrics_port_of(source.spec)) is not None:
         # Ready means that the run answers requests, not that the model is loaded: queues time out on readiness.
         probe = {"httpGet": {"path": "/healthz", "port": "metrics"}, "periodSeconds": 10, "timeoutSeconds": 5}
-        container["ports"] = [{"name": "metrics", "containerPort": source.metrics_port, "protocol": "TCP"}]
+        container["ports"] = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}]
         container["readinessProbe"] = {**probe, "failureThreshold": 3}
     return container
 

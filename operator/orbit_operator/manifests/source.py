@@ -41,18 +41,18 @@ class RunSource:
         merged: Mapping[str, Any] = merge(dict(self.installed), self.manifest.spec.placement.pod)
         return merged
 
-    @property
-    def metrics_port(self) -> int | None:
-        """The port, or `None` if the run exposes none."""
-        port = self.manifest.spec.observability.metrics_port
-        return None if port < 0 else port or METRICS_PORT
-
 
 def merge(base: Any, added: Any) -> Any:
     """Mappings are merged, lists are joined, and everything else is replaced."""
     if isinstance(base, dict) and isinstance(added, dict):
         return base | {name: merge(base[name], each) if name in base else each for name, each in added.items()}
     return [*base, *added] if isinstance(base, list) and isinstance(added, list) else added
+
+
+def metrics_port_of(spec: Mapping[str, Any]) -> int | None:
+    """The port of a run's pods, or `None` if the run exposes none."""
+    port: int = (spec.get("observability") or {}).get("metricsPort", 0)
+    return None if port < 0 else port or METRICS_PORT
 
 
 def job_name(run: str, attempt: int) -> str:
