@@ -166,13 +166,17 @@ def held_out_chart(rows: Sequence[MetricsRow], before: float | None) -> list[Cha
     return [Chart(title, plots.draw_lines(title, list(steps), series), series)]
 
 
-def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
-    """One chart for each environment on which the run's policy was evaluated."""
+def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]], best: Mapping[str, Any] | None) -> list[Chart]:
+    """One chart for each environment on which the run's policy was evaluated; a point of its own marks the best."""
     charts = []
     for name, points in curves.items():
         title = f"Evaluation: {name}"
         band = ([each["low"] for each in points], [each["high"] for each in points])
-        series = [Series("mean reward, 95 % interval", [each["mean"] for each in points], 0, band)]
+        series = [
+            Series("mean reward, 95 % interval", [each["mean"] for each in points], 0, band),
+            *(Series(f"best, step {step}", [each["mean"] if each["step"] == step else None for each in points], 2)
+              for step in ([best["step"]] if best and best["evaluation"] == name else [])),
+        ]  # fmt: skip
         charts.append(Chart(title, plots.draw_lines(title, [each["step"] for each in points], series), series))
     return [chart for chart in charts if chart.svg]
 

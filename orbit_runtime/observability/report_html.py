@@ -53,7 +53,7 @@ def render_html(report: Report, *, is_live: bool = False) -> str:
         report=report,
         facts=facts,
         charts=[
-            *evaluation_charts(facts["evaluation"]),
+            *evaluation_charts(facts["evaluation"], facts["best"]),
             *held_out_chart(report.rows, validated.get("first")),
             *build_charts(report.rows),
         ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +15,8 @@ import pytest
 from fakes.faulty_engine import zero_one
 
 from orbit_runtime.errors import GateError, StoppedOnRequest
+from orbit_runtime.loop import run
+from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.parity.preflight import (
     GATED,
     ComparedSides,
@@ -22,8 +26,10 @@ from orbit_runtime.parity.preflight import (
     measure_preflight,
 )
 from orbit_runtime.parity.statistics import TAIL_TOKENS, ParityLimits, build_limits, resolve_limit
+from orbit_runtime.spec import OrbitRun
 from orbit_runtime.types import Engine, Sample
 from tests.fakes.held_state import hold_state
+from tests.integration.killing import small_manifest
 from tests.integration.test_publish_proof import Rig
 
 SEQUENCES = [list(range(3, 3 + length)) for length in (9, 14, 6)]
@@ -120,6 +126,24 @@ def test_a_stop_request_is_looked_at_between_passes_and_leaves_nothing(tmp_path:
         with pytest.raises(StoppedOnRequest):
             measure(rig, check=stop, when=f"stopped-{last}")
         assert (hold_state(rig.trainer), rig.engine.engine.adapters()) == before
+
+
+class StopsAt(SilentProgress):
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def stage(self, name: str) -> None:
+        if name == self.part:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("part", ["the engine completes prompts", "both sides score them"])
+def test_a_run_tells_the_parts_of_its_preflight_and_ends_in_the_one_in_which_it_is_stopped(
+    tmp_path: Path, part: str
+) -> None:
+    made = OrbitRun.model_validate(small_manifest(steps=1))
+    with pytest.raises(StoppedOnRequest, match=f"SIGTERM during this: preflight, {part}"):
+        run(made, out=str(tmp_path), progress=StopsAt(f"preflight, {part}"))
 
 
 def test_sequences_that_are_scored_together_have_the_readings_of_each_alone(tmp_path: Path) -> None:

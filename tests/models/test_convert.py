@@ -176,7 +176,8 @@ def test_where_blocks_do_not_divide_rows_have_scales_and_it_is_said(tmp_path: Pa
     source = str(shutil.copytree(builtin_folder("tiny-adder", "BF16"), tmp_path / "model"))
     assert run_command(["convert", source, str(tmp_path / "out"), "--precision", "FP8"]) == 0
     said = capsys.readouterr().out
-    assert ("blocks of 128 x 128 do not divide" in said, "every row has a scale of its own" in said) == (True, True)
+    told = ("blocks of 128 x 128 do not divide", "every row has a scale of its own", "near that is as good as can be")
+    assert [words for words in told if words not in said] == []
     read_by_transformers(tmp_path / "out", "FP8")
     torch.testing.assert_close(orbit_logprobs(tmp_path / "out"), orbit_logprobs(tmp_path / "model"), rtol=0, atol=0.5)
     asked = ["convert", source, str(tmp_path / "blocks"), "--precision", "FP8", "--layout", "FP8Block"]

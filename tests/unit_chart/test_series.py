@@ -81,6 +81,8 @@ def test_every_panel_says_what_it_shows_and_rows_for_some_runs_are_closed() -> N
     closed = [panel["title"] for panel in run["panels"] if panel.get("collapsed")]
     assert closed == ["Trust", "Engine", "Speed", "Some runs only"]
     assert sum(panel["type"] != "row" for panel in run["panels"]) <= 20
+    heights = dict(lines := {(panel["gridPos"]["y"], panel["gridPos"]["h"]) for panel in run["panels"]})
+    assert len(heights) == len(lines), "a low panel beside a high one leaves a hole"
     (table,) = [panel for panel in fleet["panels"] if panel["type"] == "table"]
     assert f"/d/{run['uid']}?" in json.dumps(table["fieldConfig"]["overrides"])
 

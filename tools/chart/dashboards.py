@@ -146,6 +146,7 @@ RUN = Dashboard(
                 "Conditions that hold",
                 "state",
                 {"{{condition}}": 'orbit_run_status_condition{@, status="True"} == 1'},
+                width=24,
             ),
         ),
         "Learning": (

@@ -108,7 +108,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("CXX", "c++", "C++ compiler that SGLang and FlashInfer use.", "SGLang"),
     Variable("CUDA_HOME", "/usr/local/cuda", "CUDA's toolkit, with `nvcc`.", "SGLang"),
     Variable("CUDA_PATH", "", "The same, if `CUDA_HOME` is not set.", "SGLang"),
-    Variable("OMP_NUM_THREADS", "all cores", "Threads of the torch trainer and engine on a CPU.", "torch"),
+    Variable("OMP_NUM_THREADS", "all cores", "Threads of the torch trainer and engine on a CPU. Where other "
+             "work takes the cores, set the number of free ones: threads wait for each other.", "torch"),
     Variable("OMP_WAIT_POLICY", "PASSIVE beside SGLang", "How threads of trainer and server wait for each other on a "
              "CPU; `ACTIVE` keeps cores spinning, which slows both down if they share cores.", "torch"),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from statistics import NormalDist, fmean, stdev
 
 import pytest
 
+from orbit_runtime.cli.evaluate import print_summary
 from orbit_runtime.evaluation.page import render_evaluation
 from orbit_runtime.evaluation.records import EvalSample
 from orbit_runtime.evaluation.scores import estimate, paired, pass_at_k, pass_ks
@@ -74,7 +75,7 @@ def test_the_ks_that_are_told() -> None:
     assert [pass_ks(samples) for samples in (1, 4, 6)] == [(1,), (1, 2, 4), (1, 2, 4, 6)]
 
 
-def test_any_two_models_are_compared_prompt_by_prompt() -> None:
+def test_any_two_models_are_compared_prompt_by_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     rewards = {"base": (0.0, 0.0, 1.0), "step-10": (1.0, 0.0, 1.0), "step-20": (1.0, 1.0, 0.0)}
     samples = [
         EvalSample(subject, "sums", f"p{prompt}", 0, (), reward, "value")
@@ -89,6 +90,8 @@ def test_any_two_models_are_compared_prompt_by_prompt() -> None:
     assert (pair.paired.better, pair.paired.worse) == (1, 1)
     page = render_evaluation("Two steps", summary, samples)
     assert "Any two others: 1 pair<" in page
+    print_summary(summary)
+    assert "better on 2 of 3 prompts, worse on 1: " in capsys.readouterr().out
 
 
 def test_a_folded_answer_says_what_was_asked() -> None:

@@ -169,7 +169,7 @@ def test_every_door_has_the_same_headline_and_an_evaluation_is_it_where_there_is
     assert shown.headline == Headline("a", 0.1, 0.7)
     assert "a first 0.1000, last 0.7000" in str(shown)
     assert "0.100 → 0.700" in (page := render_html(report))
-    assert "best 0.800 at step 12" in page
+    assert [page.count(words) for words in ("best 0.800 at step 12", "</i>best, step 12")] == [1, 1]
     plain = build_report(open_store(str(write_run_folder(tmp_path / "plain", SyntheticRun(steps=60)))))
     gain = plain.to_json()["gain"]
     headline = {"name": "reward", "first": gain["first"], "last": gain["last"], "steps": 12}

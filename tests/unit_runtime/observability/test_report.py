@@ -305,7 +305,9 @@ def test_before_and_after_are_the_same_prompts_and_say_how_all_of_them_did(tmp_p
     assert [pair.before.shown.prompt_id for pair in both.pairs] == [f"addition/{prompt}" for prompt in range(3, 8)]
     assert all(pair.before.shown.prompt_id == pair.after.shown.prompt_id for pair in both.pairs)
     assert all((pair.before.mean, pair.after.mean) == (0.0, 1.0) for pair in both.pairs)
-    assert "of 5, <b>5</b> got better" in render_html(report)
+    page = render_html(report) + render_html(report_of(tmp_path / "groups", SyntheticRun(group_size=4)))
+    said = ("of 5, <b>5</b> got better", "mean reward of 4 answers: 0<", "no answer in it (scored 0)")
+    assert [words for words in said if words not in page] == []
 
 
 def test_the_gain_is_between_windows_of_steps_with_its_margin(tmp_path: Path) -> None:

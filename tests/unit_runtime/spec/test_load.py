@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec import OrbitRun, load_manifest, parse_manifest
+from orbit_runtime.spec.environment import RewardType
 
 GOOD = """\
 apiVersion: orbitrl.dev/v1alpha1
@@ -95,7 +97,7 @@ FIELDS = [
         "        type: exact_match",
         'run.yaml:18: spec.environment.rewards[0].type: `"exact_match"` is not one of its values\n'
         "  fix: did you mean `ExactMatch`? "
-        "allowed: `ExactMatch` `Math` `MultipleChoice` `Pattern` `Length` `Code` `Judge`",
+        f"allowed: {' '.join(f'`{name}`' for name in get_args(RewardType))}",
     ),
     (
         "    engine: Auto",
