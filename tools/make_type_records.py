@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.model_info.checkpoint import read_config
 from orbit_runtime.model_info.families import FAMILIES
 from orbit_runtime.model_info.headers import read_folder
 from orbit_runtime.model_info.module_tree import matrices, shipped_types
-from orbit_runtime.policy.load import read_config
 from orbit_runtime.policy.module_tree import make_record
 from tests.models.causal_types import LEFT_OUT, TYPES, make_type
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -73,7 +73,7 @@ class InjectReport:
     trainable_parameters: int
     expert_layout: str = "None"
     passes: str = ""
-    """How the model's passes run, where that is not the usual way."""
+    """What of the model is left out, and how its passes run where that is not the usual way."""
 
     def text(self) -> str:
         lines = [self.passes] if self.passes else []
@@ -102,4 +102,4 @@ def join_reports(parts: Sequence[InjectReport]) -> InjectReport:
             known.parameters + row.parameters,
             known.experts + row.experts,
         )
-    return InjectReport(tuple(rows.values()), sum(part.trainable_parameters for part in parts), parts[0].expert_layout)
+    return replace(parts[0], rows=tuple(rows.values()), trainable_parameters=sum(p.trainable_parameters for p in parts))

@@ -97,8 +97,11 @@ def inspect_headers(headers: Headers) -> Inspection:
     if facts and refusal is None and not facts.architecture.passes:
         _check_family(headers, facts.architecture, quant, linears)
     groups = _groups(headers, linears, refusal)
-    tied = bool(headers.config.get("tie_word_embeddings")) and not any(
-        name.startswith("lm_head.") for name in headers.tensors
+    # Types tie by default, and checkpoints hold a head of their own all the same.
+    tied = not any("lm_head." in name for name in headers.tensors) and (
+        not any(each.role == "head" for each in facts.architecture.weights)
+        if facts
+        else bool(headers.config.get("tie_word_embeddings"))
     )
     precision = quant.name if refusal is None else "unknown"
     return Inspection(
@@ -112,7 +115,7 @@ def inspect_headers(headers: Headers) -> Inspection:
         num_bytes=sum(group.num_bytes for group in groups),
         parameters=sum(group.parameters for group in groups),
         tied_head=tied,
-        head=next((group.format for group in groups if group.modules == "lm_head"), "BF16"),
+        head=next((group.format for group in groups if group.modules.endswith("lm_head")), "BF16"),
         targets=facts.architecture.default_targets if facts else (),
         special=_special(facts.architecture, tied) if facts else (),
         verdicts=_verdicts(facts.architecture, precision) if facts and refusal is None else (),

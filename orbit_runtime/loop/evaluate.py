@@ -93,8 +93,8 @@ def open_models(
             fix="write the model and precision that it was trained on",
         )
     policy = build_policy(resolved, folder, "None")
-    if policy.mode.text:
-        note(policy.mode.text)
+    if policy.mode.said:
+        note(policy.mode.said)
     engine = build_torch_engine(policy, tokenizer, spec.rollout, is_trained=False)
     subjects = [LocalSubject("base", tokenizer, engine, weights)] if base else []
     for version, (each, adapter) in enumerate(adapters):

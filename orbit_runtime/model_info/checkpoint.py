@@ -17,10 +17,10 @@ from typing import Any
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import FAMILIES, describe
-from orbit_runtime.model_info.headers import TensorInfo, read_folder
+from orbit_runtime.model_info.headers import TensorInfo, check_finished, read_folder
 from orbit_runtime.model_info.module_tree import MISMATCH, describe_tensors, split_targets
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, quantisation_method
-from orbit_runtime.model_info.settings import load_settings
+from orbit_runtime.model_info.settings import check_model_folder, load_settings
 from orbit_runtime.model_info.weights import ENDINGS, EXPERT, STORED, ModelFacts, StoredWeight, Weight
 
 LEGACY_QUANTISATION = "hf_quant_config.json"
@@ -59,11 +59,20 @@ class Headers:
 def folder_headers(folder: Path) -> Headers:
     """Headers of a local model folder. Raises `ModelError` if it is incomplete."""
     tensors = read_folder(folder)
-    config = _read_config(folder / "config.json")
-    legacy = folder / LEGACY_QUANTISATION
+    return Headers(str(folder), read_config(folder), tensors)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder; the quantisation from an older ModelOpt file is inserted.
+
+    Raises: ModelError: there is none, it is damaged, or a conversion into the folder was not finished.
+    """
+    check_model_folder(folder, "name a Hugging Face model folder in spec.model.uri")
+    check_finished(folder)
+    config, legacy = load_settings(folder / "config.json"), folder / LEGACY_QUANTISATION
     if legacy.is_file() and not config.get("quantization_config"):
-        config = {**config, "quantization_config": from_legacy_modelopt(load_settings(legacy))}
-    return Headers(str(folder), config, tensors)
+        config["quantization_config"] = from_legacy_modelopt(load_settings(legacy))
+    return config
 
 
 def folder_facts(folder: Path) -> ModelFacts:
@@ -73,15 +82,6 @@ def folder_facts(folder: Path) -> ModelFacts:
 
 def headers_facts(headers: Headers, name: str) -> ModelFacts:
     return _facts(headers.config, headers.infos(), name=name, source=f"headers in {headers.place}")
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        return load_settings(path)
-    except OSError as error:
-        raise ModelError(
-            f"the configuration cannot be read: {error.strerror}", where=str(path), fix="download the model again"
-        ) from None
 
 
 def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name: str, source: str) -> ModelFacts:

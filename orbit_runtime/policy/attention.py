@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from orbit_runtime.errors import UnsupportedError
 
 IMPLEMENTATION = "orbit"
+NO_TOWER = "the vision tower is not loaded: images are not supported"
 BESIDE_CACHE = "orbit_beside_cache"
 """The same in packed passes, and torch's fused kernel where a pass reads the model's own cache."""
 KEY_BLOCK = 32
@@ -53,6 +54,14 @@ class Mode:
     """Last names of linears whose weight is read by code that does not call them."""
     why: str = ""
     """What a probe found that makes packing, or pages, wrong for the model; empty if it has both."""
+    has_tower: bool = False
+    """Whether the model is published with a vision tower, which is left out."""
+
+    @property
+    def said(self) -> str:
+        """A line for people, before anything runs: what of the model is left out, and how its passes run; empty where
+        there is nothing to say."""
+        return "; ".join(each for each in (NO_TOWER * self.has_tower, self.text) if each)
 
     @property
     def text(self) -> str:

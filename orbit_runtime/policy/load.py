@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -28,13 +29,12 @@ from transformers.pytorch_utils import Conv1D
 from orbit_runtime.adapters.config import AdapterConfig, InjectReport
 from orbit_runtime.adapters.inject import inject
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
+from orbit_runtime.model_info.checkpoint import read_config
 from orbit_runtime.model_info.families import FAMILIES
 from orbit_runtime.model_info.families.blocks import GQA_TARGETS, MLP_TARGETS
-from orbit_runtime.model_info.headers import check_finished
 from orbit_runtime.model_info.layouts import check_head, read_linears
 from orbit_runtime.model_info.module_tree import check_type, refused_type, shipped_types
-from orbit_runtime.model_info.quantization import from_legacy_modelopt, parse_quantization
-from orbit_runtime.model_info.settings import check_folder, load_settings
+from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.policy.attention import Kernel, Mode, decoder_of, layers_of
 from orbit_runtime.policy.delta import pack_delta_rule
 from orbit_runtime.policy.direct import build_direct
@@ -56,9 +56,11 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 """Parts of names of linears that choose experts, or weigh them."""
 WRAPPED = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Types with a vision tower that are published for text too: the tower is left out, and images are not supported."""
-NO_TOWER = "the vision tower is not loaded: images are not supported"
 DEFAULT_LONGEST = 4096
 """Maximum length of sequences of a model whose configuration names none."""
+
+
+_whole_config = partial(AutoConfig.from_pretrained, local_files_only=True, trust_remote_code=False)
 
 
 class PolicySettings(TypedDict, total=False):
@@ -147,12 +149,12 @@ def load_policy(
         compute_dtype=compute_dtype,
         left_out=family.no_targets,
         is_part=share.layers is not None,
-        announce=announce and (lambda report: announce(replace(report, passes=_passes(raw, mode)))),
+        announce=announce and (lambda report: announce(replace(report, passes=mode.said))),
     )
     keep_stream_fp32(model, compute_dtype)
     return Policy(
         model,
-        injected,
+        replace(injected, report=replace(injected.report, passes=mode.said)),
         device,
         compute_dtype,
         vocabulary,
@@ -169,27 +171,6 @@ def widen(policy: Policy) -> Policy:
     """In place of this policy: one that holds its linears in the dtype in which it computes (`widen_linears`)."""
     widen_linears(policy.model, policy.compute_dtype)
     return replace(policy, direct=build_direct(policy.model, policy.compute_dtype, ordered=True))
-
-
-def _passes(raw: dict[str, Any], mode: Mode) -> str:
-    """A line for people: how passes run, and what of the model is left out."""
-    return f"{NO_TOWER}; {mode.text}".removesuffix("; ") if _has_tower(raw) else mode.text
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    check_folder(folder)
-    check_finished(folder)
-    try:
-        config = load_settings(path)
-    except FileNotFoundError:
-        raise ModelError(
-            "the model folder holds no config.json", where=str(folder), fix="correct spec.model.uri"
-        ) from None
-    legacy = folder / "hf_quant_config.json"
-    if not config.get("quantization_config") and legacy.is_file():
-        return config | {"quantization_config": from_legacy_modelopt(load_settings(legacy))}
-    return config
 
 
 def _with_targets(adapter: AdapterConfig, raw: dict[str, Any]) -> AdapterConfig:
@@ -251,7 +232,7 @@ def build_config(folder: Path, raw: dict[str, Any], family: Family) -> Pretraine
         language = family.language_config(raw)
         if language is raw:
             config = _whole_config(folder)
-            if _has_tower(raw):
+            if raw.get("model_type") in WRAPPED:
                 tied = config.tie_word_embeddings
                 config = config.get_text_config()
                 config.tie_word_embeddings |= tied
@@ -262,10 +243,6 @@ def build_config(folder: Path, raw: dict[str, Any], family: Family) -> Pretraine
         if hasattr(config, "quantization_config"):
             del config.quantization_config
     return config
-
-
-def _whole_config(folder: Path) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
 def build_model(folder: Path, raw: dict[str, Any], family: Family, longest: int | None) -> tuple[nn.Module, Mode]:
@@ -289,7 +266,7 @@ def build_model(folder: Path, raw: dict[str, Any], family: Family, longest: int 
         mode = found.mode
     _keep_freed_memory()
     model = _build(folder, raw, config, mode.attention)
-    return _in_whole(model, folder, raw) if _has_tower(raw) else model, mode
+    return _in_whole(model, folder, raw), replace(mode, has_tower="vision_config" in raw)
 
 
 def checkpoint_names(folder: Path, tensors: Iterable[str]) -> Callable[[str], str]:
@@ -307,15 +284,13 @@ def checkpoint_names(folder: Path, tensors: Iterable[str]) -> Callable[[str], st
         raise UnsupportedError(
             "its linears are stored by columns, which Orbit reads but does not write", where=str(folder)
         )
-    return published_family(_in_whole(model, folder, raw) if _has_tower(raw) else model, tensors, ()).checkpoint_name
-
-
-def _has_tower(raw: dict[str, Any]) -> bool:
-    return raw.get("model_type") in WRAPPED
+    return published_family(_in_whole(model, folder, raw), tensors, ()).checkpoint_name
 
 
 def _in_whole(model: Any, folder: Path, raw: dict[str, Any]) -> nn.Module:
     """The language model under the names that it has in the published model, which has no vision tower then."""
+    if raw.get("model_type") not in WRAPPED:
+        return model  # type: ignore[no-any-return]
     with _explained(folder, raw), init_empty_weights():
         whole: Any = AutoModelForImageTextToText.from_config(_whole_config(folder), dtype=torch.float32)
     for name, _ in list(whole.model.named_children()):

@@ -20,11 +20,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from orbit_runtime.errors import OrbitError
+from orbit_runtime.model_info.checkpoint import read_config
 from orbit_runtime.model_info.module_tree import REFUSED, pattern_of
 from orbit_runtime.policy.attention import layers_of
 from orbit_runtime.policy.families import DENSE, Family
 from orbit_runtime.policy.families.published import form_of, published_family
-from orbit_runtime.policy.load import INDEXER, ROUTERS, build_model, is_router, read_config, sorted_targets
+from orbit_runtime.policy.load import INDEXER, ROUTERS, build_model, is_router, sorted_targets
 
 SIZES = (
     "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",

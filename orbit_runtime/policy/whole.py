@@ -29,11 +29,12 @@ from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.adapters.tensorfile import build
 from orbit_runtime.digests import cut
 from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
+from orbit_runtime.model_info.checkpoint import read_config
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
-from orbit_runtime.policy.load import build_model, read_config
+from orbit_runtime.policy.load import build_model
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import keep_stream_fp32
 from orbit_runtime.policy.reader import CheckpointReader
@@ -168,17 +169,16 @@ def load_whole(
     model.to(device)
     keep_stream_fp32(model, compute_dtype)
     masters = WholeMasters(applied)
-    report = replace(_report(masters), passes=mode.text)
+    report = replace(_report(masters), passes=mode.said)
     if announce is not None:
         announce(report)
-    head: nn.Module = model.get_output_embeddings()
     nothing = InjectedAdapter(CONFIG, report, Selection(compute_dtype), {}, Masters(CONFIG, {}, {}, {}))
     return Policy(
         model,
         nothing,
         device,
         compute_dtype,
-        int(head.out_features),
+        model.get_output_embeddings().out_features,
         quant.name,
         kernel,
         whole=masters,  # type: ignore[arg-type]

@@ -26,11 +26,12 @@ from orbit_runtime.checkpoints.destination import file_digest
 from orbit_runtime.data.chat import TOKENIZER_FILES, ChatTokenizer
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import GateError, ManifestError, ModelError, UnsupportedError
+from orbit_runtime.model_info.checkpoint import read_config
 from orbit_runtime.model_info.headers import read_folder
 from orbit_runtime.model_info.quantization import parse_quantization
-from orbit_runtime.model_info.settings import load_settings
+from orbit_runtime.model_info.settings import check_model_folder, load_settings
 from orbit_runtime.policy.families import find_family
-from orbit_runtime.policy.load import build_config, read_config
+from orbit_runtime.policy.load import build_config
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.snapshot import base_tensors
@@ -95,8 +96,7 @@ def check_checkpoint(folder: Path, base: Path, tokenizer: ChatTokenizer) -> Mode
         ModelError: a file is missing or changed, or the model is of another architecture, format or tokenizer.
     """
     read_folder(folder)
-    if not (folder / "config.json").is_file():
-        raise ModelError("the model folder holds no config.json", where=str(folder), fix=COPY)
+    check_model_folder(folder, COPY)
     facts = _check_recorded(folder)
     found = {each: _structure(each) for each in (base, folder)}
     differences = [

@@ -150,8 +150,8 @@ def open_models(asked: ServeRequest, limits: ServeLimits, note: Callable[[str], 
     with ExitStack() as closing:
         if source.engine == "Torch":
             held = _open_torch(source, tokenizer)
-            if held.policy is not None and held.policy.mode.text:
-                note(held.policy.mode.text)
+            if held.policy is not None and held.policy.mode.said:
+                note(held.policy.mode.said)
         else:
             note(f"starting {source.engine}" if source.engine == "SGLang" else "asking the endpoints")
             held = _open_servers(source, tokenizer, closing)

@@ -6,6 +6,7 @@ Belongs here: settings, and making a checkpoint. Does not belong here: any expec
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,7 @@ def make_type(folder: Path, name: str, **changed: Any) -> Path:
     if name in VISION:
         text, vision = copy.deepcopy(VISION[name])
         settings = {"text_config": settings | {"model_type": text}, "vision_config": vision}
+        settings["tie_word_embeddings"] = name == "gemma3"
         kind = AutoModelForImageTextToText
     config = AutoConfig.for_model(name, **settings)
     with torch.random.fork_rng():
@@ -150,6 +152,11 @@ def make_type(folder: Path, name: str, **changed: Any) -> Path:
             elif "norm" in key:
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
     model.to(torch.bfloat16).save_pretrained(folder)
+    if name == "mistral3":
+        # As Mistral Small is published: with a head of its own, and no word of it where the type ties by default.
+        told = json.loads((folder / "config.json").read_text())
+        del told["tie_word_embeddings"]
+        (folder / "config.json").write_text(json.dumps(told))
     for path in builtin_folder("tiny-adder", "BF16").iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):
             shutil.copy(path, folder / path.name)

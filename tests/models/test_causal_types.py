@@ -24,6 +24,7 @@ from orbit_runtime.checkpoints.inspection import inspect_headers
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.loop import evaluate
 from orbit_runtime.model_info.checkpoint import folder_facts, folder_headers
 from orbit_runtime.model_info.families import FAMILIES
 from orbit_runtime.model_info.module_tree import check_type, shipped_types
@@ -31,6 +32,7 @@ from orbit_runtime.model_info.settings import parse_settings
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.verdict import judge
 from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.attention import NO_TOWER
 from orbit_runtime.policy.delta import build_chunks, delta_rule
 from orbit_runtime.policy.load import is_router
 from orbit_runtime.policy.modules import FusedRMSNorm, keep_stream_fp32
@@ -41,6 +43,8 @@ from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.cache import KVCache
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.serve.checkpoints import compare_weights
+from orbit_runtime.serve.open import ServeRequest, open_models
+from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.types import Request, Sampling
 from tests.architecture.test_light_start import light
@@ -160,6 +164,9 @@ def check_plan(folder: Path, policy: Policy) -> None:
     assert not any(is_router(name) for name in policy.injected.layers)
     assert facts.architecture.passes == (policy.mode.text or "packed")
     assert not facts.unknown
+    head, embedding = policy.model.get_output_embeddings(), policy.model.get_input_embeddings()
+    assert found.tied_head == torch.equal(head.packed.qdata.float(), embedding.weight.float())
+    assert policy.injected.report.passes.startswith(NO_TOWER) == (facts.architecture.family in VISION)
     assert {verdict.state for verdict in found.verdicts[:2]} == {"works"}
 
 
@@ -370,6 +377,15 @@ def test_an_adapter_of_the_text_part_is_one_of_the_published_model_in_peft(name:
         found = policy.logprobs(policy.pack([Branch(0, tokens[:1], tokens[1:])]))[0]
     torch.testing.assert_close(found, adapted, rtol=0, atol=1e-4)
     assert (plain - adapted).abs().max() > 1e-3
+
+
+def test_serving_and_evaluation_say_that_a_vision_tower_is_left_out(tmp_path: Path) -> None:
+    folder, told = make_type(tmp_path / "model", "gemma3"), list[str]()
+    open_models(ServeRequest(model=str(folder)), ServeLimits(), told.append).close()
+    run = OrbitRun.model_validate_json(write_manifest(tmp_path).read_text(), by_name=False)
+    (base,) = evaluate.open_models(run, [], [], told.append, base=True, started=None)
+    base.engine.close()
+    assert told == [NO_TOWER, NO_TOWER]
 
 
 @pytest.mark.parametrize(("name", "code"), [("gemma3", 0), ("mixtral", 0), ("gpt2", 78)])
