@@ -16,7 +16,6 @@ Legend: `T` tokens, `N` hidden size, `H` query heads, `K` key/value heads, `D` h
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,12 +39,14 @@ ALL_ROWS = 1 << 62
 """End of a slot's rows that is after every row, padding included."""
 SAME_BITS = (FEWEST_ROWS, 192)
 """Numbers of rows between which oneDNN multiplies BF16 by one kernel, wherever it does not cut the columns."""
+ADDED_ROWS = 4096
+"""Most rows of one product of an adapter's: it is narrow, and has one kernel for many more rows."""
 
 
 @cache
 def gives_same_bits(in_features: int, out_features: int, rank: int, block_size: int, _num_threads: int) -> bool:
-    """Whether products of this shape in BF16, with LoRA of this rank added or of an input turned in blocks of this size
-    (0: without), give a row the same bits for all of `SAME_BITS`."""
+    """Whether products of this shape in BF16, of an input turned in blocks of this size (0: as it is), give a row the
+    same bits for all of `SAME_BITS`, and LoRA of this rank (0: none) for all up to `ADDED_ROWS`."""
     generator = torch.Generator().manual_seed(0)
     turns = (in_features // block_size, block_size, block_size) if block_size else (1, 1, 1)
     shapes = ((out_features, in_features), (rank, in_features), (out_features, rank), turns)
@@ -54,9 +55,13 @@ def gives_same_bits(in_features: int, out_features: int, rank: int, block_size: 
     linear.order()
 
     def product(x_TK: Tensor) -> Tensor:
-        return add_lora_(linear.product(rotate(x_TK, R) if block_size else x_TK, w), x_TK, slot)
+        return linear.product(rotate(x_TK, R) if block_size else x_TK, w)
 
-    return rows_are_equal(product, in_features, SAME_BITS[1])
+    def added(x_TK: Tensor) -> Tensor:
+        return add_lora_(x_TK.new_ones(len(x_TK), out_features), x_TK, slot)
+
+    adds_equally = not rank or rows_are_equal(added, in_features, ADDED_ROWS)
+    return adds_equally and rows_are_equal(product, in_features, SAME_BITS[1])
 
 
 class LinearGroup:
@@ -136,7 +141,7 @@ class LinearGroup:
         if records:
             return self._with_gradient(x_TK, held[0][1] if held else [], dense)  # type: ignore[arg-type]
         adapters = [(self._stacked(name, slots), *rows) for name, slots, *rows in held]  # type: ignore[arg-type]
-        return self.in_blocks(x_TK, partial(self._adapted_block, adapters=adapters, dense=dense))
+        return self._adapted_product(x_TK, adapters, dense)
 
     def _fits(self, slots: Sequence[Slot]) -> bool:
         if self._rotates:
@@ -144,35 +149,26 @@ class LinearGroup:
             return all(isinstance(s, OFTSlot) and s.rotation is getattr(first, "rotation", None) for s in slots)
         return all(isinstance(slot, LoRASlot) for slot in slots)
 
-    def _adapted_block(
-        self, x_TK: Tensor, first: int, *, adapters: Sequence[tuple[LoRASlot, int, int]], dense: Tensor
-    ) -> Tensor:
-        """Args: first: number of the block's first row; adapters: each with its first and end row."""
-        y_TN: Tensor = self.base.product(x_TK, dense)  # type: ignore[union-attr]
+    def _adapted_product(self, x_TK: Tensor, adapters: Sequence[tuple[LoRASlot, int, int]], dense: Tensor) -> Tensor:
+        """Args: adapters: each with its first and end row."""
+        y_TN = self.in_blocks(x_TK, partial(self.base.product, dense=dense))  # type: ignore[union-attr]
         for slot, start, stop in adapters:
-            start, stop = max(start - first, 0), min(stop - first, len(x_TK))
-            if self.blocks is None:
-                add_lora_(y_TN[start:stop], x_TK[start:stop], slot)
-            elif stop > start:
-                # Products over all rows of the block: fewer could have other bits.
-                whole = start == 0 and stop == len(x_TK)
-                added = add_lora_(y_TN if whole else y_TN.clone(), x_TK, slot)
-                y_TN = added if whole else y_TN.index_copy_(0, torch.arange(start, stop), added[start:stop])
+            for y, x in zip(y_TN[start:stop].split(ADDED_ROWS), x_TK[start:stop].split(ADDED_ROWS), strict=True):
+                missing = 0 if self.blocks is None else FEWEST_ROWS - len(x)
+                if missing > 0:
+                    y.copy_(add_lora_(*(F.pad(each, (0, 0, 0, missing)) for each in (y, x)), slot)[: len(x)])
+                else:
+                    add_lora_(y, x, slot)
         return y_TN
 
-    def in_blocks(self, x_TK: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """`product` of x, of numbers of rows for which the library gives a row the same bits, if there are such.
-
-        Args: product: called with rows and the number of the first.
-        """
+    def in_blocks(self, x_TK: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """`product` of x, of numbers of rows for which the library gives a row the same bits, if there are such."""
         count = len(x_TK)
         if self.blocks is None or self.blocks[0] <= count <= self.blocks[1]:
-            return product(x_TK, 0)
+            return product(x_TK)
         if count < self.blocks[0]:
-            return product(F.pad(x_TK, (0, 0, 0, self.blocks[0] - count)), 0)[:count]
-        parts = x_TK.tensor_split(-(-count // self.blocks[1]))
-        firsts = itertools.accumulate((len(part) for part in parts), initial=0)
-        return torch.cat([product(part, first) for part, first in zip(parts, firsts, strict=False)])
+            return product(F.pad(x_TK, (0, 0, 0, self.blocks[0] - count)))[:count]
+        return torch.cat([product(part) for part in x_TK.tensor_split(-(-count // self.blocks[1]))])
 
     def _stacked(self, name: str, slots: list[LoRASlot]) -> LoRASlot:
         """The members' LoRA as one: A below A, each B in its own rows and columns, zeros elsewhere. From then on the
@@ -199,15 +195,14 @@ class LinearGroup:
         """The same sums as with `_stacked`, recorded for gradients. Args: slots: empty for the base alone."""
         base: FrozenLinear = self.base  # type: ignore[assignment]
         if not slots:
-            bare = partial(self.in_blocks, product=lambda x, _: base.product(x, dense))
+            bare = partial(self.in_blocks, product=partial(base.product, dense=dense))
             result: Tensor = AdaptedProduct.apply(x_TK, None, None, 1.0, bare, base.input_gradient)
             return result
         placed = zip(slots, self._adapted, strict=True)
         B_NR = torch.cat([F.pad(s.lora_B, (0, 0, at, base.out_features - end)) for s, (_, at, end) in placed], 1)
         A_RK, whole = torch.cat([slot.lora_A for slot in slots]), slots[0].scaling
         slot = LoRASlot(A_RK.detach(), B_NR.detach(), whole)
-        product = partial(self._adapted_block, adapters=[(slot, 0, ALL_ROWS)], dense=dense)
-        forward = partial(self.in_blocks, product=product)
+        forward = partial(self._adapted_product, adapters=[(slot, 0, ALL_ROWS)], dense=dense)
         result = AdaptedProduct.apply(x_TK, A_RK, B_NR, whole, forward, base.input_gradient)
         return result
 

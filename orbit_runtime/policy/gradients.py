@@ -95,7 +95,7 @@ class Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, rotation: Tensor, in_blocks: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(x_TK, rotation)
-        return in_blocks(x_TK, lambda rows, _: rotate(rows, rotation))
+        return in_blocks(x_TK, lambda rows: rotate(rows, rotation))
 
     @staticmethod
     @once_differentiable

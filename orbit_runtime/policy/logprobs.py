@@ -108,14 +108,14 @@ class _Logits(torch.autograd.Function):
 FEWEST_ROWS = 48
 """Fewest rows of a product on a CPU whose rows are to have the same bits whatever their number."""
 TRIED_ROWS = 768
-"""Rows of the products that are tried."""
+"""Fewest rows of the products that are tried."""
 WIDENED_ROWS = 4096
 """Rows of the head's matrix that are widened at a time: they stay in the cache."""
 
 
 def rows_are_equal(product: Callable[[Tensor], Tensor], in_features: int, most: int) -> bool:
     """Whether a product gives BF16 rows the same bits in numbers from `FEWEST_ROWS` to `most`, found by trying."""
-    x_TK = torch.randn(TRIED_ROWS, in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x_TK = torch.randn(max(TRIED_ROWS, most), in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def products(count: int) -> Tensor:
         return torch.cat([product(rows) for rows in x_TK.split(count) if len(rows) == count])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -210,13 +210,11 @@ def test_commands_that_train_nothing_load_nothing_heavy(tmp_path: Path, argument
 
 
 def test_help_comes_at_once() -> None:
-    times = []
-    for _ in range(3):
-        started = time.monotonic()
-        subprocess.run([sys.executable, "-m", "orbit_runtime.cli", "--help"], check=True, capture_output=True)
-        times.append(time.monotonic() - started)
-    # The target is 1 s on an idle machine; tests share theirs.
-    assert min(times) < 2.0
+    """Within a second on an idle machine: of the processor's time, which other work does not count into."""
+    before = os.times()
+    subprocess.run([sys.executable, "-m", "orbit_runtime.cli", "--help"], check=True, capture_output=True)
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2.0
 
 
 def test_without_a_command_the_help_comes_before_the_error(capsys: Captured) -> None:
