@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.model_info.settings import load_settings, open_regular
+from orbit_runtime.model_info.settings import check_folder, load_settings, open_regular
 
 BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
@@ -99,8 +99,7 @@ def check_finished(folder: Path) -> None:
 
 def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
     """Every tensor of a model folder → (file, info): `model.safetensors`, or the shards listed in the index."""
-    if not folder.is_dir():
-        raise ModelError("the model folder does not exist", where=str(folder), fix="check the model's path")
+    check_folder(folder, "check the model's path")
     check_finished(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     is_whole = single.is_file() and index.is_file()

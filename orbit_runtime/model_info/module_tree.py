@@ -307,5 +307,9 @@ def _cache_size(weights: Sequence[Weight], sizes: _Sizes, *, is_packed: bool) ->
     convolutions = [each for each in weights if each.layer is not None and len(each.shape) == 3 and each.shape[1] == 1]
     mixing = {each.layer for each in convolutions}
     held = sum(each.shape[0] * each.shape[2] for each in convolutions)
-    held += sum(each.shape[1] * state for each in weights if each.layer in mixing and each.target == "out_proj")
+    held += sum(
+        each.shape[1] * (state if each.target == "out_proj" else 1)
+        for each in weights
+        if each.layer in mixing and each.target in ("out_proj", "linear_out")
+    )
     return KVCacheSize(2 * kept, heads=sizes("num_key_value_heads", heads), state_bytes=held * STATE_BYTES)

@@ -56,8 +56,9 @@ def store_headers(store: ModelFiles, *, first_read: int = FIRST_READ) -> Headers
         tensors |= {each: (name, info) for each, info in found.items() if not weight_map or each in listed}
     config = parse_settings(store.get("config.json"), f"{store.uri}/config.json")
     if not config.get("quantization_config") and store.exists(LEGACY_QUANTISATION):
-        legacy = parse_settings(store.get(LEGACY_QUANTISATION), f"{store.uri}/{LEGACY_QUANTISATION}")
-        config = {**config, "quantization_config": from_legacy_modelopt(legacy)}
+        config["quantization_config"] = from_legacy_modelopt(
+            parse_settings(store.get(LEGACY_QUANTISATION), f"{store.uri}/{LEGACY_QUANTISATION}")
+        )
     return Headers(store.uri, config, with_known_names(tensors))
 
 

@@ -68,9 +68,11 @@ class Mode:
         """A line for people; empty for models that are packed and read pages, and for families whose row says it."""
         if not self.why:
             return ""
-        rows = {"packed": "are packed", "padded": "have a padded row each", "single": "have a pass each"}[self.rows]
-        decode = {"cache": "the model's own cache", "whole": "passes over the whole sequence"}[self.decode]
-        return f"sequences {rows}, and tokens are sampled from {decode}: {self.why}"
+        words = {
+            "packed": "are packed", "padded": "have a padded row each", "single": "have a pass each",
+            "cache": "the model's own cache", "whole": "passes over the whole sequence",
+        }  # fmt: skip
+        return f"sequences {words[self.rows]}, and tokens are sampled from {words[self.decode]}: {self.why}"
 
     def shaped(self, logits_RV: torch.Tensor) -> torch.Tensor:
         """The model's logits, from its output layer's results; fp32 where they are not the same."""

@@ -33,7 +33,7 @@ from orbit_runtime.model_info.checkpoint import read_config
 from orbit_runtime.model_info.families import FAMILIES
 from orbit_runtime.model_info.families.blocks import GQA_TARGETS, MLP_TARGETS
 from orbit_runtime.model_info.layouts import check_head, read_linears
-from orbit_runtime.model_info.module_tree import check_type, refused_type, shipped_types
+from orbit_runtime.model_info.module_tree import check_type, language_part, refused_type, shipped_types
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.policy.attention import Kernel, Mode, decoder_of, layers_of
 from orbit_runtime.policy.delta import pack_delta_rule
@@ -47,6 +47,7 @@ from orbit_runtime.policy.probe import cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
 from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_modules
+from orbit_runtime.policy.whole_rows import keep_states
 from orbit_runtime.quant.activations import ActivationPrecision
 from orbit_runtime.storage.cache import Cache, default_cache
 
@@ -177,8 +178,7 @@ def _with_targets(adapter: AdapterConfig, raw: dict[str, Any]) -> AdapterConfig:
     """Fills in missing targets with the usual ones of a known family's language model, without a vision tower."""
     if adapter.targets or raw.get("model_type") not in FAMILIES:
         return adapter
-    text = raw.get("text_config")
-    language = {"model_type": "kimi_k2", **text} if raw.get("model_type") == "kimi_k25" and text else raw
+    language = {"model_type": "kimi_k2", **language_part(raw)} if raw["model_type"] == "kimi_k25" else raw
     return replace(adapter, targets=FAMILIES[language["model_type"]](language).default_targets)
 
 
@@ -233,12 +233,10 @@ def build_config(folder: Path, raw: dict[str, Any], family: Family) -> Pretraine
         if language is raw:
             config = _whole_config(folder)
             if raw.get("model_type") in WRAPPED:
-                tied = config.tie_word_embeddings
-                config = config.get_text_config()
-                config.tie_word_embeddings |= tied
+                whole, config = config, config.get_text_config()
+                config.tie_word_embeddings |= whole.tie_word_embeddings
         else:
-            fields = {key: value for key, value in language.items() if key != "model_type"}
-            config = AutoConfig.for_model(language["model_type"], **fields)
+            config = AutoConfig.for_model(**language)
         # We read packed weights ourselves; with this set, transformers would replace modules with its own.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -310,6 +308,7 @@ def _build(folder: Path, raw: dict[str, Any], config: PretrainedConfig, attentio
             module.rope_type = "default"  # type: ignore[assignment]
     skip_indexers(model)
     pack_delta_rule(model)
+    keep_states(model)
     return model
 
 

@@ -44,10 +44,10 @@ from orbit_runtime.policy.attention import (
 from orbit_runtime.policy.delta import pack_delta_rule
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
-from orbit_runtime.policy.whole_rows import OwnCache, OwnRows
+from orbit_runtime.policy.whole_rows import OwnCache, OwnRows, keep_states
 from orbit_runtime.storage.cache import Cache
 
-VERSION = 4
+VERSION = 5
 """Changes with what is measured, so that no older answer is used."""
 TOLERANCE = 1e-4
 """Largest difference between equal hidden states, relative to the largest of them; rounding gives 1e-6, leaks 1e-2."""
@@ -114,8 +114,7 @@ def cached_behaviour(model: nn.Module, raw: dict[str, Any], longest: int, cache:
     facts = [VERSION, transformers.__version__, torch.__version__, longest, raw]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     with suppress(OSError):
-        known = cache.load_listing(key)
-        if known is not None:
+        if known := cache.load_listing(key):
             return Behaviour(Mode(**known | {"uncalled": tuple(known["uncalled"])}))
     found = measure(model, longest)
     if not found.refused:
@@ -441,4 +440,5 @@ def _build(kind: Any, config: PretrainedConfig, attention: str) -> nn.Module:
             else:
                 value = 0.1 * value + (1.0 if name == "weight" else 0.0)
             module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    keep_states(model)
     return model.eval()

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import (
@@ -25,9 +26,11 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from orbit_runtime.adapters.layer import Selection
+from orbit_runtime.policy.attention import layers_of
 from orbit_runtime.policy.packed import PackedBatch, gather_rows, own_buckets, to_device
 
 
@@ -238,6 +241,28 @@ class OwnCache:
         elif self._cache is not None and num_rows < self._rows:
             self._cache.reorder_cache(torch.arange(num_rows))
         self._rows = num_rows
+
+
+def keep_states(model: nn.Module) -> None:
+    """Makes blocks that hold their states themselves (RecurrentGemma's) read and write those in a pass's cache."""
+    for number, block in enumerate(getattr(layer, "temporal_block", None) for layer in layers_of(model)):
+        if hasattr(block, "conv1d_state"):
+            block.forward = partial(_run_block, block.forward, number)
+
+
+def _run_block(own: Any, number: int, x_BSN: Tensor, *, past_key_values: Any = None, **named: Any) -> Any:
+    """The newest inputs of the block's convolution are one fewer than a layer of the cache keeps."""
+    if past_key_values is None:
+        return own(x_BSN, **named)
+    block, held = own.__self__, past_key_values.layers[number]
+    if not isinstance(held, LinearAttentionLayer):
+        held = past_key_values.layers[number] = LinearAttentionLayer()
+    conv, block.rg_lru.recurrent_states = held.conv_states[0], held.recurrent_states[0]
+    block.conv1d_state = None if conv is None else conv[..., 1:]
+    out = own(x_BSN, **named)
+    held.update_conv_state(block.conv1d_state, conv_kernel_size=block.conv1d_width)
+    held.update_recurrent_state(block.rg_lru.recurrent_states)
+    return out
 
 
 def _each_sequence(layer: Any, change: Callable[[Tensor], Tensor]) -> None:

@@ -26,10 +26,10 @@ from orbit_runtime.checkpoints.destination import file_digest
 from orbit_runtime.data.chat import TOKENIZER_FILES, ChatTokenizer
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import GateError, ManifestError, ModelError, UnsupportedError
-from orbit_runtime.model_info.checkpoint import read_config
+from orbit_runtime.model_info.checkpoint import folder_headers, read_config
 from orbit_runtime.model_info.headers import read_folder
 from orbit_runtime.model_info.quantization import parse_quantization
-from orbit_runtime.model_info.settings import check_model_folder, load_settings
+from orbit_runtime.model_info.settings import load_settings
 from orbit_runtime.policy.families import find_family
 from orbit_runtime.policy.load import build_config
 from orbit_runtime.policy.model import Policy
@@ -95,8 +95,7 @@ def check_checkpoint(folder: Path, base: Path, tokenizer: ChatTokenizer) -> Mode
     Raises:
         ModelError: a file is missing or changed, or the model is of another architecture, format or tokenizer.
     """
-    read_folder(folder)
-    check_model_folder(folder, COPY)
+    folder_headers(folder)
     facts = _check_recorded(folder)
     found = {each: _structure(each) for each in (base, folder)}
     differences = [
@@ -177,8 +176,8 @@ def _structure(folder: Path) -> dict[str, Any]:
 
 
 def _precision(folder: Path) -> str:
-    tensors = {name: info for name, (_, info) in read_folder(folder).items()}
-    return parse_quantization(read_config(folder), where=str(folder / "config.json"), tensors=tensors).name
+    headers = folder_headers(folder)
+    return parse_quantization(headers.config, where=str(folder / "config.json"), tensors=headers.infos()).name
 
 
 def _shown(value: object) -> str:

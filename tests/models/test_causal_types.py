@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from orbit_runtime.adapters.config import AdapterConfig
@@ -217,12 +218,12 @@ def test_no_default_target_is_a_router() -> None:
                 assert not {*role.split()[1:]} & {*record["targets"]}, (kind, name)
 
 
-WHOLE = {
-    "minimax": "MiniMax uses cache of its own and is not compatible",
-    "recurrent_gemma": "a step from its own cache is not what a pass over the whole sequence computes",
-}
-"""Types that are sampled from passes over the whole sequence, as transformers keeps their state elsewhere than in its
-cache; none has a pass for each sequence."""
+WHOLE = {"minimax": "MiniMax uses cache of its own and is not compatible"}
+"""Types that are sampled from passes over the whole sequence; none has a pass for each sequence.
+
+MiniMax: its checkpoints hold the decays of linear attention as tables, rounded to BF16. A pass multiplies blocks of
+tokens by these tables, a step from a state only by `exp(-slope)`: another function (see the test below).
+"""
 
 
 def test_every_type_that_is_not_packed_says_why_and_few_have_whole_passes() -> None:
@@ -234,6 +235,32 @@ def test_every_type_that_is_not_packed_says_why_and_few_have_whole_passes() -> N
     whole = {name: why for name, (how, _, why) in told.items() if "passes over the whole sequence" in how}
     assert whole.keys() == WHOLE.keys()
     assert all(WHOLE[name] in why for name, why in whole.items())
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), [(torch.float32, 0.0, 1e-5), (torch.bfloat16, 1e-4, 1e-2)])
+def test_minimax_has_another_step_than_pass_where_its_decays_are_rounded(
+    dtype: torch.dtype, low: float, high: float
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("minimax", **copy.deepcopy(SIZES | TYPES["minimax"]))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.05)
+    for module in model.modules():
+        for name, table in list(module.named_buffers(recurse=False)):
+            if "decay" in name:
+                setattr(module, name, table.to(dtype).float())
+    tokens, cache = torch.tensor([tokens_of(40, 1)]), MiniMaxCache()
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits.log_softmax(-1)
+        model(tokens[:, :11], past_key_values=cache, use_cache=True)
+        steps = [
+            model(tokens[:, at : at + 1], position_ids=torch.tensor([[at]]), past_key_values=cache, use_cache=True)
+            for at in range(11, 40)
+        ]
+    found = torch.cat([each.logits for each in steps], 1).log_softmax(-1)
+    assert low <= float((found - expected[:, 11:]).abs().max()) < high
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_next", "gemma3"])
