@@ -45,7 +45,7 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        48_556,
+        48_548,
         "BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
         "ordered once, equal bits, codecs into the product's dtype (the transposed product goes), queues for several "
         "nodes. "
@@ -107,7 +107,11 @@ CEILINGS: dict[str, Ceiling] = {
     "files of training": Ceiling(21),
     "files of workers": Ceiling(32),
     "files of the operator": Ceiling(50),
-    "fragments": Ceiling(2, "the guard of ranks, a program: what guards of all children share is in `child` now"),
+    "fragments": Ceiling(
+        3,
+        "the guard of ranks, a program: what guards of all children share is in `child` now; the operator's queue, a "
+        "structure of its own, has lost a call that nothing made",
+    ),
     "modules in an import cycle": Ceiling(0),
     "class names with more than one meaning": Ceiling(15),
     "manifest fields": Ceiling(
