@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import resource
+import sys
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from orbit_runtime.errors import OutOfMemoryError
 from orbit_runtime.loop import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.spec import OrbitRun, load_manifest
-from orbit_runtime.storage import Bundle, open_store
+from orbit_runtime.storage import newest_readable, open_store
 from tests.integration.killing import small_manifest
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -51,15 +53,29 @@ def test_a_sequence_that_is_too_long_is_told_with_the_field_to_lower(tmp_path: P
     )
 
 
-def test_a_resumed_run_lets_go_of_the_checkpoint_that_it_began_from(tmp_path: Path) -> None:
+def test_a_resumed_run_lets_go_of_the_checkpoint_that_it_began_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Parts(dict[str, Any]):
+        """As a mapping of one's own it can be watched."""
+
+    read: list[weakref.ref[Parts]] = []
     held: list[int] = []
 
+    def reading(*arguments: Any, **settings: Any) -> Any:
+        bundle, skipped = newest_readable(*arguments, **settings)
+        if bundle is not None:
+            bundle = replace(bundle, parts=Parts(bundle.parts))
+            read.append(weakref.ref(bundle.parts))  # type: ignore[arg-type]
+        return bundle, skipped
+
     def counting(completion: str, prompt: Any, fields: Any) -> float:
-        held.append(sum(type(each) is Bundle for each in gc.get_objects()))
+        held.append(sum(each() is not None for each in read))
         return float(len(completion) % 2)
 
+    monkeypatch.setattr(sys.modules[run.__module__], "newest_readable", reading)
     for steps in (1, 2):
         spec = OrbitRun.model_validate(small_manifest(steps=steps))
         run(spec, out=str(tmp_path), rewards={"correct": counting}, progress=SilentProgress())
-    assert len(held) == 2 * 16
+    assert (len(read), len(held)) == (1, 2 * 16)
     assert not any(held)
