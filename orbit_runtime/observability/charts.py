@@ -172,11 +172,10 @@ def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]], best: M
     for name, points in curves.items():
         title = f"Evaluation: {name}"
         band = ([each["low"] for each in points], [each["high"] for each in points])
-        series = [
-            Series("mean reward, 95 % interval", [each["mean"] for each in points], 0, band),
-            *(Series(f"best, step {step}", [each["mean"] if each["step"] == step else None for each in points], 2)
-              for step in ([best["step"]] if best and best["evaluation"] == name else [])),
-        ]  # fmt: skip
+        series = [Series("mean reward, 95 % interval", [each["mean"] for each in points], 0, band)]
+        if best and best["evaluation"] == name:
+            marked = [each["mean"] if each["step"] == best["step"] else None for each in points]
+            series.append(Series(f"best, step {best['step']}", marked, 2))
         charts.append(Chart(title, plots.draw_lines(title, [each["step"] for each in points], series), series))
     return [chart for chart in charts if chart.svg]
 

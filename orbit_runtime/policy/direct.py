@@ -54,14 +54,14 @@ def gives_same_bits(in_features: int, out_features: int, rank: int, block_size: 
     linear, slot = FrozenLinear(BF16Weight(w)), LoRASlot(A, B, 2.0)
     linear.order()
 
-    def product(x_TK: Tensor) -> Tensor:
-        return linear.product(rotate(x_TK, R) if block_size else x_TK, w)
-
-    def added(x_TK: Tensor) -> Tensor:
-        return add_lora_(x_TK.new_ones(len(x_TK), out_features), x_TK, slot)
-
-    adds_equally = not rank or rows_are_equal(added, in_features, ADDED_ROWS)
-    return adds_equally and rows_are_equal(product, in_features, SAME_BITS[1])
+    return rows_are_equal(
+        lambda x_TK: linear.product(rotate(x_TK, R) if block_size else x_TK, w), in_features, SAME_BITS[1]
+    ) and (
+        not rank
+        or rows_are_equal(
+            lambda x_TK: add_lora_(x_TK.new_ones(len(x_TK), out_features), x_TK, slot), in_features, ADDED_ROWS
+        )
+    )
 
 
 class LinearGroup:

@@ -208,15 +208,7 @@ def _fill(
         applied[name] = nn.Parameter(value.bfloat16().to(compute_dtype))
         owner.register_parameter(child, applied[name])
     if is_tied:
-        if reader.has("lm_head.weight") and not torch.equal(
-            reader.read("lm_head.weight").to(embedding.weight), embedding.weight
-        ):  # type: ignore[arg-type]
-            raise ModelError(
-                "config.json ties the output layer to the embedding, and the checkpoint holds another one",
-                where=str(reader.folder),
-                fix="write tie_word_embeddings: false in config.json",
-            )
-        head.register_parameter("weight", embedding.weight)  # type: ignore[arg-type]
+        _tie(embedding, head, reader)
     return applied
 
 
@@ -224,6 +216,19 @@ def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
     for prefix, module in model.named_modules():
         for child, empty in module.named_parameters(recurse=False):
             yield module, child, f"{prefix}.{child}".removeprefix("."), empty
+
+
+def _tie(embedding: nn.Module, head: nn.Module, reader: CheckpointReader) -> None:
+    """Raises ModelError if the checkpoint holds another head beside the tied one."""
+    if reader.has("lm_head.weight") and not torch.equal(
+        reader.read("lm_head.weight").to(embedding.weight), embedding.weight
+    ):  # type: ignore[arg-type]
+        raise ModelError(
+            "config.json ties the output layer to the embedding, and the checkpoint holds another one",
+            where=str(reader.folder),
+            fix="write tie_word_embeddings: false in config.json",
+        )
+    head.register_parameter("weight", embedding.weight)  # type: ignore[arg-type]
 
 
 def _report(masters: WholeMasters) -> InjectReport:

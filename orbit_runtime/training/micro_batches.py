@@ -46,20 +46,7 @@ class MicroBatch:
 
     def routed_tokens(self) -> torch.Tensor | None:
         """`[T, L, C]`, built for one pass: for all samples of a step at once it could be larger than the model."""
-        # No engine has read what was given after the last answer, as where a limit ends an episode.
-        unread_D = [
-            max(0, len(each.token_ids_T) - 1 - told.shape[0])
-            if (told := each.routed_experts) and 1 not in each.loss_mask_T[told.shape[0] + 1 :]
-            else 0
-            for each in self.samples
-        ]
-        routed = [
-            np.pad(unpack_experts(told), ((0, unread), (0, 0), (0, 0)), constant_values=OWN_CHOICE)
-            if (told := each.routed_experts)
-            else None
-            for each, unread in zip(self.samples, unread_D, strict=True)
-        ]
-        return lay_out_experts(self.branches, routed, self.packed)
+        return lay_out_experts(self.branches, [_experts_of(each) for each in self.samples], self.packed)
 
     def teacher_report(self) -> TeacherReport:
         """The teacher's report on the trained tokens, made as their rollouts ended, on the device for one pass."""
@@ -72,6 +59,18 @@ class MicroBatch:
                 parts.append(np.frombuffer(sample.teacher_top[column], dtype).reshape(rows, -1))
             found.append(to_device(np.concatenate(parts), self.weights_R.device))
         return TeacherReport(*found)
+
+
+def _experts_of(sample: Sample) -> np.ndarray | None:
+    """`[inputs, L, C]`; None if no engine told any. What was given after the last answer no engine has read, as where a
+    limit ends an episode: it goes where the routers choose."""
+    if not sample.routed_experts:
+        return None
+    routed_TLC = unpack_experts(sample.routed_experts)
+    read, inputs = len(routed_TLC), len(sample.token_ids_T) - 1
+    if read >= inputs or 1 in sample.loss_mask_T[read + 1 :]:
+        return routed_TLC
+    return np.pad(routed_TLC, ((0, inputs - read), (0, 0), (0, 0)), constant_values=OWN_CHOICE)
 
 
 def deal(count: int, replica: tuple[int, int]) -> list[tuple[int, bool]]:
