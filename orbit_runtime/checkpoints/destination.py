@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import OutputError, StorageError
-from orbit_runtime.model_info.headers import UNFINISHED
+from orbit_runtime.model_info.settings import UNFINISHED
 from orbit_runtime.storage.filelock import LockBusyError, release_lock, take_lock
 
 MANIFEST = "conversion.json"

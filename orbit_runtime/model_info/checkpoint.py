@@ -17,7 +17,7 @@ from typing import Any
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import FAMILIES, describe
-from orbit_runtime.model_info.headers import TensorInfo, check_finished, read_folder
+from orbit_runtime.model_info.headers import TensorInfo, read_folder
 from orbit_runtime.model_info.module_tree import MISMATCH, describe_tensors, split_targets
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, quantisation_method
 from orbit_runtime.model_info.settings import check_model_folder, load_settings
@@ -68,7 +68,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises: ModelError: there is none, it is damaged, or a conversion into the folder was not finished.
     """
     check_model_folder(folder, "name a Hugging Face model folder in spec.model.uri")
-    check_finished(folder)
     config, legacy = load_settings(folder / "config.json"), folder / LEGACY_QUANTISATION
     if legacy.is_file() and not config.get("quantization_config"):
         config["quantization_config"] = from_legacy_modelopt(load_settings(legacy))

@@ -23,8 +23,6 @@ BITS = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format itself."""
-UNFINISHED = "conversion.progress.json"
-"""Exists in a folder that `orbit convert` or `orbit merge` has not finished: it is not a checkpoint yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +85,9 @@ def read_header(path: Path) -> TensorHeader:
     return parse_header(data, size=size, where=str(path))
 
 
-def check_finished(folder: Path) -> None:
-    """Raises `ModelError` if a conversion was interrupted."""
-    if (folder / UNFINISHED).is_file():
-        raise ModelError(
-            "a conversion into this folder was not finished",
-            where=str(folder),
-            fix="give the same `orbit convert` or `orbit merge` command again: it continues",
-        )
-
-
 def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
     """Every tensor of a model folder → (file, info): `model.safetensors`, or the shards listed in the index."""
     check_folder(folder, "check the model's path")
-    check_finished(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     is_whole = single.is_file() and index.is_file()
     listed = read_weight_map(load_settings(index), str(index)) if is_whole else {}

@@ -18,6 +18,8 @@ from typing import Any
 
 from orbit_runtime.errors import ModelError
 
+UNFINISHED = "conversion.progress.json"
+"""Exists in a folder that `orbit convert` or `orbit merge` has not finished: it is not a checkpoint yet."""
 DAMAGED = "correct it, or copy or download the file again"
 MAX_COUNT = 16_384
 """Most layers, experts or heads: each of them is built before any weight is read. Doge has that many experts."""
@@ -25,10 +27,16 @@ _COUNTS = re.compile(r"(num|n)_\w*(layer|expert|head)")
 
 
 def check_folder(folder: Path, fix: str = "correct spec.model.uri") -> None:
-    """Raises ModelError (66) if a model's folder does not exist, without importing anything heavy."""
+    """Raises ModelError (66) if a model's folder does not exist, or a conversion into it was interrupted."""
     if not folder.is_dir():
         what = "is a link to itself, or to nothing" if folder.is_symlink() else "does not exist"
         raise ModelError(f"the model folder {what}", where=str(folder), fix=fix)
+    if (folder / UNFINISHED).is_file():
+        raise ModelError(
+            "a conversion into this folder was not finished",
+            where=str(folder),
+            fix="give the same `orbit convert` or `orbit merge` command again: it continues",
+        )
 
 
 def check_model_folder(folder: Path, fix: str) -> None:

@@ -307,6 +307,7 @@ def test_a_killed_conversion_is_no_checkpoint_and_continues_to_the_same_bytes(tm
     with pytest.raises(ModelError, match="not finished"):
         load_policy(out, AdapterConfig(type="LoRA", targets=("q_proj",)))
     assert run_command(["inspect", str(out)]) == 66
+    assert run_command(["serve", "--model", str(out)]) == 66
     with pytest.raises((OSError, ValueError), match=r"config\.json"):
         AutoConfig.from_pretrained(out)
     again = convert(source, out, Target("INT4", 32), show=quiet, shard_bytes=20_000)
