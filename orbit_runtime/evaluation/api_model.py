@@ -157,6 +157,8 @@ class ApiConnection:
             url = url.with_user(None)
         self._url = url
         self._headers = headers
+        self.left_out: set[str] = set()
+        """Settings that the API refuses, each of which had the API's own default."""
         self._session = aiohttp.ClientSession(
             # The same certificates as for Orbit's other requests; the player limits how many are in flight.
             connector=aiohttp.TCPConnector(limit=0, ssl=httpx.create_ssl_context() if url.scheme == "https" else True),
@@ -243,7 +245,7 @@ class ApiEpisode:
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
         """Raises Unanswered after the last try; CredentialsError and UsageError if no retry would help."""
         messages, tools = self.conversations.read(prompt_ids_T)
-        body = orjson.dumps(build_request(self.api.model, messages, tools, sampling, key))
+        body = build_request(self.api.model, messages, tools, sampling, key)
         for tries in count(1):
             self._usage["requests"] += 1
             self._usage["retries"] += tries > 1
@@ -258,10 +260,16 @@ class ApiEpisode:
             await self.sleep(min(LONGEST_WAIT, wait * (1 + key % 1024 / 2048)))
         return self._completion(prompt_ids_T, answer)
 
-    async def _ask(self, body: bytes) -> dict[str, Any]:
-        answer = await self.connection.post(body)
+    async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        sent = {name: value for name, value in body.items() if name not in self.connection.left_out}
+        answer = await self.connection.post(orjson.dumps(sent))
         if answer.status == 200:
             return _parse(answer, self.api)
+        # Models that reason refuse these settings at any value.
+        refused = {name for name in ("temperature", "top_p") if sent.get(name) == 1.0 and name in answer.text}
+        if answer.status == 400 and refused:
+            self.connection.left_out |= refused
+            return await self._ask(body)
         raise _explain(answer, self.api)
 
     def _completion(self, prompt_ids_T: Sequence[int], answer: Mapping[str, Any]) -> Completion:
@@ -293,12 +301,9 @@ def build_request(
     sampling: Sampling,
     key: int,
 ) -> dict[str, Any]:
-    """The body of a chat completion, without settings at the API's default: some models refuse them."""
+    """The body of a chat completion. What is left out of it, a server takes from the model's generation_config.json."""
     body: dict[str, Any] = {"model": model, "messages": list(messages), "max_tokens": sampling.max_new_tokens}
-    if sampling.temperature != 1.0:
-        body["temperature"] = sampling.temperature
-    if sampling.top_p != 1.0:
-        body["top_p"] = sampling.top_p
+    body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     if tools:

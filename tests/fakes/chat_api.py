@@ -28,6 +28,8 @@ class ChatApi:
     """Text of the answer, or its whole message."""
     statuses: Callable[[int], int] = lambda number: ANSWER
     """Status of the n-th request."""
+    refuses: tuple[str, ...] = ()
+    """Settings that it refuses (400), whatever they are."""
     headers: str = ""
     """Further header lines of an answer that is none, each with its end."""
     raw: bytes = b""
@@ -96,13 +98,15 @@ class ChatApi:
         status = self.statuses(number)
         if self.key is not None and f"Bearer {self.key}\r\n" not in head:
             status = 401
+        if refused := [name for name in self.refuses if name in body]:
+            status = 400
         said = self.say(body)
         message = said if isinstance(said, Mapping) else {"role": "assistant", "content": said}
         content = {
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 7, "completion_tokens": 3},
         }
-        data = json.dumps(content if status in (ANSWER, CUT) else {"error": {"message": "as told"}}).encode()
+        data = json.dumps(content if status in (ANSWER, CUT) else {"error": {"message": f"as told {refused}"}}).encode()
         extra = "" if status in (ANSWER, CUT) else self.headers
         writer.write(
             f"HTTP/1.1 {status or ANSWER} .\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"

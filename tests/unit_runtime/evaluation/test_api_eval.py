@@ -118,6 +118,21 @@ def test_what_is_asked_is_told_beside_the_result(tmp_path: Path, capsys: pytest.
             assert json.loads(output.out)["scores"], "standard output holds the result alone"
 
 
+def test_no_setting_is_left_to_the_server_unless_it_refuses_its_own_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ChatApi(adds) as api:
+        assert evaluate(api, tmp_path / "all") == 0
+    assert {(body["temperature"], body["top_p"]) for body in api.asked} == {(1.0, 1.0)}
+    with ChatApi(adds, refuses=("temperature", "top_p")) as api:
+        assert evaluate(api, tmp_path / "none") == 0
+        answered = sum("temperature" not in body and "top_p" not in body for body in api.asked)
+        assert answered == SAMPLES * PROMPTS < len(api.asked), "each is refused once, at the beginning"
+        assert evaluate(api, tmp_path / "greedy", "--set", "spec.evaluation.temperature=0") == 86
+    output = capsys.readouterr()
+    assert "400: " in output.out + output.err, "greedy decoding is not given up in silence"
+
+
 def test_another_version_of_the_environment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = (ROOT / "examples/quickstart.yaml").read_text()
     (tmp_path / "run.yaml").write_text(manifest.replace("type: ExactMatch", "entrypoint: my_score:score"))
