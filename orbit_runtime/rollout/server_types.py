@@ -339,12 +339,15 @@ def _problems(ids_RK: np.ndarray, logprobs_RK: np.ndarray, vocabulary: int) -> I
 
 
 def given_fields(sampling: Sampling) -> dict[str, Any]:
-    """Sampling fields of a request under the names that SGLang and vLLM share; defaults are left out."""
-    fields = {
-        "top_k": sampling.top_k if sampling.top_k else None,
-        "min_p": sampling.min_p if sampling.min_p else None,
-        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else None,
+    """Sampling fields of a request under the names that SGLang and vLLM share. Defaults are sent too: vLLM takes what
+    is left out from the model's generation_config.json, SGLang from `--preferred-sampling-params`."""
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or -1,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": list(sampling.stop),
+        "ignore_eos": sampling.ignore_eos,
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
-        "ignore_eos": sampling.ignore_eos or None,
     }
-    return {name: value for name, value in fields.items() if value is not None}

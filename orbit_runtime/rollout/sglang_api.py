@@ -134,10 +134,7 @@ class SGLangApi:
         asks, sampling = call.asks, call.first.sampling
         parameters: list[dict[str, Any]] = [
             {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
                 "max_new_tokens": ask.max_new_tokens,
-                "stop": list(sampling.stop),
                 "stop_token_ids": list(end_ids(sampling, eos)),
                 **given_fields(sampling),
                 "stream_interval": self._interval(ask),

@@ -91,6 +91,26 @@ def test_an_attached_server_answers_and_is_proven_and_is_never_stopped(
     assert all(server.is_alive() and not server.held for server in servers)
 
 
+@pytest.mark.parametrize("kind", ["SGLang", "vLLM"])
+def test_no_sampling_setting_is_left_to_the_defaults_of_a_server_or_of_its_model(
+    servers: list[FakeServer], tmp_path: Path, kind: str
+) -> None:
+    """vLLM takes what a request leaves out from the model's generation_config.json: Qwen's cuts to 20 tokens."""
+    server, seen = FakeServer(kind), []
+
+    def watch(_: FakeServer, path: str, body: dict[str, Any]) -> None:
+        if body.get("stream"):
+            seen.extend(body["sampling_params"] if kind == "SGLang" else [body])
+
+    server.faults.append(watch)
+    engine = attach(servers, tmp_path, server)
+    engine.load_adapter("policy-v1", adapter(1))
+    check_whole(asked := requests(4), list(sample(engine, asked)))
+    engine.close()
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    assert {tuple(body[name] for name in names) for body in seen} == {(1.0, -1, 1.0, 0.0, 1.0)}
+
+
 def vllm(**settings: Any) -> FakeServer:
     return FakeServer("vLLM", version="0.32.0", **settings)
 
