@@ -102,7 +102,8 @@ class Policies:
         self._sweeping = threading.Lock()
         self._served = {base.name: ServedModel(base.name, None, base.place, digest=base.weights)}
         self._loads = 0
-        self._retired: list[str] = []
+        self.retired: list[str] = []
+        """Slots without a name that are not empty yet."""
 
     def all(self) -> list[ServedModel]:
         return [*self._served.values()]
@@ -128,6 +129,7 @@ class Policies:
         folder = open_policy(uri)
         with self._updating:
             adapter = self._adapter(folder)
+            self.sweep()
             self._check_room(name)
             self._loads += 1
             # A name that every engine accepts, also in a URL and as a folder name.
@@ -217,7 +219,7 @@ class Policies:
             self.base = replace(self.base, place=place, weights=weights, policy=policy)
             # Names that stand for the base follow it; slots without a name go with the previous engine.
             self._served = {name: replace(served, name=name) for name in self._served}
-            self._retired.clear()
+            self.retired.clear()
         replacing.engine.let_go()
         return served, proof
 
@@ -230,26 +232,22 @@ class Policies:
                 fix="start it with --updates-from and a folder that holds it",
             )
 
-    @property
-    def has_retired(self) -> bool:
-        return bool(self._retired)
-
     def sweep(self) -> None:
-        """Empties slots that have no name and from which nothing samples. May take a while with servers."""
+        """Empties slots that have no name and from which nothing samples. May take a while with servers, so the front
+        is told first which adapter a name stands for now."""
         with self._sweeping:
-            for slot in [*self._retired]:
+            for slot in [*self.retired]:
                 # Refused until the last of its requests has ended.
                 with suppress(GateError):
                     self._engine.unload_adapter(slot)
-                    self._retired.remove(slot)
+                    self.retired.remove(slot)
 
     def _switch(self, served: ServedModel) -> None:
         with self._lock:
             before = self._served.get(served.name)
             self._served[served.name] = served
             if before is not None and before.slot is not None:
-                self._retired.append(before.slot)
-        self.sweep()
+                self.retired.append(before.slot)
 
     def _check_room(self, name: str) -> None:
         """Raises ModelError if there are too many names, or the engine is full: it would drop an adapter by itself."""

@@ -190,7 +190,11 @@ class Sampler:
         deltas = self._engine.take_deltas()
         if deltas is not None or ended:
             self._line.send(BatchStep(deltas, ended))
-        if ended and self._policies.has_retired and not self._is_sweeping:
+        if ended:
+            self._sweep_soon()
+
+    def _sweep_soon(self) -> None:
+        if self._policies.retired and not self._is_sweeping:
             self._is_sweeping = True
             self._spawn(self._sweep())
 
@@ -212,6 +216,7 @@ class Sampler:
             self._line.send(_refusal((), error, call=asked.call))
         else:
             self._line.send(ChangeResult(asked.call, result, tuple(self._policies.all())))
+            self._sweep_soon()
 
     def _changed(self, asked: NameChange) -> dict[str, Any]:
         place = asked.checkpoint if asked.adapter is None else asked.adapter

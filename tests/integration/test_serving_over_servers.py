@@ -303,6 +303,25 @@ def test_a_request_under_way_ends_under_the_adapter_that_it_began_with(front: Fr
     until(lambda: before not in front.server.held)
 
 
+def test_an_answer_names_the_adapter_that_it_was_sampled_from_while_the_one_before_is_unloaded(front: Front) -> None:
+    is_gone = threading.Event()
+
+    def unload_slowly(_: FakeServer, path: str, body: dict) -> None:
+        if path == "/unload_lora_adapter":
+            is_gone.wait(20)
+
+    front.server.faults.append(unload_slowly)
+    digest = front.load(write_adapter(front.folder / "next", 4.0)).json()["digest"]
+    slot = front.engine.adapters()[-1]
+    body = {"model": "policy", "prompt": [5, 6], "max_tokens": 3, "logprobs": 0}
+    answer = httpx.post(f"{front.url}/v1/completions", json=body, timeout=30)
+    assert len(front.server.held) == 2, "the one before is still there"
+    assert json.loads(answer.headers["orbit-policy"])["digest"] == digest
+    assert answer.json()["choices"][0]["logprobs"]["token_logprobs"] == expected(front, slot, 3)
+    is_gone.set()
+    until(lambda: len(front.server.held) == 1)
+
+
 def test_more_adapters_than_servers_hold_are_refused_and_none_is_lost(front: Front) -> None:
     assert front.load(front.folder / "first", "second").status_code == 200
     assert front.load(front.folder / "first", "third").status_code == 200
