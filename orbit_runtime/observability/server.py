@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.status import LiveStatus
-from orbit_runtime.ports.guard import LOOPBACK, Guard, foreign
+from orbit_runtime.ports.guard import LOOPBACK, Guard, foreign, local_host
 
 if TYPE_CHECKING:
     import uvicorn
@@ -44,7 +44,7 @@ class HTTPServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{local_host(self.host)}:{self.port}"
 
     def close(self, seconds: float = 5.0) -> None:
         """Accepts no more connections, and gives requests in flight this long to finish."""
@@ -159,10 +159,10 @@ def serve_app(app: Any, listener: socket.socket, address: str, fix: str) -> HTTP
     deadline = time.monotonic() + _START_SECONDS
     while not server.started and thread.is_alive() and time.monotonic() < deadline:
         time.sleep(0.002)
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()[:2]
     if not server.started:
         raise OutputError("the server did not start", where=f"{address}:{port}", fix=fix)
-    return HTTPServer(address, port, server, thread)
+    return HTTPServer(host, port, server, thread)
 
 
 _FIX = "set spec.observability.metricsPort to 0 (any free port), to another port, or to -1 (off)"
@@ -183,9 +183,16 @@ def check_port(host: str, port: int) -> None:
 
 
 def _bind(host: str, port: int, where: str, fix: str, backlog: int | None) -> socket.socket:
-    """Args: backlog: None: does not listen."""
+    """
+    Args:
+        host: `::` is every address, also of IPv4, and also where there is no IPv6.
+        backlog: None: does not listen.
+    """
+    host = "0.0.0.0" if host == "::" and not socket.has_dualstack_ipv6() else host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
+    if host == "::":
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     # A run that resumes at once must get its port back from lingering sockets of its predecessor.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

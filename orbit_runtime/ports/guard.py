@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 FOREIGN_FIX = (
     "a port without a token answers this machine alone, such as through `kubectl port-forward` or ssh -L, and no page "
     "of another site"
@@ -220,6 +221,11 @@ def foreign(scope: Mapping[str, Any]) -> str:
     if other := next((each for each in origins if [each.partition("://")[2]] != hosts), ""):
         return f"the request is from a page of {other[:200]!r}"
     return ""
+
+
+def local_host(host: str) -> str:
+    """The host in an address for requests from this machine."""
+    return EVERYWHERE.get(host, f"[{host}]" if ":" in host else host)
 
 
 def _name(address: str) -> str | None:

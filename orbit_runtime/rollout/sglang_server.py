@@ -19,6 +19,7 @@ from typing import Literal
 from orbit_runtime.model_info.weights import SGLANG_TARGETS
 from orbit_runtime.planner.support.kernels import EXPERTS_FLAG, LORA_RUNNERS, EngineKernels
 from orbit_runtime.planner.support.served import LORA_LAYOUTS
+from orbit_runtime.ports.guard import local_host
 from orbit_runtime.rollout.server_types import Sleeping
 from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.wire import is_serving, requires_token
@@ -43,7 +44,6 @@ PORT_TRIES = 3
 MIN_PROBE_SECONDS, MAX_PROBE_SECONDS = 2.0, 30.0
 """A busy server needs long to answer; but another process may have taken its port, and never answer."""
 LOOPBACK = "127.0.0.1"
-EVERYWHERE = {"0.0.0.0": LOOPBACK, "::": "[::1]"}
 """Addresses that mean all of a machine's → the address for requests from this machine."""
 
 
@@ -287,11 +287,6 @@ def expert_arguments(experts: str, device: str, formats: Collection[str]) -> lis
     runners = {LORA_RUNNERS[form] for form in formats}
     assert len(runners) == 1, formats
     return [shared, "--lora-backend", "triton", EXPERTS_FLAG, *runners]
-
-
-def local_host(host: str) -> str:
-    """The host in an address for requests from this machine."""
-    return EVERYWHERE.get(host, f"[{host}]" if ":" in host else host)
 
 
 def deterministic_attention(family: str, capability: tuple[int, int]) -> str | None:

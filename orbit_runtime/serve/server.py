@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from orbit_runtime.errors import EngineDiedError, OutputError
+from orbit_runtime.ports.guard import local_host
 from orbit_runtime.serve.channel import Setup
 from orbit_runtime.serve.open import ServedModels
 from orbit_runtime.serve.sampler import Sampler
@@ -97,4 +98,4 @@ def start_serving(
         front.wait()
         sampler.close()
         raise
-    return RunningServer(f"http://{host}:{ready.port}", sampler, front, limits.drain_seconds, opened.watch)
+    return RunningServer(f"http://{local_host(host)}:{ready.port}", sampler, front, limits.drain_seconds, opened.watch)

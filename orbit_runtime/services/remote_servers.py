@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from orbit_runtime.ports.guard import local_host
 from orbit_runtime.rollout.sglang_api import RoutedLayers
-from orbit_runtime.rollout.sglang_server import local_host
 from orbit_runtime.rollout.transport import AdapterTransfer
 from orbit_runtime.rollout.wire import is_serving, requires_token
 from orbit_runtime.services.connection import Connection

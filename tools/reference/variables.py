@@ -20,8 +20,8 @@ class Variable:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("ORBIT_BIND_ADDRESS", "127.0.0.1", "Address on which the status port listens; `0.0.0.0` inside a pod.",
-             "orbit run"),
+    Variable("ORBIT_BIND_ADDRESS", "127.0.0.1",
+             "Address on which the status port listens; `::`, every address, inside a pod.", "orbit run"),
     Variable("ORBIT_STORE_DEADLINE_SECONDS", "120", "How long one call to an object store is retried before exit 74.",
              "everything that reads or writes a run folder"),
     Variable("ORBIT_SERVE_TOKEN", "", "Token that clients must present, without `--token-file`; if unset, the "

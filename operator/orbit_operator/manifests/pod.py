@@ -100,7 +100,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
         "workingDir": WORK_FOLDER,
         "env": [
             {"name": "ORBIT_ATTEMPT", "value": job_name(source.name, attempt)},
-            {"name": "ORBIT_BIND_ADDRESS", "value": "0.0.0.0"},
+            {"name": "ORBIT_BIND_ADDRESS", "value": "::"},
             {"name": "ORBIT_CACHE", "value": CACHE_FOLDER},
             {"name": "ORBIT_TERMINATION_FILE", "value": TERMINATION_FILE},
             *installed_variables(settings),

@@ -211,5 +211,18 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
     assert BIND_VARIABLE in str(caught.value.fix)
 
 
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_a_pod_is_reached_at_its_address_of_either_kind(has_ipv6: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_ipv6)
+    monkeypatch.setenv(BIND_VARIABLE, "::")
+    server = start_server(LiveStatus("a"), RunMetrics(run="a"), 0)
+    asked = ["127.0.0.1", "[::1]"] if has_ipv6 else ["127.0.0.1"]
+    for url in (server.url, *(f"http://{host}:{server.port}" for host in asked)):
+        assert httpx.get(f"{url}/status").json()["run"] == "a"
+    server.close()
+
+
 def test_it_listens_on_loopback_only_unless_told(served: tuple[LiveStatus, HTTPServer]) -> None:
     assert served[1].host == "127.0.0.1"
