@@ -14,6 +14,9 @@ from typing import Any
 
 CONFIDENCE = 0.95
 Z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+FEWEST_EQUAL = 6
+"""Prompts that differ equally show a difference from this number on: by chance all have one sign in 2 of 2^6 cases (the
+sign test)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class PairedDifference:
     @property
     def verdict(self) -> str:
         low, high = self.difference.low, self.difference.high
-        if low is None or high is None or low <= 0 <= high:
+        is_point = low == high and self.difference.prompts < FEWEST_EQUAL
+        if low is None or high is None or low <= 0 <= high or is_point:
             return "no difference shown"
         return "better" if low > 0 else "worse"
 

@@ -71,6 +71,12 @@ def test_a_paired_difference_is_over_the_prompts_that_both_have_and_takes_out_wh
     assert apart[0].high > apart[1].low  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("prompts", "is_shown"), [(2, False), (5, False), (6, True)])
+def test_a_few_equal_differences_are_no_verdict(prompts: int, is_shown: bool) -> None:
+    before, after = ({str(at): value for at in range(prompts)} for value in (0.0, 1.0))
+    assert paired(before, after).verdict == ("better" if is_shown else "no difference shown")
+
+
 def test_the_ks_that_are_told() -> None:
     assert [pass_ks(samples) for samples in (1, 4, 6)] == [(1,), (1, 2, 4), (1, 2, 4, 6)]
 
