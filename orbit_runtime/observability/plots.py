@@ -41,7 +41,7 @@ def draw_lines(
     """A line chart over steps; `""` if no line has a value.
 
     Args:
-        log: the vertical axis is logarithmic; zeros then sit on its floor.
+        log: the vertical axis is logarithmic; zeros then sit on its floor, and zeros alone on a linear axis.
         most: upper bound of the values, such as 1 for a share; the axis ends there at the latest.
     """
     said = describe(steps, series)
@@ -49,7 +49,7 @@ def draw_lines(
     known = _known(value for line in series for value in line.values)
     if not known:
         return ""
-    scale = _log_scale(known) if log else _linear_scale(*_reach(known, series), most)
+    scale = _log_scale(known) if log and max(known) > 0 else _linear_scale(*_reach(known, series), most)
     parts = [_axes(steps, scale)]
     for line in series:
         parts += _ribbon(steps, line, scale)
@@ -128,8 +128,8 @@ def _reach(known: Sequence[float], series: Sequence[Series]) -> tuple[float, flo
 def _linear_scale(low: float, high: float, most: float | None = None) -> _Scale:
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         # Numbers that differ in their last bits: between them there is no room for ticks.
-        pad = abs(high) * 0.1 or 1.0
-        low, high = low - pad, high + pad
+        pad = abs(high) * 0.1
+        low, high = (low - pad, high + pad) if pad else (0.0, 1.0)
     if most is not None and low < most < high:
         high = most
     step = _nice((high - low) / 4)
@@ -139,7 +139,7 @@ def _linear_scale(low: float, high: float, most: float | None = None) -> _Scale:
 
 
 def _log_scale(values: Sequence[float]) -> _Scale:
-    positive = [value for value in values if value > 0] or [1e-9]
+    positive = [value for value in values if value > 0]
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     if high == low:
         high += 1

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import jinja2
 
 MAX_TABLE_ROWS = 500
-NOT_KEPT = "not kept"
+NOT_KEPT = "numbers not kept"
 EQUAL, DIFFERENT, NOT_READ = "equal", "different", "not readable"
 SCRIPTS = ("page.js", "rollouts.js")
 
@@ -164,7 +164,7 @@ class ProofLine:
     version: Any
     digest: str | None
     verdict: str
-    """`proven`, `whole`, `unproven`, `failed` or `not kept`."""
+    """`proven`, `whole`, `unproven`, `failed` or `numbers not kept`."""
     engine_bytes: str | None
     """Comparison of the adapter's bytes in the engine's slot with the published bytes."""
     layers_bytes: str | None

@@ -33,6 +33,14 @@ def test_numbers_that_differ_in_their_last_bits_are_a_level_line(value: float) -
     assert "<path" in draw_lines("reward", [1, 2], [Series("reward", [value, value + math.ulp(value)])])
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_zeros_alone_are_shown_as_zeros(log: bool) -> None:
+    """Two sides that are equal to the bit in every step are not 1e-9 apart."""
+    svg = draw_lines("parity", [1, 2], [Series("mean", [0.0, 0.0])], log=log)
+    assert "1e-" not in svg
+    assert ">0</text>" in svg
+
+
 def test_a_missing_number_is_a_gap_and_not_a_zero() -> None:
     svg = draw_lines("loss", [1, 2, 3, 4, 5], [Series("loss", [1.0, 2.0, math.nan, 2.0, 1.0])])
     path = next(element.get("d", "") for element in ElementTree.fromstring(svg).iter("path"))
