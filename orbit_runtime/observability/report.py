@@ -325,8 +325,9 @@ def _warnings(folder: RunFolder) -> tuple[str, ...]:
     is_flat = gain is not None and gain.margin is not None and abs(gain.difference) <= gain.margin and not solved
     if gain is not None and gain.margin is not None and gain.difference > gain.margin:
         found += _runaways(rows, gain.first.steps)
-    rate = spec.get("training", {}).get("learningRate") or 1.0
-    if is_flat and rate <= LOW_RATE and spec.get("adapter", {}).get("type") != "Full":
+    rate, adapter = spec.get("training", {}).get("learningRate") or 1.0, spec.get("adapter", {})
+    # A run that goes on from an adapter soon loses at a high rate what that one had learned.
+    if is_flat and rate <= LOW_RATE and adapter.get("type") != "Full" and not adapter.get("initFrom"):
         found.append(
             f"the reward did not rise beyond its noise at a learning rate of {rate:g}; adapters usually take more, up "
             f"to 2e-3: try training.learningRate {10 * rate:g}"

@@ -31,6 +31,7 @@ CLUSTER_PAGES = sorted((ROOT / "docs/guides/cluster").glob("*.md"))
 FIRST_PAGE = "tests/integration/test_first_page.py::test_the_page_gets_from_nothing_to_an_own_reward"
 SERVED = "tests/integration/test_serving_guide.py::"
 REAL = "tests/real/test_smollm2.py::test_the_example_learns"
+WORDS = "tests/real/test_smollm2.py::test_sums_in_words_are_learned_from_demonstrations_and_then_by_reward"
 NETWORK = "needs a package index"
 GPU = "needs a GPU; each stage runs without one in tests/models/test_gpu_proof.py"
 
@@ -96,6 +97,8 @@ WHERE: Mapping[str, Mapping[str, str]] = {
         "orbit run examples/smollm2.yaml --out runs/int4": "tests/real/test_smollm2.py::"
         "test_every_format_trains_with_both_adapters",
         "orbit convert": "tests/real/test_smollm2.py::test_every_format_trains_with_both_adapters",
+        "orbit sft": WORDS,
+        "orbit run examples/smollm2.yaml --out runs/words": WORDS,
     },
     "docs/guides/report.md": {
         "orbit report": "tests/unit_runtime/observability/test_report.py::test_the_guides_commands_run",

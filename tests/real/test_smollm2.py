@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from fakes.guide import commands
 from peft import PeftModel
 
 from orbit_runtime.adapters.config import AdapterConfig
@@ -125,6 +127,21 @@ def test_the_example_learns(model: Path, tmp_path: Path) -> None:
             assert best["step"] in [each.to_dict().get("policy_version") for each in client.models.list()]
     finally:
         serving.close()
+
+
+@pytest.mark.long
+def test_sums_in_words_are_learned_from_demonstrations_and_then_by_reward(model: Path, tmp_path: Path) -> None:
+    """As docs/guides/real_model.md has it."""
+    guide = (ROOT / "docs/guides/real_model.md").read_text()
+    shown = [shlex.split(each) for each in commands(guide, "Numbers in words")[0].replace("\\\n", "").splitlines()]
+    first, run = tmp_path / "first", tmp_path / "words"
+    for _, *words in shown:
+        given = [{"spec.model.uri=$(make -s real-model)": f"spec.model.uri={model}",
+                  "spec.adapter.initFrom=../runs/words-first": f"spec.adapter.initFrom={first}"}.get(each, each)
+                 for each in words]  # fmt: skip
+        orbit(*given, "--out", first if words[0] == "sft" else run)
+    means = [each["mean"] for each in json.loads((run / "report.json").read_text())["evaluation"]["held-out"]]
+    assert max(means) >= 0.8, "the base has 0.02"
 
 
 @pytest.mark.long

@@ -169,12 +169,18 @@ def test_steps_of_a_solved_run_are_not_told_as_a_lack_of_gradient(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("gain", "rate", "adapter", "is_said"),
-    [(0.0, 1e-4, "LoRA", True), (0.5, 1e-4, "LoRA", False), (0.0, 1e-3, "LoRA", False), (0.0, 1e-4, "Full", False)],
+    [
+        (0.0, 1e-4, {"type": "LoRA"}, True),
+        (0.5, 1e-4, {"type": "LoRA"}, False),
+        (0.0, 1e-3, {"type": "LoRA"}, False),
+        (0.0, 1e-4, {"type": "Full"}, False),
+        (0.0, 1e-4, {"type": "LoRA", "initFrom": "runs/first"}, False),
+    ],
 )
 def test_a_reward_that_stands_still_at_a_low_rate_is_told_with_a_usual_one(
-    gain: float, rate: float, adapter: str, is_said: bool, tmp_path: Path
+    gain: float, rate: float, adapter: dict[str, str], is_said: bool, tmp_path: Path
 ) -> None:
-    spec = {"training": {"steps": 60, "learningRate": rate}, "adapter": {"type": adapter}}
+    spec = {"training": {"steps": 60, "learningRate": rate}, "adapter": adapter}
     told = [each for each in report_of(tmp_path, SyntheticRun(gain=gain, spec=spec)).warnings if "did not rise" in each]
     assert [each.endswith("try training.learningRate 0.001") for each in told] == [True] * is_said
 
