@@ -1,7 +1,7 @@
 """`python -m tools.pictures`: takes the pictures of the documentation anew, by a run of the quickstart and a browser.
 
 Writes `report.png`, `live.png` and `terminal.png` into `docs/pictures`: the report of the run, its live page half-way,
-and what the run printed. `smollm2.png` is of a run that takes too long to be made anew.
+and what the run printed. `smollm2.png` is of a run with a real model, which is not made anew here.
 """
 
 from __future__ import annotations
