@@ -91,6 +91,7 @@ STYLE = """
   .md-typeset table:not([class]) thead { display: none; }
   .md-typeset table:not([class]) tr { border-top: .05rem solid var(--md-typeset-table-color); padding: .3rem 0; }
   .md-typeset table:not([class]) td { border: 0; padding: .1rem .4rem; overflow-wrap: anywhere; }
+  .md-typeset table:not([class]) :is(td.none, td[data-label="set"]) { display: none; }
   .md-typeset td[data-label]::before { content: attr(data-label) ": "; color: var(--md-default-fg-color--light); }
 }
 """
@@ -134,8 +135,11 @@ def _with_labels(table: re.Match[str]) -> str:
         at = iter(names)
         next(at, None)
         first, *rest = re.split(r"(?=<td)", row[0])[1:] or [""]
+        cells = [re.sub("^<td", f'<td data-label="{name}"', each) if (name := next(at, "")) else each for each in rest]
+        # What says nothing takes no line of a phone.
         cells = [
-            each.replace("<td", f'<td data-label="{name}"', 1) if (name := next(at, "")) else each for each in rest
+            each.replace("<td", '<td class="none"', 1) if re.fullmatch("<td[^>]*>-</td>\\s*(</tr>)?", each) else each
+            for each in cells
         ]
         return "<tr>" + first + "".join(cells)
 
