@@ -61,5 +61,4 @@ def build_algorithm(settings: Settings, *, own_advantages: AdvantageFunction | N
     needs: frozenset[ColumnName] = frozenset({"reference"} if settings.kl.coefficient > 0 else ())
     needs |= frozenset({"value"} if gae else ())
     needs |= frozenset({"teacher"} if settings.teacher and settings.teacher.is_column else ())
-    returns = partial(critic_returns, gae=gae) if gae else None
-    return Algorithm(needs, advantages, returns)
+    return Algorithm(needs, advantages, partial(critic_returns, gae=gae) if gae else None)

@@ -179,8 +179,7 @@ def write(
                 if destination.is_done(name):
                     reused += 1
                 else:
-                    shown = partial(_show_from, before, total, show)
-                    _write_shard(rewrite, destination, name, shard, shown)
+                    _write_shard(rewrite, destination, name, shard, partial(_show_from, before, total, show))
                 before += size
                 show(before, total, name)
             block = quantization_block(target, sorted({n.removesuffix(".weight") for n in _plain_matrices(items)}))

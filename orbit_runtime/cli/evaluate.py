@@ -281,8 +281,7 @@ def _api_subjects(models: Models, tasks: Sequence[EvalTask], run: OrbitRun) -> S
         )
     assert models.base_url is not None
     assert models.model is not None
-    api = ApiModel(models.base_url, models.model, key)
-    return [ApiSubject(api, Conversations())]
+    return [ApiSubject(ApiModel(models.base_url, models.model, key), Conversations())]
 
 
 def _local_subjects(

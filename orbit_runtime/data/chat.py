@@ -154,8 +154,7 @@ class ChatTokenizer:
 
     def encode_many(self, conversations: Sequence[Messages], *, tools: Tools = ()) -> list[list[int]]:
         """`encode_chat` for each conversation, in one call to the tokenizer."""
-        texts = [self.render(messages, tools) for messages in conversations]
-        return self.encode_texts(texts)
+        return self.encode_texts([self.render(messages, tools) for messages in conversations])
 
     def encode_continuation(
         self, messages: Messages, answered: int, last_id: int | None, *, tools: Tools = ()

@@ -159,8 +159,7 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
     here = _openable(spec)
     unopened = [each.uri for each in spec.data.prompts if each not in here]
     if here:
-        local = [_source(each) for each in here]
-        table = load_prompts(local, limit=spec.data.limit)
+        table = load_prompts([_source(each) for each in here], limit=spec.data.limit)
         if spec.algorithm.type == "SFT":
             read_demonstrations(table, here, last_only=spec.data.chat.answers == "Last")
         else:

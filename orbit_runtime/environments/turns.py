@@ -164,8 +164,7 @@ class MultiTurn:
         finally:
             await opponent.close()
         results = [lost] * len(self._all_weights) if lost else await self._score(episode.prompt, state)
-        counts = {**opponent.counts, **state.parts}
-        track = Track(state.track, results, counts)
+        track = Track(state.track, results, {**opponent.counts, **state.parts})
         return build_finished(self._settings.run, episode, [track], self._all_weights, stopped)
 
     async def _converse(self, episode: Episode, state: _State, opponent: Opponent, tokens: TokenSource) -> None:

@@ -302,8 +302,10 @@ def build_request(
     key: int,
 ) -> dict[str, Any]:
     """The body of a chat completion. What is left out of it, a server takes from the model's generation_config.json."""
-    body: dict[str, Any] = {"model": model, "messages": list(messages), "max_tokens": sampling.max_new_tokens}
-    body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    body: dict[str, Any] = {
+        "model": model, "messages": list(messages), "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature, "top_p": sampling.top_p,
+    }  # fmt: skip
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     if tools:

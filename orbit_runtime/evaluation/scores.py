@@ -49,8 +49,7 @@ class PairedDifference:
     @property
     def verdict(self) -> str:
         low, high = self.difference.low, self.difference.high
-        is_point = low == high and self.difference.prompts < FEWEST_EQUAL
-        if low is None or high is None or low <= 0 <= high or is_point:
+        if low is None or high is None or low <= 0 <= high or (low == high and self.difference.prompts < FEWEST_EQUAL):
             return "no difference shown"
         return "better" if low > 0 else "worse"
 

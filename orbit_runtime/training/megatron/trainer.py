@@ -316,8 +316,7 @@ class MegatronTrainer:
         return replace(found, routed_TLC=routed_TLC)
 
     def _base_values(self, holders: Mapping[str, Sequence[int]]) -> dict[str, list[Tensor]]:
-        given = self._call("base_values", holders)
-        values = [receive(each) for each in given]
+        values = [receive(each) for each in self._call("base_values", holders)]
         return {name: [values[rank][name] for rank in ranks] for name, ranks in holders.items()}
 
     def base_digest(self) -> str:
