@@ -64,11 +64,12 @@ def test_the_table_knows_every_setting() -> None:
         assert [other for other in SET if is_set(SET[other])] == [name]
 
 
-def test_a_setting_that_is_not_set_is_no_field_of_a_request() -> None:
-    assert given_fields(Sampling()) == {}
-    assert given_fields(together("topK", "minP", "repetitionPenalty", "logitBias", "ignoreEos")) == {
-        "top_k": 8, "min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": {"3": 1.0}, "ignore_eos": True,
-    }  # fmt: skip
+def test_a_setting_that_is_not_set_is_sent_at_its_default() -> None:
+    """A server would take what is left out from the model's generation_config.json."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "ignore_eos", "logit_bias")
+    assert given_fields(Sampling()) == dict(zip(names, (1.0, -1, 1.0, 0.0, 1.0, [], False, None), strict=True))
+    asked = given_fields(together("topK", "minP", "repetitionPenalty", "logitBias", "ignoreEos"))
+    assert asked == dict(zip(names, (1.0, 8, 1.0, 0.1, 1.2, [], True, {"3": 1.0}), strict=True))
 
 
 def test_what_ends_a_completion_does_not_change_its_log_probs() -> None:
