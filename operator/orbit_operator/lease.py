@@ -70,14 +70,17 @@ class Lease:
     async def acquire(self, stopping: asyncio.Event) -> bool:
         """Waits until the Lease is ours; returns False if stopped first."""
         while not stopping.is_set():
+            pause = self._seconds / RENEWALS
             try:
                 if await self.try_once():
                     return True
                 self.problem = ""
             except ApiError as error:
-                self.problem = f"Lease {self._namespace}/{self._name} cannot be taken: {error}"
-                _log.warning("%s", self.problem)
-            await _sleep(stopping, self._seconds / RENEWALS)
+                before, self.problem = self.problem, f"Lease {self._namespace}/{self._name} cannot be taken: {error}"
+                if self.problem != before:
+                    _log.warning("%s", self.problem)
+                pause = pause if error.status else RETRY_SECONDS
+            await _sleep(stopping, pause)
         return False
 
     async def keep(self, stopping: asyncio.Event) -> None:

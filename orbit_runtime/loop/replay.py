@@ -122,8 +122,7 @@ def replay(
         done: list[ReplayedStep] = []
         for row in rows[:steps]:
             step = int(row.number("step") or 0)
-            groups = _groups(store, step)
-            trainer.update(build_batch(spec, algorithm, trainer, groups))
+            trainer.update(build_batch(spec, algorithm, trainer, _groups(store, step)))
             version = int(row.number("policy_version") or 0)
             done.append(ReplayedStep(step, str(row["adapter_digest"]), publishable(trainer, version).digest))
             show(len(done), len(rows[:steps]))

@@ -273,8 +273,7 @@ def _common_name(names: Sequence[str]) -> str:
         return names[0]
     low, high = min(names), max(names)
     length = next((at for at, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    common = re.sub(r"[-_./ ]*(seed|s)?[-_./ ]*$", "", low[:length])
-    return common or names[0]
+    return re.sub(r"[-_./ ]*(seed|s)?[-_./ ]*$", "", low[:length]) or names[0]
 
 
 def _entry(name: str, report: Report, final: Window, base: tuple[Report, Window] | None, judge: Judge) -> RunEntry:

@@ -30,8 +30,7 @@ class GymnasiumEpisode:
         """The prompt, with the first observation appended to its last message."""
         observation, _ = self._environment.reset(seed=seed % 2**31)
         *before, last = [dict(message) for message in prompt]
-        text = f"{last['content']}\n\n{self._written(observation)}"
-        return [*before, {**last, "content": text}]
+        return [*before, {**last, "content": f"{last['content']}\n\n{self._written(observation)}"}]
 
     def step(self, completion: str) -> Step:
         action = self._action(completion)
