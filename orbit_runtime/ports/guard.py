@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""Addresses that mean all of a machine's → the address for requests from this machine."""
 FOREIGN_FIX = (
     "a port without a token answers this machine alone, such as through `kubectl port-forward` or ssh -L, and no page "
     "of another site"

@@ -44,7 +44,6 @@ PORT_TRIES = 3
 MIN_PROBE_SECONDS, MAX_PROBE_SECONDS = 2.0, 30.0
 """A busy server needs long to answer; but another process may have taken its port, and never answer."""
 LOOPBACK = "127.0.0.1"
-"""Addresses that mean all of a machine's → the address for requests from this machine."""
 
 
 @dataclass(frozen=True)
