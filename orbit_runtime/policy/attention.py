@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,9 +24,9 @@ IMPLEMENTATION = "orbit"
 NO_TOWER = "the vision tower is not loaded: images are not supported"
 BESIDE_CACHE = "orbit_beside_cache"
 """The same in packed passes, and torch's fused kernel where a pass reads the model's own cache."""
-KEY_BLOCK = 32
-"""With keys in whole blocks of this size, torch's fused kernel for BF16 on a CPU gives a query the same bits whatever
-other queries and unseen keys stand beside it; what is not seen adds exact zeros."""
+KEY_BLOCK, QUERY_BLOCK = 32, 32
+"""With so many keys in a block, or a multiple, torch's fused kernel on a CPU gives a query the same bits whatever other
+queries and unseen keys stand beside it; what is not seen adds exact zeros."""
 Kernel = Literal["Eager", "SDPA", "Chunked"]
 """Kernel of packed passes; cached decoding has no chunks and uses `SDPA` instead."""
 Visible = torch.Tensor | Literal["causal"] | None
@@ -208,6 +209,33 @@ def hidden_of(
     return out.last_hidden_state  # type: ignore[no-any-return]
 
 
+def in_key_blocks(num_keys: int, dtype: torch.dtype) -> int:
+    """The least number of keys, not below this one, with which a query's bits are those of any more.
+
+    The kernel reads 512 keys at a time; in fp32 its product halves more than 384 of them.
+    """
+    whole = -(-num_keys // KEY_BLOCK) * KEY_BLOCK
+    return -(-whole // 512) * 512 if dtype is torch.float32 and whole % 512 > 256 else whole
+
+
+@cache
+def attention_gives_same_bits(dtype: torch.dtype, heads: int, kv_heads: int, size: int, _num_threads: int) -> bool:
+    """Whether queries alone have the bits that they have among others, found by trying."""
+    generator, look = torch.Generator().manual_seed(0), AttentionSettings(size**-0.5)
+    q, k, v = (torch.randn(1, each, 1056, size, generator=generator).to(dtype) for each in (heads, kv_heads, kv_heads))
+    with torch.no_grad():
+        expected = attend_rows(q, k, v, visible_B1QS="causal", look=look, kernel="SDPA")
+        for count in (20, 97, 255, 300, 400, 511, 600, 1000):
+            keys, alone = in_key_blocks(count, dtype), q[:, :, count - 1].unflatten(1, (kv_heads, -1))
+            visible = torch.arange(keys).expand(1, 1, 1, -1) < count
+            found = attend_rows(
+                alone, k[:, :, :keys], v[:, :, :keys], visible_B1QS=visible, look=look, kernel="SDPA"
+            ).flatten(1, 2)
+            if not torch.equal(found, expected[:, :, count - 1]):
+                return False
+    return True
+
+
 def attend_rows(
     q_BHQD: torch.Tensor,
     k_BKSD: torch.Tensor,
@@ -226,10 +254,13 @@ def attend_rows(
     mask = None if isinstance(visible_B1QS, str) else visible_B1QS
     if kernel != "Eager" and look.is_plain:
         gqa, queries = q_BHQD.shape[1] != k_BKSD.shape[1], q_BHQD.shape[2]
-        if queries % KEY_BLOCK == 1 and q_BHQD.dtype is torch.bfloat16 and not q_BHQD.is_cuda:
-            # A query alone in the kernel's last block would go through another product.
-            q_BHQD = torch.cat((q_BHQD, q_BHQD[:, :, -1:]), 2)
-            mask = mask if mask is None else torch.cat((mask, mask[:, :, -1:]), 2)
+        # Fewer queries in the kernel's last block would go through another product.
+        fewest = 2 if q_BHQD.dtype is torch.bfloat16 else max(2, -(-3 * q_BHQD.shape[-1] // 64))
+        missing = fewest - queries % QUERY_BLOCK if queries % QUERY_BLOCK else 0
+        if missing > 0 and not q_BHQD.is_cuda:
+            q_BHQD = F.pad(q_BHQD, (0, 0, 0, missing))
+            if mask is not None and mask.shape[2] > 1:
+                mask = torch.cat((mask, mask[:, :, -1:].expand(-1, -1, missing, -1)), 2)
         attended = F.scaled_dot_product_attention(
             q_BHQD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal, scale=look.scale, enable_gqa=gqa
         )

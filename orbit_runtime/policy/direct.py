@@ -3,8 +3,7 @@
 The cost of a decode step on a CPU depends on the number of operations, not on their size: transformers' modules take
 about 220 per layer, this takes about 40. Linears that read the same input are one product if their weights allow it,
 each under its own adapter; queries and keys are normalised and rotated together, and the residual is added in place.
-The engine uses it, and in BF16 on a CPU the trainer too, unless it trains a whole model, drops, or computes
-layers again. In fp32 the trainer's passes go through the model's modules.
+The engine uses it, and on a CPU the trainer too, unless it trains a whole model, drops, or computes layers again.
 
 Belongs here: recognising models of that form, their forward pass, and sharing one packed weight among neighbours. Does
 not belong here: the steps' gradients (`gradients`), other forms (those run through their own modules), attention over
@@ -29,7 +28,7 @@ from orbit_runtime.adapters.layer import AdaptedLinear, Segment, Slot
 from orbit_runtime.adapters.lora import LoRASlot, add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
-from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
+from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, attention_gives_same_bits, decoder_of
 from orbit_runtime.policy.gradients import AdaptedProduct, Normed, Rotated, gated, turned
 from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal
 from orbit_runtime.quant.bf16 import BF16Weight
@@ -37,31 +36,45 @@ from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_ro
 
 ALL_ROWS = 1 << 62
 """End of a slot's rows that is after every row, padding included."""
-SAME_BITS = (FEWEST_ROWS, 192)
-"""Numbers of rows between which oneDNN multiplies BF16 by one kernel, wherever it does not cut the columns."""
-ADDED_ROWS = 4096
-"""Most rows of one product of an adapter's: it is narrow, and has one kernel for many more rows."""
+BLOCKS = {
+    torch.bfloat16: ((FEWEST_ROWS[torch.bfloat16], 192, ALL_ROWS),),
+    torch.float32: ((FEWEST_ROWS[torch.float32], ALL_ROWS, ALL_ROWS), (FEWEST_ROWS[torch.float32], 48, 256)),
+}
+"""Least and most rows of a product, and from how many on any number is right again: for which the library may multiply
+by one kernel. oneDNN's of BF16, wherever it does not cut the columns; MKL's of fp32, for most shapes and for all."""
+ADDED_ROWS = {torch.bfloat16: 4096, torch.float32: 256}
+"""Most rows of one product of an adapter's, which is narrow."""
 
 
 @cache
-def gives_same_bits(in_features: int, out_features: int, rank: int, block_size: int, _num_threads: int) -> bool:
-    """Whether products of this shape in BF16, of an input turned in blocks of this size (0: as it is), give a row the
-    same bits for all of `SAME_BITS`, and LoRA of this rank (0: none) for all up to `ADDED_ROWS`."""
+def find_blocks(
+    dtype: torch.dtype, in_features: int, out_features: int, rank: int, block_size: int, _num_threads: int
+) -> tuple[int, int, int] | None:
+    """Those of `BLOCKS` for which products of this shape, of an input turned in blocks of this size (0: as it is), give
+    a row the same bits, if LoRA of this rank (0: none) does for all up to `ADDED_ROWS`. None if there are none."""
     generator = torch.Generator().manual_seed(0)
     turns = (in_features // block_size, block_size, block_size) if block_size else (1, 1, 1)
     shapes = ((out_features, in_features), (rank, in_features), (out_features, rank), turns)
     w, A, B, R = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-    linear, slot = FrozenLinear(BF16Weight(w)), LoRASlot(A, B, 2.0)
-    linear.order()
+    linear, slot, dense = FrozenLinear(BF16Weight(w)), LoRASlot(A, B, 2.0), w.to(dtype)
+    if dtype is torch.bfloat16:
+        linear.order()
+    fewest = FEWEST_ROWS[dtype]
 
-    return rows_are_equal(
-        lambda x_TK: linear.product(rotate(x_TK, R) if block_size else x_TK, w), in_features, SAME_BITS[1]
-    ) and (
-        not rank
-        or rows_are_equal(
-            lambda x_TK: add_lora_(x_TK.new_ones(len(x_TK), out_features), x_TK, slot), in_features, ADDED_ROWS
-        )
+    def product(x_TK: Tensor) -> Tensor:
+        return linear.product(rotate(x_TK, R) if block_size else x_TK, dense.view(-1))
+
+    def add(x_TK: Tensor) -> Tensor:
+        return add_lora_(x_TK.new_ones(len(x_TK), out_features), x_TK, slot)
+
+    if rank and not rows_are_equal(add, in_features, dtype, (fewest, ADDED_ROWS[dtype])):
+        return None
+    found = (
+        each
+        for each in BLOCKS[dtype]
+        if rows_are_equal(product, in_features, dtype, (fewest, min(each[1], 1000)), (each[2], 1000))
     )
+    return next(found, None)
 
 
 class LinearGroup:
@@ -79,8 +92,8 @@ class LinearGroup:
             if isinstance(member, AdaptedLinear):
                 self._adapted.append((member, start, stop))
             start = stop
-        self.blocks: tuple[int, int] | None = None
-        """Least and most rows of a product, if a row's bits are the same for all numbers between."""
+        self.blocks: tuple[int, int, int] | None = None
+        """See `BLOCKS`; None if the library has no numbers of rows for which a row's bits are the same."""
         self.parts: list[LinearGroup] = []
         """A group for each member, if only such have a number of rows."""
         self._stacks: dict[str, tuple[list[LoRASlot], LoRASlot]] = {}
@@ -95,20 +108,20 @@ class LinearGroup:
         """Elements of the weight that is dequantised at a time."""
         return self.base.out_features * self.base.in_features if self.base is not None else 0
 
-    def order(self) -> None:
-        """Orders the weight as the library reads it, and finds how many rows to hand it."""
+    def order(self, dtype: torch.dtype) -> None:
+        """Orders a BF16 weight as the library reads it, and finds how many rows to hand it."""
         if not self._is_one and len(self._members) > 1:
             parts = [LinearGroup([member]) for member in self._members]
             for part in parts:
-                part.order()
+                part.order(dtype)
             if all(part.blocks for part in parts):
-                self.parts, self.blocks = parts, SAME_BITS
-        elif self.base is not None and self.base.order():
+                self.parts, self.blocks = parts, parts[0].blocks
+        elif self.base is not None and (dtype is torch.float32 or self.base.order()):
             config = self._adapted[0][0].config if self._adapted else None
             rank = config.rank * len(self._adapted) if config is not None and not self._rotates else 0
             turned = config.block_size if config is not None and self._rotates else 0
             shape = (self.base.in_features, self.base.out_features, rank, turned, torch.get_num_threads())
-            self.blocks = SAME_BITS if gives_same_bits(*shape) else None
+            self.blocks = find_blocks(dtype, *shape)
 
     def __call__(self, x_TK: Tensor, dense: Tensor) -> Tensor:
         """`dense`: see `FrozenLinear.product`."""
@@ -152,9 +165,10 @@ class LinearGroup:
     def _adapted_product(self, x_TK: Tensor, adapters: Sequence[tuple[LoRASlot, int, int]], dense: Tensor) -> Tensor:
         """Args: adapters: each with its first and end row."""
         y_TN = self.in_blocks(x_TK, partial(self.base.product, dense=dense))  # type: ignore[union-attr]
+        most = ADDED_ROWS[x_TK.dtype] if self.blocks is not None else ALL_ROWS
         for slot, start, stop in adapters:
-            for y, x in zip(y_TN[start:stop].split(ADDED_ROWS), x_TK[start:stop].split(ADDED_ROWS), strict=True):
-                missing = 0 if self.blocks is None else FEWEST_ROWS - len(x)
+            for y, x in zip(*(each[start:stop].split(most) for each in (y_TN, x_TK)), strict=True):
+                missing = 0 if self.blocks is None else self.blocks[0] - len(x)
                 if missing > 0:
                     y.copy_(add_lora_(*(F.pad(each, (0, 0, 0, missing)) for each in (y, x)), slot)[: len(x)])
                 else:
@@ -164,7 +178,7 @@ class LinearGroup:
     def in_blocks(self, x_TK: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """`product` of x, of numbers of rows for which the library gives a row the same bits, if there are such."""
         count = len(x_TK)
-        if self.blocks is None or self.blocks[0] <= count <= self.blocks[1]:
+        if self.blocks is None or self.blocks[0] <= count <= self.blocks[1] or count >= self.blocks[2]:
             return product(x_TK)
         if count < self.blocks[0]:
             return product(F.pad(x_TK, (0, 0, 0, self.blocks[0] - count)))[:count]
@@ -265,8 +279,9 @@ class DirectDecoder:
         self._layers = [_build_layer(layer) for layer in decoder.layers]  # type: ignore[union-attr,arg-type]
         self._cos_PD = self._sin_PD = torch.empty(0, 0)
         self._groups = [group for layer in self._layers for group in layer.groups]
-        for group in self._groups if ordered else ():
-            group.order()
+        is_fp32 = compute_dtype is torch.float32 and self._norm.weight.device.type == "cpu"
+        for group in self._groups if ordered or is_fp32 else ():
+            group.order(compute_dtype)
         sizes = [group.dense_size for group in self._groups]
         limit = DENSE_BYTES_LIMIT[self._norm.weight.device.type] // compute_dtype.itemsize
         most = max((size for size in sizes if size <= limit), default=0)
@@ -276,7 +291,10 @@ class DirectDecoder:
     @property
     def gives_same_bits(self) -> bool:
         """Whether a token's hidden states have the same bits whatever is computed beside it."""
-        return all(group.blocks is not None for group in self._groups)
+        heads, dtype, threads = {layer.heads for layer in self._layers}, self._dtype, torch.get_num_threads()
+        return all(group.blocks is not None for group in self._groups) and all(
+            attention_gives_same_bits(dtype, *each, threads) for each in heads
+        )
 
     def shared(self) -> list[tuple[str, FrozenLinear]]:
         """The linears over one input by which it multiplies in place of the model's own, over the same packed bytes."""
@@ -297,13 +315,11 @@ class DirectDecoder:
         for number, layer in enumerate(self._layers):
             heads, kv_heads, size = layer.heads
             qkv_THD = layer.qkv(layer.before_attention(x_TN).to(dtype), dense).view(len(x_TN), -1, size)
-            qk_THD = qkv_THD[:, : heads + kv_heads]
+            qk_THD, v_TKD = qkv_THD.split((heads + kv_heads, kv_heads), 1)
             if layer.qk_norm is not None:
                 qk_THD = layer.qk_norm(qk_THD.float())
             qk_THD = turned(qk_THD, cos_T1D, sin_T1D, dtype)
-            attended_TN = plan.attend_tokens(
-                number, qk_THD[:, :heads], qk_THD[:, heads:], qkv_THD[:, heads + kv_heads :], layer.look
-            )
+            attended_TN = plan.attend_tokens(number, *qk_THD.split((heads, kv_heads), 1), v_TKD, layer.look)
             x_TN = add(x_TN, layer.output(attended_TN, dense))
             both_TN = layer.gate_up(layer.before_mlp(x_TN).to(dtype), dense)
             x_TN = add(x_TN, layer.down(gated(both_TN), dense))

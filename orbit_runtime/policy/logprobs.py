@@ -32,7 +32,8 @@ def logits_of(head: nn.Module, hidden_RN: Tensor) -> Tensor:
     """Logits `[R, V]` of BF16 or fp32 hidden states: fp32, except that a packed head keeps the dtype of BF16 ones."""
     weight_VN = _plain_weight(head)
     if hidden_RN.dtype != torch.bfloat16 or weight_VN is None:
-        logits_RV: Tensor = head(hidden_RN)
+        missing = 0 if hidden_RN.is_cuda else max(0, FEWEST_ROWS[torch.float32] - len(hidden_RN))
+        logits_RV: Tensor = head(F.pad(hidden_RN, (0, 0, 0, missing)) if missing else hidden_RN)[: len(hidden_RN)]
         return logits_RV
     return _Logits.apply(hidden_RN, weight_VN)
 
@@ -84,7 +85,7 @@ class _Logits(torch.autograd.Function):
             return logits_RV[: len(hidden_RN)]
         # One in fp32 that may round its factors to BF16, which they are, is the same.
         # Of few rows by few columns, which are another kernel's, more are computed.
-        wide = F.pad(hidden_RN.float(), (0, 0, 0, max(0, FEWEST_ROWS - len(hidden_RN))))
+        wide = F.pad(hidden_RN.float(), (0, 0, 0, max(0, FEWEST_ROWS[torch.bfloat16] - len(hidden_RN))))
         logits_RV = wide.new_empty(len(wide), len(weight_VN))
         before = torch.backends.mkldnn.matmul.fp32_precision
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
@@ -105,37 +106,44 @@ class _Logits(torch.autograd.Function):
         return of_hidden, of_weight
 
 
-FEWEST_ROWS = 48
+FEWEST_ROWS = {torch.bfloat16: 48, torch.float32: 16}
 """Fewest rows of a product on a CPU whose rows are to have the same bits whatever their number."""
-TRIED_ROWS = 768
-"""Rows of the products that are tried, where one of them has no more."""
+TRIED_ROWS = (24, 40, 48, 57, 64, 100, 128, 171, 192, 256, 768, 1000, 2048, 4096)
+"""Numbers of rows of the products that are tried. Of one kernel's, all rows have the same bits; of another's, some
+results in a thousand differ."""
 WIDENED_ROWS = 4096
 """Rows of the head's matrix that are widened at a time: they stay in the cache."""
 
 
-def rows_are_equal(product: Callable[[Tensor], Tensor], in_features: int, most: int) -> bool:
-    """Whether a product gives BF16 rows the same bits in numbers from `FEWEST_ROWS` to `most`, found by trying."""
-    x_TK = torch.randn(max(TRIED_ROWS, most), in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+def rows_are_equal(
+    product: Callable[[Tensor], Tensor], in_features: int, dtype: torch.dtype, *ranges: tuple[int, int]
+) -> bool:
+    """Whether a product gives rows the same bits for all numbers of rows in these ranges, found by trying."""
+    counts = [count for count in TRIED_ROWS if any(low <= count <= high for low, high in ranges)]
+    counts.append(ranges[0][0])
+    rows = max(768, *counts)
+    x_TK = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def products(count: int) -> Tensor:
-        tried = x_TK[: max(TRIED_ROWS, count)].split(count)
-        return torch.cat([product(rows) for rows in tried if len(rows) == count])
+        tried = x_TK[: max(768, count)].split(count)
+        return torch.cat([product(part) for part in tried if len(part) == count])
 
     with torch.no_grad():
-        expected = products(most)
-        # Some in a thousand results differ if another kernel is chosen.
-        counts = (FEWEST_ROWS, 57, 64, 100, 128, 171, *(count for count in (1000, 2048) if count < most))
+        expected = products(max(counts))
         return all(torch.equal(each, expected[: len(each)]) for each in map(products, counts))
 
 
-def head_gives_same_bits(head: nn.Module) -> bool:
-    """Whether `logits_of` BF16 hidden states on a CPU have the same bits whatever their number."""
+def head_gives_same_bits(head: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether `logits_of` hidden states of this dtype on a CPU have the same bits whatever their number."""
     weight_VN = _plain_weight(head)
+    if dtype is torch.float32:
+        most = max(64, min(1024, CHUNK_ELEMENTS // head.out_features))
+        return rows_are_equal(head, head.in_features, dtype, (FEWEST_ROWS[dtype], most))
     if weight_VN is None:
         return False
     parts = weight_VN.split(WIDENED_ROWS)
     return all(
-        rows_are_equal(lambda x, w=part: _Logits.apply(x, w), part.shape[1], TRIED_ROWS)  # type: ignore[misc]
+        rows_are_equal(lambda x, w=part: _Logits.apply(x, w), part.shape[1], dtype, (FEWEST_ROWS[dtype], 768))  # type: ignore[misc]
         for part in {parts[0], parts[-1]}
     )
 

@@ -252,17 +252,16 @@ class Policy:
             and self._passes_directly
             and self.kernel == "SDPA"
             and self.direct.gives_same_bits
-            and head_gives_same_bits(self.model.get_output_embeddings())
+            and head_gives_same_bits(self.model.get_output_embeddings(), self.compute_dtype)
         )
 
     @property
     def _passes_directly(self) -> bool:
-        """Whether the trainer's passes use `direct` too: those in BF16 on a CPU. All of them or none, so that a pass
-        without gradient has the bits of one with it."""
+        """Whether the trainer's passes use `direct` too: those on a CPU. All of them or none, so that a pass without
+        gradient has the bits of one with it."""
         config, selection = self.injected.config, self.injected.selection
         return (
-            self.compute_dtype is torch.bfloat16
-            and self.device.type == "cpu"
+            self.device.type == "cpu"
             and self.division is None
             and self.whole is None
             and (config.type == "LoRA" or (self.direct is not None and self.direct.gives_same_bits))

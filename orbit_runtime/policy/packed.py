@@ -26,12 +26,12 @@ from torch.nn import functional as F
 
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import (
-    KEY_BLOCK,
     AttentionSettings,
     Kernel,
     Visible,
     attend_rows,
     attention_gradients,
+    in_key_blocks,
 )
 from orbit_runtime.policy.chunked import attend_chunked
 from orbit_runtime.policy.routing import OWN_CHOICE
@@ -93,9 +93,9 @@ class Bucket:
     starts_later: bool
     """False if every query sees exactly the keys up to its own position."""
 
-    def in_key_blocks(self) -> Bucket:
+    def in_key_blocks(self, dtype: torch.dtype) -> Bucket:
         """With whole blocks of keys: their last one is repeated, unseen."""
-        missing = -self.key_BS.shape[1] % KEY_BLOCK
+        missing = in_key_blocks(self.key_BS.shape[1], dtype) - self.key_BS.shape[1]
         return replace(self, key_BS=torch.cat((self.key_BS, self.key_BS[:, -1:].expand(-1, missing)), 1))
 
     def visible(self, window: int | None) -> torch.Tensor:
@@ -419,17 +419,12 @@ class PackedPlan:
             k_TKD, v_TKD = (x.unflatten(-1, (kv_heads, -1)) for x in (met_TN[:, :width], met_TN[:, width:]))
         if self.kernel == "Chunked":
             return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look).flatten(1)
-        if (
-            self._is_alone
-            and q_THD.dtype is torch.bfloat16
-            and q_THD.device.type == "cpu"
-            and self.buckets is self.batch.buckets
-        ):
-            self.buckets = tuple(bucket.in_key_blocks() for bucket in self.buckets)
+        if self._is_alone and q_THD.device.type == "cpu" and self.buckets is self.batch.buckets:
+            self.buckets = tuple(bucket.in_key_blocks(q_THD.dtype) for bucket in self.buckets)
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
-        heads, is_bf16 = (q_THD.shape[1], k_TKD.shape[1]), q_THD.dtype == torch.bfloat16
+        heads = (q_THD.shape[1], k_TKD.shape[1])
         is_fused = self.kernel == "SDPA" and look.is_plain
-        if self._is_alone and q_THD.requires_grad and is_bf16 and not q_THD.is_cuda and is_fused:
+        if self._is_alone and q_THD.requires_grad and q_THD.dtype == torch.bfloat16 and not q_THD.is_cuda and is_fused:
             return _Attended.apply(q_TN, k_TN, v_TN, heads, self, look)
         return self.attend_buckets(q_TN, k_TN, v_TN, heads, look)
 

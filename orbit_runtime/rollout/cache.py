@@ -13,11 +13,11 @@ import torch
 from torch.nn import functional as F
 
 from orbit_runtime.policy.attention import (
-    KEY_BLOCK,
     AttentionSettings,
     Kernel,
     attend_rows,
     fp32_product,
+    in_key_blocks,
     softmax_with_sinks,
 )
 from orbit_runtime.policy.packed import PackedBatch, PackedPlan, to_device
@@ -31,7 +31,8 @@ class KVCache:
     yet hold zeros or values of an earlier request: finite, which is all that masked positions need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self.num_rows = self.num_positions = 0
         self._block: torch.Tensor | None = None
 
@@ -45,7 +46,7 @@ class KVCache:
             return
         old, positions = self._block, self.num_positions
         self.num_rows = max(num_rows, self.num_rows)
-        self.num_positions = max(_whole_blocks(num_positions), self.num_positions)
+        self.num_positions = max(in_key_blocks(num_positions, self._dtype), self.num_positions)
         self._block = None
         if live and old is not None:
             layers, pair, _, heads, _, size = old.shape
@@ -119,8 +120,8 @@ class DecodePlan:
         num_rows = len(positions_B)
         low, high = int(positions_B.min()), int(positions_B.max())
         block = cache.block
-        self._is_fused = kernel != "Eager" or block.dtype is not torch.float32
-        self.longest = _whole_blocks(high + 1) if self._is_fused else high + 1
+        self._is_fused = kernel != "Eager"
+        self.longest = in_key_blocks(high + 1, block.dtype) if self._is_fused else high + 1
         past = block[:, :, :num_rows, :, : self.longest]
         self._past = [layer.unbind(0) for layer in past.unbind(0)]
         self._flat = [layer.unbind(0) for layer in past.flatten(2, 3).unbind(0)]
@@ -197,10 +198,6 @@ class DecodePlan:
             sinks_NG = look.sinks_H.to(scores_NGS.dtype).expand(len(q_BHD), -1).reshape(scores_NGS.shape[:-1])
             weights_NGS = softmax_with_sinks(scores_NGS, sinks_NG)
         return torch.bmm(weights_NGS.to(values_NSD.dtype), values_NSD).view(len(q_BHD), -1)
-
-
-def _whole_blocks(num_positions: int) -> int:
-    return -(-num_positions // KEY_BLOCK) * KEY_BLOCK
 
 
 class TokenHistory:

@@ -75,7 +75,7 @@ class DecodingBatch:
         self._rows = Rows(0, 0)
         self._cache = _build_cache(policy)
         # One query per row: on a CPU the explicit product beats the fused kernel, which is built for long queries.
-        self._kernel: Kernel = "Eager" if policy.device.type == "cpu" else policy.kernel
+        self._kernel: Kernel = policy.kernel
 
     def __len__(self) -> int:
         """Number of requests in flight."""
@@ -262,7 +262,7 @@ def _build_cache(policy: Policy) -> Any:
     """What steps read: one of three kinds with the same methods, each of which reads the plans that it makes."""
     mode = policy.mode
     if mode.decode == "pages":
-        return KVCache()
+        return KVCache(policy.compute_dtype)
     return OwnCache(policy.model.config) if mode.decode == "cache" else TokenHistory(mode.rows == "single")
 
 

@@ -134,7 +134,8 @@ def build_inference_host(asked: SideManifest, address: str, note: Callable[[str]
 
     build = partial(build_torch_engine, policy, tokenizer, spec.rollout)
     calls = EngineCalls(build, policy.injected.layers, asked.teacher)
-    return Host(common_facts("inference", asked, policy.base_digest(), rounding_facts()), calls.calls(), calls.reset)
+    facts = common_facts("inference", asked, policy.base_digest(), rounding_facts())
+    return Host({**facts, "gives_same_bits": policy.gives_same_bits}, calls.calls(), calls.reset)
 
 
 class TrainerCalls:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,9 +108,11 @@ class RemoteSides:
         rates = None if trainer["identity"][RATE] == rate else (rate, (critic and critic.learning_rate) or rate)
         remote = RemoteTrainer(self._trainer, store, execution, self._share, scratch, rates)
         closing.callback(remote.tidy)
+        policy = TypeAdapter(PolicyFacts).validate_python(trainer["policy"])
+        other = self._inference.facts() if self._inference is not None else {}
         return TrainerSide(
             remote,
-            TypeAdapter(PolicyFacts).validate_python(trainer["policy"]),
+            replace(policy, gives_same_bits=policy.gives_same_bits and other.get("gives_same_bits", False)),
             begin=remote.begin,
             base_digest=remote.base_digest,
             probing=remote.probing,

@@ -345,7 +345,7 @@ def endpoint_headers(where: str, endpoint: Server, environment: Mapping[str, str
 
 def gives_same_bits(resolved: Resolved, side: TrainerSide) -> bool:
     """Whether trainer and engine have the same log-probs to the bit: any difference is a fault."""
-    return resolved.engine == "Torch" and side.policy is not None and side.policy.gives_same_bits
+    return resolved.engine == "Torch" and side.facts.gives_same_bits
 
 
 def change_limit(facts: PolicyFacts, activation_precision: str) -> float:

@@ -45,8 +45,8 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        48_555,
-        "BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
+        48_596,
+        "equal bits in FP32 too. BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
         "ordered once, equal bits, codecs into the product's dtype (the transposed product goes), queues for several "
         "nodes. "
         "records of types, and models beside a vision tower; usual targets of unknown types go. Damaged files, rows "
@@ -60,7 +60,7 @@ CEILINGS: dict[str, Ceiling] = {
         "of a user's code are marked; sequences are scored together at start; no weight is cast twice on a CPU",
     ),
     "functions": Ceiling(
-        5_818,
+        5_821,
         "gradients of the decoder's steps, numbers of rows with equal bits; "
         "making and reading a type's record; a check for each kind of damaged input; limits of one connection; finding "
         "and comparing a run's code; why a run ends early; what a pod may be given; decisions of the first start, "

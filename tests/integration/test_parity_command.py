@@ -28,7 +28,9 @@ def test_two_sides_that_agree_are_told_with_their_floors(capsys: pytest.CaptureF
 
 
 def test_a_gate_that_does_not_hold_is_84_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["parity", EXAMPLE, "--set", "spec.parity.meanLimit=1e-12"]) == 84
+    # A model whose two sides are not equal to the bit.
+    model = "spec.model.uri=builtin://tiny-moe-adder"
+    assert run_command(["parity", EXAMPLE, "--set", model, "--set", "spec.parity.meanLimit=1e-12"]) == 84
     out = capsys.readouterr().out
     assert "FAILED: trainer and engine differ (adapter off" in out
     assert "adapter off" in out

@@ -20,7 +20,7 @@ from orbit_runtime.model_info.builtin_models import any_builtin_folder
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.attention import layers_of
-from orbit_runtime.policy.direct import gives_same_bits
+from orbit_runtime.policy.direct import find_blocks
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear
 from orbit_runtime.quant.linear import FrozenLinear
@@ -45,7 +45,9 @@ CASES = [
 """60: every shipped model and format with both adapters and two seeds. `tests/real` has those of a pretrained model."""
 SAME_BITS = ("tiny-adder", "tiny-qwen3", "tiny-llama")
 """Models whose trainer and engine pass through `policy.direct`."""
-IS_EQUAL = gives_same_bits(128, 256, 8, 0, torch.get_num_threads())
+IS_EQUAL, IS_EQUAL_IN_FP32 = (
+    find_blocks(dtype, 128, 256, 8, 0, torch.get_num_threads()) is not None for dtype in (torch.bfloat16, torch.float32)
+)
 FAMILIES = (
     "tiny-llama", "tiny-qwen3-moe", "tiny-gpt-oss", "tiny-kimi-k2", "tiny-glm4-moe", "tiny-deepseek-v4",
 )  # fmt: skip
@@ -77,10 +79,17 @@ def test_layers_multiply_in_bf16_and_add_in_fp32(name: str) -> None:
     assert policy.base_digest() == exact.base_digest()
 
 
-def manifest(model: str, precision: str, adapter: str, seed: int = 0) -> dict[str, Any]:
+def manifest(model: str, precision: str, adapter: str, seed: int = 0, compute: str = "BF16") -> dict[str, Any]:
     asked = copy.deepcopy(small_manifest(steps=3, adapter=adapter, seed=seed))
-    asked["spec"]["model"] |= {"uri": f"builtin://{model}", "precision": precision, "computePrecision": "BF16"}
+    asked["spec"]["model"] |= {"uri": f"builtin://{model}", "precision": precision, "computePrecision": compute}
     return asked
+
+
+def has_no_difference(folder: Path) -> bool:
+    (measured,) = [json.loads(path.read_text()) for path in folder.glob("parity/preflight-*.json")]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [measured[part]["mean"] for part in ("engine_floor", "trainer_floor", "base", "random", "policy")]
+    return {measured["limit"], *found, *(row["parity_mean"] for row in rows)} == {0.0}
 
 
 @pytest.mark.parametrize(("model", "precision", "adapter", "seed"), CASES)
@@ -96,8 +105,15 @@ def test_a_healthy_run_in_bf16_passes_its_gates(
         assert 0.03 <= measured["limit"] <= (0.1 if precision in ("FP8", "NVFP4", "MXFP4") else 0.05)
         return
     # Where oneDNN multiplies these shapes by one kernel, the two sides are equal to the bit (`test_same_bits`).
-    found = [measured[part]["mean"] for part in ("engine_floor", "trainer_floor", "base", "random", "policy")]
-    assert {measured["limit"], *found, *(row["parity_mean"] for row in rows)} == {0.0}
+    assert has_no_difference(folder)
+
+
+@pytest.mark.skipif(not IS_EQUAL_IN_FP32, reason="the library's kernels differ by the number of rows here")
+@pytest.mark.parametrize(("model", "precision", "adapter"), [case[:3] for case in SHORT[:3]])
+def test_a_run_in_fp32_has_no_difference(model: str, precision: str, adapter: str, tmp_path: Path) -> None:
+    asked = OrbitRun.model_validate(manifest(model, precision, adapter, compute="FP32"))
+    run(asked, out=str(tmp_path / "run"), progress=SilentProgress())
+    assert has_no_difference(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("adapter", "seed"), [("LoRA", 1), ("OFT", 2)])
@@ -109,9 +125,13 @@ def test_a_healthy_run_with_rounded_activations_passes_its_gates(adapter: str, s
     run(OrbitRun.model_validate(asked), out=str(tmp_path / "run"), progress=SilentProgress())
 
 
-@pytest.mark.skipif(not IS_EQUAL, reason="oneDNN's kernels differ by the number of rows here")
+@pytest.mark.parametrize("compute", ["BF16", "FP32"])
 @pytest.mark.parametrize("place", ["weight", "page", "adapter"])
-def test_one_changed_bit_is_seen_at_once(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_changed_bit_is_seen_at_once(
+    place: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (IS_EQUAL if compute == "BF16" else IS_EQUAL_IN_FP32):
+        pytest.skip("the library's kernels differ by the number of rows here")
     step, planted = DecodingBatch.step, []
 
     def faulty(batch: Any, *told: Any) -> Any:
@@ -123,12 +143,13 @@ def test_one_changed_bit_is_seen_at_once(place: str, tmp_path: Path, monkeypatch
             page = batch._cache.block[0, 0, 0, 0]
             changed = {"weight": shared.views()[0], "page": page, "adapter": layer.slots["policy-v1"].lora_B}[place]
             # Its exponent, so that few tokens show it.
-            changed.view(torch.int16)[0, 0] ^= 1 << (10 if place == "adapter" else 9)
-            shared.order()
+            changed.view(torch.int16)[0, changed.itemsize // 2 - 1] ^= 1 << (10 if place == "adapter" else 9)
+            if compute == "BF16":
+                shared.order()
         return ended
 
     monkeypatch.setattr(DecodingBatch, "step", faulty)
-    asked = OrbitRun.model_validate(manifest("tiny-adder", "BF16", "LoRA"))
+    asked = OrbitRun.model_validate(manifest("tiny-adder", "BF16", "LoRA", compute=compute))
     with pytest.raises(GateError, match=r"limit 0(;|\n|$)"):
         run(asked, out=str(tmp_path / "run"), progress=SilentProgress())
     assert planted == [place]

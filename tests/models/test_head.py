@@ -39,7 +39,7 @@ def test_logits_and_gradients_are_those_of_double_precision() -> None:
 @pytest.mark.parametrize("rows", [500, 2 * WIDENED_ROWS])
 def test_a_head_is_tried_in_silence(rows: int, capfd: pytest.CaptureFixture[str]) -> None:
     """MKL writes to the terminal when it is handed a matrix without rows."""
-    head_gives_same_bits(nn.Linear(32, rows, bias=False, dtype=torch.bfloat16))
+    head_gives_same_bits(nn.Linear(32, rows, bias=False, dtype=torch.bfloat16), torch.bfloat16)
     assert capfd.readouterr() == ("", "")
 
 
@@ -89,7 +89,7 @@ def test_a_policy_in_fp32_and_a_head_with_a_bias_are_left_to_the_layer() -> None
     biased = nn.Linear(16, 32, dtype=torch.bfloat16)
     assert logits_of(biased, hidden_of(4, 16)).dtype == torch.bfloat16
     policy = load_policy(builtin_folder("tiny-adder", "BF16"), LORA)
-    hidden = hidden_of(4, policy.model.get_output_embeddings().in_features).float()
+    hidden = hidden_of(16, policy.model.get_output_embeddings().in_features).float()
     assert torch.equal(policy.head(hidden), policy.model.get_output_embeddings()(hidden))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +36,15 @@ class Endless:
         return ""
 
 
-def policy_of(folder: Path, adapter: AdapterConfig) -> Policy:
-    """In BF16, with a random adapter as the trainer's and, as it is published, as the engine's `policy-v1`."""
-    policy = widen(load_policy(folder, adapter, compute_dtype=torch.bfloat16))
+def policy_of(folder: Path, adapter: AdapterConfig, dtype: torch.dtype) -> Policy:
+    """With a random adapter as the trainer's and, as it is published, as the engine's `policy-v1`."""
+    policy = widen(load_policy(folder, adapter, compute_dtype=dtype))
     generator, masters = torch.Generator().manual_seed(0), policy.injected.masters
     with torch.no_grad():
         for name, master in masters.parameters.items():
             size = master.shape[-1] ** -0.5 if name.endswith("lora_A") else 0.02
             master.copy_(torch.randn(master.shape, generator=generator) * size)
-        published = copy.deepcopy(masters.applied(torch.bfloat16))
+        published = copy.deepcopy(masters.applied(dtype))
     for name, layer in policy.injected.layers.items():
         layer.slots["policy-v1"] = published[name]  # type: ignore[assignment]
     return policy
@@ -90,23 +91,34 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize(
-    "model",
-    [*(any_builtin_folder(*each) for each in FOLDERS), Path(REAL_MODEL)],
-    ids=lambda each: "-".join(each.parts[-2:]) or "real",
-)
-def test_log_probs_of_engine_and_trainer_are_equal_to_the_bit(model: Path, adapter: str, threads: int) -> None:
+CASES = [
+    pytest.param(
+        *case,
+        marks=[pytest.mark.long] if case[0] == Path(REAL_MODEL) and case[2:] == (torch.float32, 1) else [],
+        id=f"{'-'.join(case[0].parts[-2:]) or 'real'}-{case[1]}-{case[2]}-{case[3]}".replace("torch.", ""),
+    )
+    for case in itertools.product(
+        [*(any_builtin_folder(*each) for each in FOLDERS), Path(REAL_MODEL)],
+        ADAPTERS,
+        (torch.bfloat16, torch.float32),
+        (1, 2),
+    )
+]
+
+
+@pytest.mark.parametrize(("model", "adapter", "dtype", "threads"), CASES)
+def test_log_probs_of_engine_and_trainer_are_equal_to_the_bit(
+    model: Path, adapter: str, dtype: torch.dtype, threads: int
+) -> None:
     if model == Path():
         pytest.skip("no real model: ORBIT_REAL_MODEL names no folder (make real-model)")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        policy = policy_of(model, ADAPTERS[adapter])
+        policy = policy_of(model, ADAPTERS[adapter], dtype)
         assert policy.direct is not None
         if not policy.direct.gives_same_bits:
-            pytest.skip("oneDNN's kernels differ by the number of rows here")
+            pytest.skip("the library's kernels differ by the number of rows here")
         requests = asked(policy)
         found = sampled(policy, requests, RUNNING)
         adapted = [each for each in requests if each.adapter]
@@ -132,8 +144,9 @@ def test_log_probs_of_engine_and_trainer_are_equal_to_the_bit(model: Path, adapt
         # One bit of a weight that is used makes a difference.
         weight = policy.direct.shared()[0][1].views()[0]
         with torch.no_grad():
-            weight.view(torch.int16)[0, 0] ^= 1 << 9
-        policy.direct.shared()[0][1].order()
+            weight.view(torch.int16)[0, weight.itemsize // 2 - 1] ^= 1 << 9
+        if dtype is torch.bfloat16:
+            policy.direct.shared()[0][1].order()
         with torch.no_grad(), policy.injected.selection.use(TRAINER_SLOT):
             changed, _ = policy.logprobs(policy.pack(branches))
         assert changed.tolist() != [one for each in adapted for one in found[each.request_id].logprobs_T]
