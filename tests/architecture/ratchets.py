@@ -46,7 +46,8 @@ class Ceiling(NamedTuple):
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
         48_596,
-        "equal bits in FP32 too. BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
+        "equal bits in FP32 too. "
+        "BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
         "ordered once, equal bits, codecs into the product's dtype (the transposed product goes), queues for several "
         "nodes. "
         "records of types, and models beside a vision tower; usual targets of unknown types go. Damaged files, rows "

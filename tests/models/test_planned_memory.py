@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +40,7 @@ from orbit_runtime.types import Request, Sample, Sampling
 from tests.integration.test_torch_trainer import SETTINGS, changed, num_parameters
 from tests.integration.tiny_models import TARGETS, make_checkpoint
 
-PROMPT, NEW, RUNNING = 12, 20, 8
+PROMPT, NEW, RUNNING = 32, 32, 8
 """Every sequence is as long as the manifest allows, so that the plan's upper bounds are what happens."""
 SHIPPED = ("int4", "bf16", "fp8", "nvfp4", "mxfp4")
 CASES = [
@@ -73,7 +73,7 @@ def manifest_for(adapter: str, recompute: str = "Auto") -> OrbitRun:
             "data": {"prompts": [{"uri": "prompts.jsonl"}]},
             "environment": {"rewards": [{"name": "r", "type": "ExactMatch"}]},
             "rollout": {"maxRunningRequests": RUNNING, "sampling": {"maxNewTokens": NEW}},
-            "training": {"steps": 1, "promptsPerStep": 4, "microBatchTokens": 256, "recompute": recompute},
+            "training": {"steps": 1, "promptsPerStep": 4, "microBatchTokens": 512, "recompute": recompute},
         },
     })  # fmt: skip
 
@@ -95,7 +95,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         facts,
         made,
         policy,
-        TorchTrainer(policy, changed(SETTINGS, micro_batch_tokens=256)),
+        TorchTrainer(policy, changed(SETTINGS, micro_batch_tokens=512)),
         ChatTokenizer(folder),
     )
 
@@ -107,7 +107,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def samples() -> list[Sample]:
-    """Eight sequences that share nothing: 256 tokens of a micro-batch."""
+    """Eight sequences that share nothing: 512 tokens of a micro-batch."""
     length = PROMPT + NEW
     made = []
     for index in range(RUNNING):
@@ -216,7 +216,12 @@ def test_what_a_backward_waits_for(case: Case) -> None:
         known_storages |= {t.untyped_storage().data_ptr() for t in applied}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             policy.logprobs(batch)
+            directly = storage_bytes(saved)
+            saved.clear()
+            # As on a GPU: through the model's own layers.
+            replace(policy, direct=None).logprobs(batch)
     within(case, "activations", storage_bytes(saved), case.made.phases["train"]["activations"])
+    assert directly <= case.made.phases["train"]["activations"]
 
 
 @pytest.mark.parametrize("recompute", ["Selective", "PerLayer"])
@@ -272,7 +277,8 @@ def test_what_a_layer_holds_while_it_is_computed_again(case: Case) -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            case.policy.logprobs(batch)
+            # As where layers are computed again: through the model's own.
+            replace(case.policy, direct=None).logprobs(batch)
     for hook in hooks:
         hook.remove()
     assert len(saved) == len(layers)
