@@ -271,7 +271,8 @@ class Policy:
         )
 
     def recompute(self, recompute: Recompute) -> None:
-        """Sets what passes that record gradients keep of each layer from now on. Results do not change.
+        """Sets what passes that record gradients keep of each layer from now on. Results do not change, except in their
+        last bits where `direct` makes the passes that keep everything.
 
         Raises:
             UnsupportedError: the model's layers cannot be recomputed.
