@@ -29,7 +29,6 @@ from tools.same_behaviour.product import Product, worktree
 
 ROOT = Path(__file__).parents[2]
 VALUES = ROOT / "tests" / "data" / "same_behaviour"
-WROTE_THE_EARLIER_RUN = "5d21b7e0"
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,6 @@ class Group:
     record: Callable[[Product], Iterator[str]]
     is_local: bool = False
     """Whether its values depend on the machine."""
-    commit: str = ""
-    """The commit whose values are kept, whatever is checked out; empty: the one that is."""
 
 
 GROUPS = {
@@ -50,7 +47,7 @@ GROUPS = {
     "servers": Group(texts.servers),
     "messages": Group(texts.messages),
     "golden": Group(texts.golden),
-    "earlier": Group(runs.earlier, is_local=True, commit=WROTE_THE_EARLIER_RUN),
+    "earlier": Group(runs.earlier, is_local=True),
     "runs": Group(runs.in_one_process, is_local=True),
     "ranks": Group(runs.ranks, is_local=True),
     "processes": Group(runs.processes, is_local=True),
@@ -92,12 +89,9 @@ def record_commit(commit: str, names: list[str]) -> Iterator[tuple[str, list[str
 def take(root: Path, names: list[str]) -> None:
     VALUES.mkdir(parents=True, exist_ok=True)
     here = commit_of(root)
-    for reference in sorted({GROUPS[name].commit for name in names}):
-        chosen = [name for name in names if GROUPS[name].commit == reference]
-        is_other = reference not in ("", here)
-        for name, lines in record_commit(reference, chosen) if is_other else record(root, chosen):
-            head = [f"# commit: {reference or here}", f"# machine: {machine() if GROUPS[name].is_local else 'any'}"]
-            (VALUES / f"{name}.txt").write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+    for name, lines in record(root, names):
+        head = [f"# commit: {here}", f"# machine: {machine() if GROUPS[name].is_local else 'any'}"]
+        (VALUES / f"{name}.txt").write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
 
 
 def kept(names: list[str]) -> dict[str, list[str]]:
