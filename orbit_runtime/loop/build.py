@@ -36,7 +36,7 @@ from orbit_runtime.loop.publish import BackgroundWriter, PolicyVersions, Publish
 from orbit_runtime.model_info.content import cached_weights_digest
 from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.planner.support.manifests import check_engine, check_teacher_sampling, check_token_ids, sampling_of
-from orbit_runtime.sides.engines import change_limit, engine_settings, gives_same_bits
+from orbit_runtime.sides.engines import change_limit, engine_settings
 from orbit_runtime.sides.inputs import PREFIX, Inputs, Names, content_digests
 from orbit_runtime.sides.interface import EngineOrder, Sides, TrainerOrder
 from orbit_runtime.sides.local import LocalSides
@@ -130,7 +130,7 @@ def build_parts(
     show.metrics.add_engine(engine.read_servers)
     keeper = BackgroundWriter()
     closing.callback(keeper.close)
-    if gives_same_bits(resolved, side):
+    if resolved.engine == "Torch" and side.gives_same_bits():
         change = base = 0.0
     else:
         change = change_limit(side.facts, spec.model.activation_precision)

@@ -91,8 +91,8 @@ def _mask_elements(job: Job) -> float:
     if job.attention == "Chunked":
         return 0.0
     prompt = job.spec.model.max_sequence_length - job.spec.new_tokens
-    masked = job.spec.new_tokens * job.spec.model.max_sequence_length + (
-        prompt * prompt if job.attention == "Eager" else 0
+    masked = job.spec.new_tokens * _num_keys(job.spec.model.max_sequence_length, job) + (
+        prompt * _num_keys(prompt, job) if job.attention == "Eager" else 0
     )
     return masked / job.spec.model.max_sequence_length
 
@@ -101,7 +101,30 @@ def key_copies(job: Job) -> float:
     """Number of copies of a token's keys and values: those of a prompt are kept for itself and for its completion."""
     if job.attention == "Chunked":
         return 1.0
-    return (2 * job.spec.model.max_sequence_length - job.spec.new_tokens) / job.spec.model.max_sequence_length
+    length = job.spec.model.max_sequence_length
+    return (_num_keys(length, job) + _num_keys(length - job.spec.new_tokens, job)) / length
+
+
+def _num_keys(length: int, job: Job) -> int:
+    """Keys that attention is handed for a sequence: whole blocks by a torch trainer on a CPU, in fp32 the most."""
+    return in_key_blocks(length, 4) if job.trainer == "Torch" and not job.devices.trainer else length
+
+
+KEY_BLOCK = 32
+"""With keys in whole blocks of so many, torch's fused attention on a CPU gives a query the same bits whatever other
+queries and unseen keys stand beside it; what is not seen adds exact zeros."""
+
+
+def in_key_blocks(num_keys: int, width: int) -> int:
+    """The least number of keys, not below this one, with which a query has the bits that it has with any more.
+
+    The kernel reads 512 keys at a time. In fp32 it multiplies more than 384 of them in two halves, so more than 256 are
+    made 512.
+
+    Args: width: bytes of an element.
+    """
+    whole = -(-num_keys // KEY_BLOCK) * KEY_BLOCK
+    return -(-whole // 512) * 512 if width == 4 and whole % 512 > 256 else whole
 
 
 def live_elements(model: Architecture) -> float:

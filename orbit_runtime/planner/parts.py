@@ -21,6 +21,7 @@ from orbit_runtime.planner.activations import (
     KEYS_AND_VALUES,
     Recompute,
     expert_outputs,
+    in_key_blocks,
     key_copies,
     live_elements,
     recomputed_elements,
@@ -397,7 +398,9 @@ def _kv(setting: Setting) -> tuple[int, int]:
     per_token, window = kv.bytes_per_token, kv.bytes_per_sequence
     if setting.job.in_process and kv.own_bytes_per_token is not None:
         per_token, window = kv.own_bytes_per_token, 0
-    one = (setting.job.spec.model.max_sequence_length * per_token + window) * scale + kv.state_bytes
+    longest = setting.job.spec.model.max_sequence_length
+    positions = in_key_blocks(longest, setting.compute_bytes) if setting.job.in_process else longest
+    one = (positions * per_token + window) * scale + kv.state_bytes
     # With several attention groups on a server's GPUs, each group holds the keys and values of its own sequences.
     groups = setting.attention_groups
     shares = min(layout.tensor // groups, kv.heads) * layout.pipeline

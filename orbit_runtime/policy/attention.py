@@ -19,14 +19,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.planner.activations import in_key_blocks
 
 IMPLEMENTATION = "orbit"
 NO_TOWER = "the vision tower is not loaded: images are not supported"
 BESIDE_CACHE = "orbit_beside_cache"
 """The same in packed passes, and torch's fused kernel where a pass reads the model's own cache."""
-KEY_BLOCK, QUERY_BLOCK = 32, 32
-"""With so many keys in a block, or a multiple, torch's fused kernel on a CPU gives a query the same bits whatever other
-queries and unseen keys stand beside it; what is not seen adds exact zeros."""
+QUERY_BLOCK = 32
+"""Queries that torch's fused kernel on a CPU multiplies at a time, or a divisor of it."""
 Kernel = Literal["Eager", "SDPA", "Chunked"]
 """Kernel of packed passes; cached decoding has no chunks and uses `SDPA` instead."""
 Visible = torch.Tensor | Literal["causal"] | None
@@ -209,15 +209,6 @@ def hidden_of(
     return out.last_hidden_state  # type: ignore[no-any-return]
 
 
-def in_key_blocks(num_keys: int, dtype: torch.dtype) -> int:
-    """The least number of keys, not below this one, with which a query's bits are those of any more.
-
-    The kernel reads 512 keys at a time; in fp32 its product halves more than 384 of them.
-    """
-    whole = -(-num_keys // KEY_BLOCK) * KEY_BLOCK
-    return -(-whole // 512) * 512 if dtype is torch.float32 and whole % 512 > 256 else whole
-
-
 @cache
 def attention_gives_same_bits(dtype: torch.dtype, heads: int, kv_heads: int, size: int, _num_threads: int) -> bool:
     """Whether queries alone have the bits that they have among others, found by trying."""
@@ -226,7 +217,7 @@ def attention_gives_same_bits(dtype: torch.dtype, heads: int, kv_heads: int, siz
     with torch.no_grad():
         expected = attend_rows(q, k, v, visible_B1QS="causal", look=look, kernel="SDPA")
         for count in (20, 97, 255, 300, 400, 511, 600, 1000):
-            keys, alone = in_key_blocks(count, dtype), q[:, :, count - 1].unflatten(1, (kv_heads, -1))
+            keys, alone = in_key_blocks(count, dtype.itemsize), q[:, :, count - 1].unflatten(1, (kv_heads, -1))
             visible = torch.arange(keys).expand(1, 1, 1, -1) < count
             found = attend_rows(
                 alone, k[:, :, :keys], v[:, :, :keys], visible_B1QS=visible, look=look, kernel="SDPA"
@@ -254,7 +245,7 @@ def attend_rows(
     mask = None if isinstance(visible_B1QS, str) else visible_B1QS
     if kernel != "Eager" and look.is_plain:
         gqa, queries = q_BHQD.shape[1] != k_BKSD.shape[1], q_BHQD.shape[2]
-        # Fewer queries in the kernel's last block would go through another product.
+        # Fewer queries in the kernel's last block would be multiplied by another product.
         fewest = 2 if q_BHQD.dtype is torch.bfloat16 else max(2, -(-3 * q_BHQD.shape[-1] // 64))
         missing = fewest - queries % QUERY_BLOCK if queries % QUERY_BLOCK else 0
         if missing > 0 and not q_BHQD.is_cuda:

@@ -69,12 +69,10 @@ def find_blocks(
 
     if rank and not rows_are_equal(add, in_features, dtype, (fewest, ADDED_ROWS[dtype])):
         return None
-    found = (
-        each
-        for each in BLOCKS[dtype]
-        if rows_are_equal(product, in_features, dtype, (fewest, min(each[1], 1000)), (each[2], 1000))
-    )
-    return next(found, None)
+    for _, most, again in BLOCKS[dtype]:
+        if rows_are_equal(product, in_features, dtype, (fewest, min(most, 1000)), (again, 1000)):
+            return fewest, most, again
+    return None
 
 
 class LinearGroup:
@@ -279,9 +277,9 @@ class DirectDecoder:
         self._layers = [_build_layer(layer) for layer in decoder.layers]  # type: ignore[union-attr,arg-type]
         self._cos_PD = self._sin_PD = torch.empty(0, 0)
         self._groups = [group for layer in self._layers for group in layer.groups]
-        is_fp32 = compute_dtype is torch.float32 and self._norm.weight.device.type == "cpu"
-        for group in self._groups if ordered or is_fp32 else ():
-            group.order(compute_dtype)
+        if ordered or (compute_dtype is torch.float32 and self._norm.weight.device.type == "cpu"):
+            for group in self._groups:
+                group.order(compute_dtype)
         sizes = [group.dense_size for group in self._groups]
         limit = DENSE_BYTES_LIMIT[self._norm.weight.device.type] // compute_dtype.itemsize
         most = max((size for size in sizes if size <= limit), default=0)
@@ -291,9 +289,9 @@ class DirectDecoder:
     @property
     def gives_same_bits(self) -> bool:
         """Whether a token's hidden states have the same bits whatever is computed beside it."""
-        heads, dtype, threads = {layer.heads for layer in self._layers}, self._dtype, torch.get_num_threads()
         return all(group.blocks is not None for group in self._groups) and all(
-            attention_gives_same_bits(dtype, *each, threads) for each in heads
+            attention_gives_same_bits(self._dtype, *heads, torch.get_num_threads())
+            for heads in {layer.heads for layer in self._layers}
         )
 
     def shared(self) -> list[tuple[str, FrozenLinear]]:

@@ -46,8 +46,6 @@ class PolicyFacts:
     """Columns of the packed base that share a scale; None if it has no groups."""
     routed: RoutedFacts | None
     """None without routed experts, or if the routers cannot be given another choice."""
-    gives_same_bits: bool = False
-    """Whether a token has the same log-prob in the trainer and in a torch engine on such a machine, to the bit."""
 
     def served(
         self, place: Place, *, capability: tuple[int, int] | None = None, deterministic: bool = False
@@ -81,7 +79,6 @@ def describe(policy: Policy) -> PolicyFacts:
         else RoutedFacts(
             int(policy.model.config.get_text_config().num_hidden_layers), routing.layers, routing.experts_per_token
         ),
-        gives_same_bits=policy.gives_same_bits,
     )
 
 

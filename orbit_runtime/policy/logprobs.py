@@ -111,6 +111,8 @@ FEWEST_ROWS = {torch.bfloat16: 48, torch.float32: 16}
 TRIED_ROWS = (24, 40, 48, 57, 64, 100, 128, 171, 192, 256, 768, 1000, 2048, 4096)
 """Numbers of rows of the products that are tried. Of one kernel's, all rows have the same bits; of another's, some
 results in a thousand differ."""
+COMPARED_ROWS = 768
+"""Rows that are compared, at least, however few a product has."""
 WIDENED_ROWS = 4096
 """Rows of the head's matrix that are widened at a time: they stay in the cache."""
 
@@ -121,11 +123,11 @@ def rows_are_equal(
     """Whether a product gives rows the same bits for all numbers of rows in these ranges, found by trying."""
     counts = {count for count in TRIED_ROWS if any(low <= count <= high for low, high in ranges)}
     counts |= {ranges[0][0], ranges[0][1]}
-    rows = max(768, *counts)
+    rows = max(COMPARED_ROWS, *counts)
     x_TK = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def products(count: int) -> Tensor:
-        tried = x_TK[: max(768, count)].split(count)
+        tried = x_TK[: max(COMPARED_ROWS, count)].split(count)
         return torch.cat([product(part) for part in tried if len(part) == count])
 
     with torch.no_grad():
@@ -143,7 +145,7 @@ def head_gives_same_bits(head: nn.Module, dtype: torch.dtype) -> bool:
         return False
     parts = weight_VN.split(WIDENED_ROWS)
     return all(
-        rows_are_equal(lambda x, w=part: _Logits.apply(x, w), part.shape[1], dtype, (FEWEST_ROWS[dtype], 768))  # type: ignore[misc]
+        rows_are_equal(lambda x, w=part: _Logits.apply(x, w), part.shape[1], dtype, (FEWEST_ROWS[dtype], COMPARED_ROWS))  # type: ignore[misc]
         for part in {parts[0], parts[-1]}
     )
 

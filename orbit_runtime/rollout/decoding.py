@@ -262,7 +262,7 @@ def _build_cache(policy: Policy) -> Any:
     """What steps read: one of three kinds with the same methods, each of which reads the plans that it makes."""
     mode = policy.mode
     if mode.decode == "pages":
-        return KVCache(policy.compute_dtype)
+        return KVCache(policy.compute_dtype.itemsize)
     return OwnCache(policy.model.config) if mode.decode == "cache" else TokenHistory(mode.rows == "single")
 
 

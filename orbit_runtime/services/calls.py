@@ -130,9 +130,7 @@ def build_inference_host(asked: SideManifest, address: str, note: Callable[[str]
     if resolved.engine == "SGLang":
         return build_server_host(asked, address, note, closing)
     policy = build_policy(resolved, asked.folder, "None", note)
-    tokenizer = ChatTokenizer(asked.folder, spec.data.chat)
-
-    build = partial(build_torch_engine, policy, tokenizer, spec.rollout)
+    build = partial(build_torch_engine, policy, ChatTokenizer(asked.folder, spec.data.chat), spec.rollout)
     calls = EngineCalls(build, policy.injected.layers, asked.teacher)
     facts = common_facts("inference", asked, policy.base_digest(), rounding_facts())
     return Host({**facts, "gives_same_bits": policy.gives_same_bits}, calls.calls(), calls.reset)
@@ -243,6 +241,7 @@ def build_trainer_host(asked: SideManifest, note: Callable[[str], None], closing
     facts = {
         **common_facts("trainer", asked, side.base_digest(), side.rounding),
         "policy": TypeAdapter(PolicyFacts).dump_python(side.facts, mode="json"),
+        "gives_same_bits": resolved.engine == "Torch" and side.gives_same_bits(),
     }
     calls = TrainerCalls(side)
     return Host(facts, calls.calls(), calls.reset, is_over=side.is_over)

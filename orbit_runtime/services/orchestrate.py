@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -108,17 +107,16 @@ class RemoteSides:
         rates = None if trainer["identity"][RATE] == rate else (rate, (critic and critic.learning_rate) or rate)
         remote = RemoteTrainer(self._trainer, store, execution, self._share, scratch, rates)
         closing.callback(remote.tidy)
-        policy = TypeAdapter(PolicyFacts).validate_python(trainer["policy"])
-        other = self._inference.facts() if self._inference is not None else {}
         return TrainerSide(
             remote,
-            replace(policy, gives_same_bits=policy.gives_same_bits and other.get("gives_same_bits", False)),
+            TypeAdapter(PolicyFacts).validate_python(trainer["policy"]),
             begin=remote.begin,
             base_digest=remote.base_digest,
             probing=remote.probing,
             snapshot=None,
             policy=None,
             rounding=dict(trainer["rounding"]),
+            gives_same_bits=lambda: all(line.facts().get("gives_same_bits", False) for line in self._lines),
             explain=remote.explain,
         )
 

@@ -22,7 +22,7 @@ from orbit_runtime.errors import CredentialsError, EngineDiedError
 from orbit_runtime.planner.support.manifests import sampling_of
 from orbit_runtime.planner.support.served import LORA_LAYOUTS, Place, check_served, served_experts
 from orbit_runtime.sides.checkpoint_facts import facts_of_checkpoint
-from orbit_runtime.sides.interface import EngineOrder, EngineSettings, TrainerSide
+from orbit_runtime.sides.interface import EngineOrder, EngineSettings
 from orbit_runtime.sides.trainers import TrainerLayout, adapter_config
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
@@ -341,11 +341,6 @@ def endpoint_headers(where: str, endpoint: Server, environment: Mapping[str, str
     if endpoint.api_key_env:
         headers["Authorization"] = f"Bearer {environment[endpoint.api_key_env]}"
     return headers
-
-
-def gives_same_bits(resolved: Resolved, side: TrainerSide) -> bool:
-    """Whether trainer and engine have the same log-probs to the bit: any difference is a fault."""
-    return resolved.engine == "Torch" and side.facts.gives_same_bits
 
 
 def change_limit(facts: PolicyFacts, activation_precision: str) -> float:

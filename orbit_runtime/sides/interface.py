@@ -99,6 +99,9 @@ class TrainerSide:
     """The policy from which the torch engine samples; None if the trainer is not in this process."""
     rounding: Mapping[str, str]
     """Facts that decide the order of its sums, hence a run's last bits."""
+    gives_same_bits: Callable[[], bool] = lambda: False
+    """Whether a torch engine has the trainer's log-probs to the bit, so that any difference is a fault. Tries shapes,
+    which takes seconds for a large output layer."""
     is_over: Callable[[], bool] = lambda: False
     """Whether all later calls must fail after an error: ranks that failed are not started again."""
     explain: Callable[[Mapping[str, Buffer]], str] | None = None

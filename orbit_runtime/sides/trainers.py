@@ -275,6 +275,7 @@ def _build_alone(
         snapshot=partial(take_snapshot, policy),
         policy=policy,
         rounding=rounding_facts(),
+        gives_same_bits=lambda: policy.gives_same_bits,
         explain=trainer.explain,
     )
 

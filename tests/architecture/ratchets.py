@@ -45,8 +45,8 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        48_596,
-        "equal bits in FP32 too. "
+        48_601,
+        "equal bits in FP32 too, plans that count whole blocks of keys. "
         "BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
         "ordered once, equal bits, codecs into the product's dtype (the transposed product goes), queues for several "
         "nodes. "

@@ -40,7 +40,7 @@ from orbit_runtime.types import Request, Sample, Sampling
 from tests.integration.test_torch_trainer import SETTINGS, changed, num_parameters
 from tests.integration.tiny_models import TARGETS, make_checkpoint
 
-PROMPT, NEW, RUNNING = 32, 32, 8
+PROMPT, NEW, RUNNING = 12, 20, 8
 """Every sequence is as long as the manifest allows, so that the plan's upper bounds are what happens."""
 SHIPPED = ("int4", "bf16", "fp8", "nvfp4", "mxfp4")
 CASES = [
@@ -73,7 +73,7 @@ def manifest_for(adapter: str, recompute: str = "Auto") -> OrbitRun:
             "data": {"prompts": [{"uri": "prompts.jsonl"}]},
             "environment": {"rewards": [{"name": "r", "type": "ExactMatch"}]},
             "rollout": {"maxRunningRequests": RUNNING, "sampling": {"maxNewTokens": NEW}},
-            "training": {"steps": 1, "promptsPerStep": 4, "microBatchTokens": 512, "recompute": recompute},
+            "training": {"steps": 1, "promptsPerStep": 4, "microBatchTokens": 256, "recompute": recompute},
         },
     })  # fmt: skip
 
@@ -95,7 +95,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         facts,
         made,
         policy,
-        TorchTrainer(policy, changed(SETTINGS, micro_batch_tokens=512)),
+        TorchTrainer(policy, changed(SETTINGS, micro_batch_tokens=256)),
         ChatTokenizer(folder),
     )
 
@@ -107,7 +107,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def samples() -> list[Sample]:
-    """Eight sequences that share nothing: 512 tokens of a micro-batch."""
+    """Eight sequences that share nothing: 256 tokens of a micro-batch."""
     length = PROMPT + NEW
     made = []
     for index in range(RUNNING):
