@@ -98,7 +98,7 @@ def inspect_headers(headers: Headers) -> Inspection:
         _check_family(headers, facts.architecture, quant, linears)
     groups = _groups(headers, linears, refusal)
     # Types tie by default, and checkpoints hold a head of their own all the same.
-    tied = not any("lm_head." in name for name in headers.tensors) and (
+    tied = not any("lm_head." in name and not name.endswith(".bias") for name in headers.tensors) and (
         not any(each.role == "head" for each in facts.architecture.weights)
         if facts
         else bool(headers.config.get("tie_word_embeddings"))

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -160,8 +161,19 @@ def orbit_attention(
 
 
 def _orbit_or_torch(module: Any, query: Any, key: Any, value: Any, mask: Any, **extras: Any) -> tuple[Any, Any]:
-    chosen = ALL_ATTENTION_FUNCTIONS["sdpa"] if extras.get("orbit_plan") is None else orbit_attention
-    return chosen(module, query, key, value, mask, **extras)  # type: ignore[no-any-return]
+    chosen = _torch_attention if extras.get("orbit_plan") is None else orbit_attention
+    return chosen(module, query, key, value, mask, **extras)
+
+
+def _torch_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **extras: Any) -> tuple[Any, Any]:
+    out, weights = sdpa_attention_forward(module, query, key, _as_wide(value, query), mask, **extras)
+    return out[..., : value.shape[-1]], weights
+
+
+def _as_wide(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Values with zeros behind them: torch's fused kernel for CPUs takes no values of another size than the queries."""
+    missing = query.shape[-1] - value.shape[-1]
+    return F.pad(value, (0, missing)) if missing > 0 and not value.is_cuda else value
 
 
 def decoder_of(model: torch.nn.Module) -> Any:
@@ -253,9 +265,9 @@ def attend_rows(
             if mask is not None and mask.shape[2] > 1:
                 mask = torch.cat((mask, mask[:, :, -1:].expand(-1, -1, missing, -1)), 2)
         attended = F.scaled_dot_product_attention(
-            q_BHQD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal, scale=look.scale, enable_gqa=gqa
+            q_BHQD, k_BKSD, _as_wide(v_BKSD, q_BHQD), attn_mask=mask, is_causal=causal, scale=look.scale, enable_gqa=gqa
         )
-        return attended[:, :, :queries]
+        return attended[:, :, :queries, : v_BKSD.shape[-1]]
     assert not causal, "the explicit products are given a mask"
     rows, heads, queries, _ = q_BHQD.shape
     kv_heads = k_BKSD.shape[1]
@@ -312,5 +324,6 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tenso
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, orbit_attention)
+ALL_ATTENTION_FUNCTIONS.register("sdpa", _torch_attention)  # some types ask for this name
 ALL_ATTENTION_FUNCTIONS.register(BESIDE_CACHE, _orbit_or_torch)
 ALL_MASK_ATTENTION_FUNCTIONS.register(BESIDE_CACHE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -36,7 +36,6 @@ from orbit_runtime.model_info.layouts import check_head, read_linears
 from orbit_runtime.model_info.module_tree import check_type, language_part, refused_type, shipped_types
 from orbit_runtime.model_info.quantization import parse_quantization
 from orbit_runtime.policy.attention import Kernel, Mode, decoder_of, layers_of
-from orbit_runtime.policy.delta import pack_delta_rule
 from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
@@ -45,6 +44,7 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms, keep_stream_fp32, skip_indexers, widen_linears
 from orbit_runtime.policy.probe import cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader
+from orbit_runtime.policy.recurrent import pack_recurrence
 from orbit_runtime.policy.routing import build_routing
 from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_modules
 from orbit_runtime.policy.whole_rows import keep_states
@@ -307,7 +307,7 @@ def _build(folder: Path, raw: dict[str, Any], config: PretrainedConfig, attentio
             # No sequence needs the long factors, and transformers would write the short ones anew at every pass.
             module.rope_type = "default"  # type: ignore[assignment]
     skip_indexers(model)
-    pack_delta_rule(model)
+    pack_recurrence(model)
     keep_states(model)
     return model
 

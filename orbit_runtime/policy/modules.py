@@ -70,17 +70,26 @@ def keep_stream_fp32(model: nn.Module, compute_dtype: torch.dtype) -> None:
     """
     if compute_dtype is torch.float32:
         return
-    decoder, layers = decoder_of(model), layers_of(model)
+    layers = layers_of(model)
+    # OPT's decoder is one module further in than that of the others.
+    (decoder,) = (each for each in decoder_of(model).modules() if any(child is layers for child in each.children()))
     for owner in (decoder, *layers):
         for child in owner.children():
             kind = type(child).__name__.lower()
             if "norm" in kind:
                 child.float().register_forward_pre_hook(_taking(torch.float32), with_kwargs=True)
                 child.register_forward_hook(lambda _, __, result: result.to(compute_dtype))
-            elif "rotary" in kind or (owner is not decoder and any(hasattr(m, "in_features") for m in child.modules())):
+            elif "rotary" in kind or (owner is not decoder and _multiplies(child)):
                 child.register_forward_pre_hook(_taking(compute_dtype), with_kwargs=True)
     for layer in layers:
         layer.register_forward_pre_hook(_taking(torch.float32), with_kwargs=True)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether it has linears, or experts that are parameters."""
+    return any(hasattr(each, "in_features") for each in module.modules()) or any(
+        each.dim() > 1 for each in module.parameters()
+    )
 
 
 def _taking(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -103,7 +112,9 @@ def fuse_norms(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         weight = getattr(module, "weight", None)
-        if "RMSNorm" not in type(module).__name__ or eps is None or weight is None or list(module.children()):
+        # A weight that is a buffer is not multiplied by, and may have another size than what is normed (FalconMamba).
+        is_weight = isinstance(weight, nn.Parameter)
+        if "RMSNorm" not in type(module).__name__ or eps is None or not is_weight or list(module.children()):
             continue
         if len(inspect.signature(module.forward).parameters) > 1:  # a gated norm
             continue
@@ -115,7 +126,7 @@ def fuse_norms(model: nn.Module) -> None:
 
 SCORE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Most bytes of the scores by which keys are chosen, at a time: on a CPU they stay in the cache."""
-QUERY_BLOCK = 64
+QUERY_BLOCK = {"cpu": 32, "cuda": 64}
 """Queries that are scored at a time, against keys up to the last of them."""
 INDEXER_ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask"]
 
@@ -152,7 +163,8 @@ def _choose_keys(
     keys = attention_mask.shape[-1]
     if keys <= indexer.index_topk:
         return torch.arange(keys, dtype=torch.int32, device=hidden_states.device).expand(rows, queries, -1)
-    step = max(1, SCORE_BYTES[hidden_states.device.type] // (4 * indexer.n_heads * queries * keys))
+    kind = hidden_states.device.type
+    step = max(1, SCORE_BYTES[kind] // (4 * indexer.n_heads * min(queries, QUERY_BLOCK[kind]) * keys))
     given = (hidden_states, q_resid, position_embeddings, attention_mask)
     parts = (slice(start, start + step) for start in range(0, rows, step))
     chosen = [_best_keys(indexer, rotate, *(_part_of(each, part) for each in given)) for part in parts]
@@ -180,7 +192,8 @@ def _best_keys(
     weights_BSH *= indexer.n_heads**-0.5 * indexer.softmax_scale
     mask_BQS = mask_BQS.expand(len(q_BSHD), -1, -1)
     chosen = []
-    for part in (slice(start, start + QUERY_BLOCK) for start in range(0, q_BSHD.shape[1], QUERY_BLOCK)):
+    block = QUERY_BLOCK[q_BSHD.device.type]
+    for part in (slice(start, start + block) for start in range(0, q_BSHD.shape[1], block)):
         mask = mask_BQS[:, part, : max(part.stop, indexer.index_topk)]
         scores = torch.bmm(q_BSHD[:, part].flatten(1, 2), k_BSD[:, : mask.shape[-1]].transpose(1, 2)).relu_()
         scores = scores.view(-1, indexer.n_heads, mask.shape[-1])

@@ -41,13 +41,13 @@ from orbit_runtime.policy.attention import (
     layers_of,
     run_decoder,
 )
-from orbit_runtime.policy.delta import pack_delta_rule
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
+from orbit_runtime.policy.recurrent import pack_recurrence
 from orbit_runtime.policy.whole_rows import OwnCache, OwnRows, keep_states
 from orbit_runtime.storage.cache import Cache
 
-VERSION = 5
+VERSION = 6
 """Changes with what is measured, so that no older answer is used."""
 TOLERANCE = 1e-4
 """Largest difference between equal hidden states, relative to the largest of them; rounding gives 1e-6, leaks 1e-2."""
@@ -180,7 +180,7 @@ class _Probe:
         logits = self._logits()
         if logits is None:
             return Behaviour(refused="its logits are not those of its output layer, scaled or capped")
-        if pack_delta_rule(self._plain) and not (
+        if pack_recurrence(self._plain) and not (
             _tried(partial(self._why_not_packed, BESIDE_CACHE)) or _tried(partial(self._why_not_cached, BESIDE_CACHE))
         ):
             return Behaviour(replace(logits, decode="cache", attention=BESIDE_CACHE, why=STATES))

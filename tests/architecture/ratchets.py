@@ -45,7 +45,8 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        48_601,
+        48_677,
+        "state spaces of Mamba 2 packed, with a prompt computed once; "
         "equal bits in FP32 too, plans that count whole blocks of keys. "
         "BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
         "ordered once, equal bits, codecs into the product's dtype (the transposed product goes), queues for several "
@@ -61,8 +62,8 @@ CEILINGS: dict[str, Ceiling] = {
         "of a user's code are marked; sequences are scored together at start; no weight is cast twice on a CPU",
     ),
     "functions": Ceiling(
-        5_821,
-        "gradients of the decoder's steps, numbers of rows with equal bits; "
+        5_834,
+        "state spaces packed; gradients of the decoder's steps, numbers of rows with equal bits; "
         "making and reading a type's record; a check for each kind of damaged input; limits of one connection; finding "
         "and comparing a run's code; why a run ends early; what a pod may be given; decisions of the first start, "
         "drift, marks of answers",

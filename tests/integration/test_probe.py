@@ -62,7 +62,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "llama with longrope": {"rope_parameters": LONGROPE},
 }  # fmt: skip
 """Type, and what tells its models apart → settings. Sequences are longer than the windows."""
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 GEMMA4 = {
     **LAST_FULL, "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 128,
@@ -70,10 +69,6 @@ GEMMA4 = {
 CHANGED = "sequences that share a row change each other, so more than attention connects their tokens"
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (CHANGED, {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
-    "granitemoehybrid": (
-        CHANGED,
-        {**MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96},
-    ),
     "diffllama": ("its layers do not call attention exactly once each", {}),
     "nemotron": ("NemotronAttention: its layers do not hand arguments of a pass to the attention", {"head_dim": 16}),
     "gemma4_text": ("a step from pages of keys and values is not what a pass over the whole sequence computes", GEMMA4),

@@ -7,6 +7,7 @@ import copy
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.falcon_h1 import modeling_falcon_h1 as falcon_h1
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
@@ -32,12 +35,12 @@ from orbit_runtime.model_info.module_tree import check_type, shipped_types
 from orbit_runtime.model_info.settings import parse_settings
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.verdict import judge
-from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy import Policy, load_policy, modules
 from orbit_runtime.policy.attention import NO_TOWER
-from orbit_runtime.policy.delta import build_chunks, delta_rule
 from orbit_runtime.policy.load import is_router
 from orbit_runtime.policy.modules import FusedRMSNorm, keep_stream_fp32
 from orbit_runtime.policy.packed import Branch, build_packed
+from orbit_runtime.policy.recurrent import Chunks, build_chunks, delta_rule, state_space
 from orbit_runtime.policy.whole import load_whole
 from orbit_runtime.policy.whole_rows import OwnRows
 from orbit_runtime.rollout import TorchEngine
@@ -229,9 +232,12 @@ tokens by these tables, a step from a state only by `exp(-slope)`: another funct
 def test_every_type_that_is_not_packed_says_why_and_few_have_whole_passes() -> None:
     passes = {name: record["passes"] for name, record in shipped_types().items() if "passes" in record}
     told = {name: each.partition(": ") for name, each in passes.items() if each != "packed"}
-    delta = {name for name, (how, _, _) in told.items() if "sequences are packed" in how}
-    assert delta == {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-    assert all("a padded row each" in how and why for name, (how, _, why) in told.items() if name not in delta)
+    states = {name for name, (how, _, _) in told.items() if "sequences are packed" in how}
+    assert states == {
+        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+        "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h",
+    }  # fmt: skip
+    assert all("a padded row each" in how and why for name, (how, _, why) in told.items() if name not in states)
     whole = {name: why for name, (how, _, why) in told.items() if "passes over the whole sequence" in how}
     assert whole.keys() == WHOLE.keys()
     assert all(WHOLE[name] in why for name, why in whole.items())
@@ -476,7 +482,8 @@ def test_what_chooses_keys_computes_nothing_where_it_would_choose_all(
         torch.testing.assert_close(found, reference_logprobs(load_reference(folder), tokens), rtol=0, atol=1e-5)
 
 
-def test_keys_are_chosen_for_few_sequences_at_a_time(tmp_path: Path) -> None:
+def test_keys_are_chosen_for_few_sequences_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(modules.SCORE_BYTES, "cpu", 4 << 20)
     folder = make_type(tmp_path / "model", "glm_moe_dsa")
     policy = load_policy(folder, AdapterConfig("LoRA", (), rank=2, alpha=4.0), longest=256)
     chosen: list[int] = []
@@ -487,36 +494,64 @@ def test_keys_are_chosen_for_few_sequences_at_a_time(tmp_path: Path) -> None:
     branches = [Branch(number, each[:1], each[1:]) for number, each in enumerate(sequences)]
     with torch.no_grad():
         found = policy.logprobs(policy.pack(branches))[0]
-    assert chosen == [4, 2, 4, 2]
+    assert chosen == [5, 1, 5, 1]
     reference = load_reference(folder)
     expected = torch.cat([reference_logprobs(reference, each) for each in sequences])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+ROWS = build_packed(
+    [Branch(prefix, [3] * prefix, [4] * count) for prefix, count in [(90, 70), (90, 1), (90, 20), (3, 150), (16, 17)]],
+    torch.device("cpu"),
+).rows
+TOKENS = sum(row.length for row in ROWS)
+
+
 @pytest.mark.parametrize("size", [16, 64])
 def test_the_delta_rule_of_packed_sequences_is_transformers_own_and_so_are_its_gradients(size: int) -> None:
-    lengths = [(90, 70), (90, 1), (90, 20), (3, 150), (16, 17)]
-    branches = [Branch(prefix, [3] * prefix, [4] * count) for prefix, count in lengths]
-    rows = build_packed(branches, torch.device("cpu")).rows
-    tokens, draw = sum(row.length for row in rows), torch.Generator().manual_seed(0)
-    given = [torch.randn(tokens, 3, width, generator=draw) for width in (16, 16, 24)]
-    given += [-torch.rand(tokens, 3, generator=draw), torch.rand(tokens, 3, generator=draw)]
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(TOKENS, 3, width, generator=draw) for width in (16, 16, 24)]
+    given += [-torch.rand(TOKENS, 3, generator=draw), torch.rand(TOKENS, 3, generator=draw)]
+
+    def own(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return qwen3_next.torch_chunk_gated_delta_rule(  # type: ignore[no-any-return]
+            query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True
+        )[0]
+
+    compare_rule(delta_rule, own, given, size)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_the_state_space_of_packed_sequences_is_transformers_own_and_so_are_its_gradients(size: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(TOKENS, heads, width, generator=draw) for heads, width in ((6, 24), (2, 16), (2, 16))]
+    given += [torch.rand(TOKENS, 6, generator=draw)]
+    rate = -torch.rand(6, generator=draw)
+
+    def ours(value: Tensor, key: Tensor, query: Tensor, step: Tensor, chunks: Chunks) -> Tensor:
+        return state_space(value * step[..., None], key, query, rate * step, chunks)
+
+    def own(value: Tensor, key: Tensor, query: Tensor, step: Tensor) -> Tensor:
+        return falcon_h1.mamba2_chunk_scan(value, step, rate, key, query, chunk_size=8)  # type: ignore[no-any-return]
+
+    compare_rule(ours, own, given, size)
+
+
+def compare_rule(ours: Callable[..., Tensor], own: Callable[..., Tensor], given: list[Tensor], size: int) -> None:
+    """`own` takes a batch of one sequence at a time, with its prompt."""
     for each in given:
         each.requires_grad_()
-    found = delta_rule(*given, build_chunks(rows, torch.device("cpu"), size))
+    found = ours(*given, build_chunks(ROWS, torch.device("cpu"), size))
     expected = torch.zeros_like(found)
-    for row in rows:
-        own = torch.arange(row.first, row.first + row.length)
-        whole = torch.cat((torch.arange(row.prefix_first, row.prefix_first + row.prefix_length), own))
-        query, key, value, decay, beta = (each[whole][None] for each in given)
-        out, _ = qwen3_next.torch_chunk_gated_delta_rule(
-            query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True
-        )
-        expected = expected.index_copy(0, own, out[0, row.prefix_length :])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    weights = torch.randn(found.shape, generator=draw)
+    for row in ROWS:
+        tokens = torch.arange(row.first, row.first + row.length)
+        whole = torch.cat((torch.arange(row.prefix_first, row.prefix_first + row.prefix_length), tokens))
+        expected = expected.index_copy(0, tokens, own(*(each[whole][None] for each in given))[0, row.prefix_length :])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.detach().abs().max())))
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     grads = (torch.autograd.grad((each * weights).sum(), given) for each in (found, expected))
-    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+    for ours_T, own_T in zip(*grads, strict=True):
+        torch.testing.assert_close(ours_T, own_T, rtol=1e-5, atol=1e-5 * max(1.0, float(own_T.abs().max())))
 
 
 def test_norms_that_add_1_are_fused(tmp_path: Path) -> None:
