@@ -126,7 +126,7 @@ def fuse_norms(model: nn.Module) -> None:
 
 SCORE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Most bytes of the scores by which keys are chosen, at a time: on a CPU they stay in the cache."""
-QUERY_BLOCK = {"cpu": 32, "cuda": 64}
+SCORED_QUERIES = {"cpu": 32, "cuda": 64}
 """Queries that are scored at a time, against keys up to the last of them."""
 INDEXER_ARGUMENTS = ["hidden_states", "q_resid", "position_embeddings", "attention_mask"]
 
@@ -164,7 +164,7 @@ def _choose_keys(
     if keys <= indexer.index_topk:
         return torch.arange(keys, dtype=torch.int32, device=hidden_states.device).expand(rows, queries, -1)
     kind = hidden_states.device.type
-    step = max(1, SCORE_BYTES[kind] // (4 * indexer.n_heads * min(queries, QUERY_BLOCK[kind]) * keys))
+    step = max(1, SCORE_BYTES[kind] // (4 * indexer.n_heads * min(queries, SCORED_QUERIES[kind]) * keys))
     given = (hidden_states, q_resid, position_embeddings, attention_mask)
     parts = (slice(start, start + step) for start in range(0, rows, step))
     chosen = [_best_keys(indexer, rotate, *(_part_of(each, part) for each in given)) for part in parts]
@@ -192,7 +192,7 @@ def _best_keys(
     weights_BSH *= indexer.n_heads**-0.5 * indexer.softmax_scale
     mask_BQS = mask_BQS.expand(len(q_BSHD), -1, -1)
     chosen = []
-    block = QUERY_BLOCK[q_BSHD.device.type]
+    block = SCORED_QUERIES[q_BSHD.device.type]
     for part in (slice(start, start + block) for start in range(0, q_BSHD.shape[1], block)):
         mask = mask_BQS[:, part, : max(part.stop, indexer.index_topk)]
         scores = torch.bmm(q_BSHD[:, part].flatten(1, 2), k_BSD[:, : mask.shape[-1]].transpose(1, 2)).relu_()

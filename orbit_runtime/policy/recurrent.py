@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,7 @@ class Chunks:
     """For each step, index of the chunk before each of its chunks among those of the step before."""
     counts: list[int]
     """Number of chunks of each step."""
+    _orders: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def take(self, x_THD: Tensor) -> Tensor:
         """`[M, H, C, D]`; zeros where there is no token."""
@@ -84,12 +85,15 @@ class Chunks:
         return rows.view(-1, heads, size)  # type: ignore[no-any-return]
 
     def _of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Indices between `[T·H]` and `[M·H·C]`: of the former's rows in the order of the latter, and the inverse."""
-        head_H = torch.arange(heads, device=self.place_T.device)
-        chunk = self.token_MC.shape[1]
-        token_MHC = (self.token_MC[:, None] * heads + head_H[:, None]).clamp(max=len(self.place_T) * heads)
-        place_TH = (self.place_T // chunk * heads)[:, None] + head_H
-        return token_MHC.flatten(), (place_TH * chunk + (self.place_T % chunk)[:, None]).flatten()
+        """Indices between `[T·H]` and `[M·H·C]`: of the former's rows in the order of the latter, and the inverse.
+        All layers of a pass have the same."""
+        if heads not in self._orders:
+            head_H = torch.arange(heads, device=self.place_T.device)
+            chunk = self.token_MC.shape[1]
+            token_MHC = (self.token_MC[:, None] * heads + head_H[:, None]).clamp(max=len(self.place_T) * heads)
+            place_TH = (self.place_T // chunk * heads)[:, None] + head_H
+            self._orders[heads] = token_MHC.flatten(), (place_TH * chunk + (self.place_T % chunk)[:, None]).flatten()
+        return self._orders[heads]
 
 
 def build_chunks(rows: Sequence[Row], device: torch.device, size: int) -> Chunks:
@@ -148,8 +152,7 @@ def delta_rule(
 
 def _between(total_C1: Tensor) -> Tensor:
     """`[..., C, C]`: by what factor a state shrinks from each position to each later one; 0 for earlier ones."""
-    chunk = total_C1.shape[-2]
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=total_C1.device).triu_(1)
+    later = torch.ones(total_C1.shape[-2:-1] * 2, dtype=torch.bool, device=total_C1.device).triu_(1)
     return (total_C1 - total_C1.transpose(-1, -2)).masked_fill(later, -torch.inf).exp()
 
 
@@ -185,10 +188,9 @@ def state_space(value_THD: Tensor, key_TGS: Tensor, query_TGS: Tensor, decay_TH:
     Dao & Gu, arXiv 2405.21060, section 6.
     """
     heads, size = value_THD.shape[1:]
-    groups = key_TGS.shape[1]
 
     def of_groups(x_TH: Tensor) -> Tensor:
-        return chunks.take(x_TH.float().reshape(len(x_TH), groups, -1))
+        return chunks.take(x_TH.float().reshape(len(x_TH), key_TGS.shape[1], -1))
 
     def scaled(x_MGCN: Tensor, factor_MGCR: Tensor, more_MGCN: Tensor | None = None) -> Tensor:
         x, factor = x_MGCN.unflatten(-1, (-1, size)), factor_MGCR[..., None]
@@ -291,8 +293,9 @@ def _convolve(
 
 def _chunks_of(plan: PackedPlan, key_size: int) -> Chunks:
     size = min(max(key_size // 2, CHUNK[0]), CHUNK[1])
-    rows = plan.batch.rows
-    return plan.once(("chunks", size), lambda: build_chunks(rows, plan.batch.token_ids_T.device, size))  # type: ignore[no-any-return]
+    return plan.once(  # type: ignore[no-any-return]
+        ("chunks", size), lambda: build_chunks(plan.batch.rows, plan.batch.token_ids_T.device, size)
+    )
 
 
 def _apply_scan(

@@ -24,7 +24,7 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy, probe
 from orbit_runtime.policy.attention import Mode
 from orbit_runtime.policy.packed import Branch
-from orbit_runtime.policy.probe import Behaviour
+from orbit_runtime.policy.probe import STATES, Behaviour
 from orbit_runtime.serve.open import ServeRequest, open_models
 from orbit_runtime.serve.requests import ServeLimits
 from orbit_runtime.storage.cache import Cache
@@ -62,6 +62,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "llama with longrope": {"rope_parameters": LONGROPE},
 }  # fmt: skip
 """Type, and what tells its models apart → settings. Sequences are longer than the windows."""
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 GEMMA4 = {
     **LAST_FULL, "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 128,
@@ -74,6 +75,13 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text": ("a step from pages of keys and values is not what a pass over the whole sequence computes", GEMMA4),
 }  # fmt: skip
 """Type → why sequences have a padded row each, settings."""
+BESIDE_STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoehybrid": (
+        STATES,
+        {**MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96},
+    ),
+}
+"""Type → why sequences are packed and tokens sampled from the model's own cache, settings."""
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("encoders: a token sees later ones", {}),
     "gemma3_text of both directions": (
@@ -91,7 +99,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_model(folder: Path, name: str) -> Path:
     """A BF16 checkpoint with the tokenizer of the shipped model; the first word of `name` is its type."""
-    settings = ACCEPTED[name] if name in ACCEPTED else (PADDED | REFUSED)[name][1]
+    settings = ACCEPTED[name] if name in ACCEPTED else (PADDED | BESIDE_STATES | REFUSED)[name][1]
     config = AutoConfig.for_model(name.split()[0], **copy.deepcopy(SIZES | settings))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -147,6 +155,14 @@ def test_a_model_in_which_more_connects_tokens_has_padded_rows_and_says_why(name
     mode = load(folder).mode
     assert (mode.rows, mode.decode, mode.why) == ("padded", "cache", why)
     assert mode.text == f"sequences have a padded row each, and tokens are sampled from the model's own cache: {why}"
+
+
+@pytest.mark.parametrize("name", BESIDE_STATES)
+def test_a_model_whose_states_can_be_packed_is_packed_and_says_why(name: str, tmp_path: Path) -> None:
+    folder, why = make_model(tmp_path / "model", name), BESIDE_STATES[name][0]
+    mode = load(folder).mode
+    assert (mode.rows, mode.decode, mode.why) == ("packed", "cache", why)
+    assert mode.text == f"sequences are packed, and tokens are sampled from the model's own cache: {why}"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -61,7 +61,7 @@ from tools.make_type_records import make_type_record
 
 SHORT = (
     "qwen2", "gpt2", "gemma2", "mixtral", "granite", "lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h",
-    "qwen3_next", "glm_moe_dsa", "diffllama",
+    "qwen3_next", "glm_moe_dsa", "diffllama", "opt", "falcon_mamba",
 )  # fmt: skip
 """One type of each kind; the others are long."""
 EACH = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in TYPES]
@@ -524,7 +524,7 @@ def test_the_delta_rule_of_packed_sequences_is_transformers_own_and_so_are_its_g
 @pytest.mark.parametrize("size", [16, 64])
 def test_the_state_space_of_packed_sequences_is_transformers_own_and_so_are_its_gradients(size: int) -> None:
     draw = torch.Generator().manual_seed(0)
-    given = [torch.randn(TOKENS, heads, width, generator=draw) for heads, width in ((6, 24), (2, 16), (2, 16))]
+    given = [torch.randn(TOKENS, heads, width, generator=draw) / 4 for heads, width in ((6, 24), (2, 16), (2, 16))]
     given += [torch.rand(TOKENS, 6, generator=draw)]
     rate = -torch.rand(6, generator=draw)
 
@@ -547,11 +547,10 @@ def compare_rule(ours: Callable[..., Tensor], own: Callable[..., Tensor], given:
         tokens = torch.arange(row.first, row.first + row.length)
         whole = torch.cat((torch.arange(row.prefix_first, row.prefix_first + row.prefix_length), tokens))
         expected = expected.index_copy(0, tokens, own(*(each[whole][None] for each in given))[0, row.prefix_length :])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.detach().abs().max())))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     grads = (torch.autograd.grad((each * weights).sum(), given) for each in (found, expected))
-    for ours_T, own_T in zip(*grads, strict=True):
-        torch.testing.assert_close(ours_T, own_T, rtol=1e-5, atol=1e-5 * max(1.0, float(own_T.abs().max())))
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
 
 def test_norms_that_add_1_are_fused(tmp_path: Path) -> None:
