@@ -106,8 +106,8 @@ def key_copies(job: Job) -> float:
 
 
 def _num_keys(length: int, job: Job) -> int:
-    """Keys that attention is handed for a sequence: whole blocks by a torch trainer on a CPU, in fp32 the most."""
-    return in_key_blocks(length, 4) if job.trainer == "Torch" and not job.devices.trainer else length
+    """Keys that attention is handed for a sequence: whole blocks by a torch trainer on a CPU."""
+    return in_key_blocks(length) if job.trainer == "Torch" and not job.devices.trainer else length
 
 
 KEY_BLOCK = 32
@@ -115,16 +115,18 @@ KEY_BLOCK = 32
 queries and unseen keys stand beside it; what is not seen adds exact zeros."""
 
 
-def in_key_blocks(num_keys: int, width: int) -> int:
+KEY_LIMITS = (512, 256, 192)
+"""Values of `in_key_blocks`'s limit. Intel's MKL multiplies more than 384 keys in fp32 in two halves, so that 256 is
+right; on AMD's processors it divides from 192 on; BF16 by AMX has no limit. The last is right for all of these."""
+
+
+def in_key_blocks(num_keys: int, limit: int = KEY_LIMITS[-1]) -> int:
     """The least number of keys, not below this one, with which a query has the bits that it has with any more.
 
-    The kernel reads 512 keys at a time. In fp32 it multiplies more than 384 of them in two halves, so more than 256 are
-    made 512.
-
-    Args: width: bytes of an element.
+    Args: limit: the kernel reads 512 keys at a time; more than so many of them are made 512.
     """
     whole = -(-num_keys // KEY_BLOCK) * KEY_BLOCK
-    return -(-whole // 512) * 512 if width == 4 and whole % 512 > 256 else whole
+    return -(-whole // 512) * 512 if whole % 512 > limit else whole
 
 
 def live_elements(model: Architecture) -> float:

@@ -399,7 +399,7 @@ def _kv(setting: Setting) -> tuple[int, int]:
     if setting.job.in_process and kv.own_bytes_per_token is not None:
         per_token, window = kv.own_bytes_per_token, 0
     longest = setting.job.spec.model.max_sequence_length
-    positions = in_key_blocks(longest, setting.compute_bytes) if setting.job.in_process else longest
+    positions = in_key_blocks(longest) if setting.job.in_process else longest
     one = (positions * per_token + window) * scale + kv.state_bytes
     # With several attention groups on a server's GPUs, each group holds the keys and values of its own sequences.
     groups = setting.attention_groups

@@ -10,6 +10,7 @@ import inspect
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.activations import in_key_blocks
+from orbit_runtime.planner.activations import KEY_LIMITS, in_key_blocks
 
 IMPLEMENTATION = "orbit"
 NO_TOWER = "the vision tower is not loaded: images are not supported"
@@ -224,17 +225,28 @@ def hidden_of(
 @cache
 def attention_gives_same_bits(dtype: torch.dtype, heads: int, kv_heads: int, size: int, _num_threads: int) -> bool:
     """Whether queries alone have the bits that they have among others, found by trying."""
+    return _is_alike(dtype, heads, kv_heads, size, key_limit(dtype))
+
+
+@cache
+def key_limit(dtype: torch.dtype) -> int:
+    """The limit of `in_key_blocks` that is right on this CPU, found by trying."""
+    return next((limit for limit in KEY_LIMITS if _is_alike(dtype, 6, 2, 64, limit)), KEY_LIMITS[-1])
+
+
+def _is_alike(dtype: torch.dtype, heads: int, kv_heads: int, size: int, limit: int) -> bool:
+    """Whether each of 1,056 queries alone, over its own keys in blocks, has the bits that it has among all."""
     generator, look = torch.Generator().manual_seed(0), AttentionSettings(size**-0.5)
     q, k, v = (torch.randn(1, each, 1056, size, generator=generator).to(dtype) for each in (heads, kv_heads, kv_heads))
     with torch.no_grad():
-        expected = attend_rows(q, k, v, visible_B1QS="causal", look=look, kernel="SDPA")
-        for count in (20, 97, 255, 300, 400, 511, 600, 1000):
-            keys, alone = in_key_blocks(count, dtype.itemsize), q[:, :, count - 1].unflatten(1, (kv_heads, -1))
-            visible = torch.arange(keys).expand(1, 1, 1, -1) < count
-            found = attend_rows(
-                alone, k[:, :, :keys], v[:, :, :keys], visible_B1QS=visible, look=look, kernel="SDPA"
-            ).flatten(1, 2)
-            if not torch.equal(found, expected[:, :, count - 1]):
+        expected = attend_rows(q, k, v, visible_B1QS="causal", look=look, kernel="SDPA")[0].transpose(0, 1)
+        for keys, counts in groupby(range(1, 1057), lambda count: in_key_blocks(count, limit)):
+            rows = torch.tensor([*counts])
+            alone = q[0, :, rows - 1].transpose(0, 1).unflatten(1, (kv_heads, -1))
+            past = (each[:, :, :keys].expand(len(rows), -1, -1, -1) for each in (k, v))
+            visible = (torch.arange(keys) < rows[:, None])[:, None, None]
+            found = attend_rows(alone, *past, visible_B1QS=visible, look=look, kernel="SDPA").flatten(1, 2)
+            if not torch.equal(found, expected[rows - 1]):
                 return False
     return True
 
@@ -258,7 +270,7 @@ def attend_rows(
     if kernel != "Eager" and look.is_plain:
         gqa, queries = q_BHQD.shape[1] != k_BKSD.shape[1], q_BHQD.shape[2]
         # Fewer queries in the kernel's last block would be multiplied by another product.
-        fewest = 2 if q_BHQD.dtype is torch.bfloat16 else max(2, -(-3 * q_BHQD.shape[-1] // 64))
+        fewest = 4 if q_BHQD.dtype is torch.bfloat16 else max(4, -(-3 * q_BHQD.shape[-1] // 64))
         missing = fewest - queries % QUERY_BLOCK if queries % QUERY_BLOCK else 0
         if missing > 0 and not q_BHQD.is_cuda:
             q_BHQD = F.pad(q_BHQD, (0, 0, 0, missing))

@@ -30,18 +30,19 @@ from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, attention_gives_same_bits, decoder_of
 from orbit_runtime.policy.gradients import AdaptedProduct, Normed, Rotated, gated, turned
-from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal
+from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal, twice
 from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
 ALL_ROWS = 1 << 62
 """End of a slot's rows that is after every row, padding included."""
 BLOCKS = {
-    torch.bfloat16: ((FEWEST_ROWS[torch.bfloat16], 192, ALL_ROWS),),
+    torch.bfloat16: ((8, ALL_ROWS, ALL_ROWS), (FEWEST_ROWS[torch.bfloat16], 192, ALL_ROWS)),
     torch.float32: ((FEWEST_ROWS[torch.float32], ALL_ROWS, ALL_ROWS), (FEWEST_ROWS[torch.float32], 48, 256)),
 }
 """Least and most rows of a product, and from how many on any number is right again: for which the library may multiply
-by one kernel. oneDNN's of BF16, wherever it does not cut the columns; MKL's of fp32, for most shapes and for all."""
+by one kernel. oneDNN's of BF16, without AMX and with it, wherever it does not cut the columns; MKL's of fp32, for most
+shapes and for all."""
 ADDED_ROWS = {torch.bfloat16: 4096, torch.float32: 256}
 """Most rows of one product of an adapter's, which is narrow."""
 
@@ -56,21 +57,22 @@ def find_blocks(
     turns = (in_features // block_size, block_size, block_size) if block_size else (1, 1, 1)
     shapes = ((out_features, in_features), (rank, in_features), (out_features, rank), turns)
     w, A, B, R = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    w, A, R = (twice(each, 1, -1.0) for each in (w, A, R))
     linear, slot, dense = FrozenLinear(BF16Weight(w)), LoRASlot(A, B, 2.0), w.to(dtype)
     if dtype is torch.bfloat16:
         linear.order()
-    fewest = FEWEST_ROWS[dtype]
 
     def product(x_TK: Tensor) -> Tensor:
-        return linear.product(rotate(x_TK, R) if block_size else x_TK, dense.view(-1))
+        y_TN = linear.product(x_TK, dense.view(-1))
+        return torch.cat((y_TN, linear.product(rotate(x_TK, R), dense.view(-1))), -1) if block_size else y_TN
 
     def add(x_TK: Tensor) -> Tensor:
-        return add_lora_(x_TK.new_ones(len(x_TK), out_features), x_TK, slot)
+        return add_lora_(x_TK.new_zeros(len(x_TK), out_features), x_TK, slot)
 
-    if rank and not rows_are_equal(add, in_features, dtype, (fewest, ADDED_ROWS[dtype])):
-        return None
-    for _, most, again in BLOCKS[dtype]:
-        if rows_are_equal(product, in_features, dtype, (fewest, min(most, 1000)), (again, 1000)):
+    for fewest, most, again in BLOCKS[dtype]:
+        if rows_are_equal(product, in_features, dtype, (fewest, min(most, 1000)), (again, 1000)) and (
+            not rank or rows_are_equal(add, in_features, dtype, (fewest, ADDED_ROWS[dtype]))
+        ):
             return fewest, most, again
     return None
 

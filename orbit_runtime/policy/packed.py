@@ -32,6 +32,7 @@ from orbit_runtime.policy.attention import (
     Visible,
     attend_rows,
     attention_gradients,
+    key_limit,
 )
 from orbit_runtime.policy.chunked import attend_chunked
 from orbit_runtime.policy.routing import OWN_CHOICE
@@ -93,9 +94,9 @@ class Bucket:
     starts_later: bool
     """False if every query sees exactly the keys up to its own position."""
 
-    def in_key_blocks(self, width: int) -> Bucket:
+    def in_key_blocks(self, limit: int) -> Bucket:
         """With whole blocks of keys (`in_key_blocks`): the last key is repeated, unseen."""
-        missing = in_key_blocks(self.key_BS.shape[1], width) - self.key_BS.shape[1]
+        missing = in_key_blocks(self.key_BS.shape[1], limit) - self.key_BS.shape[1]
         return replace(self, key_BS=torch.cat((self.key_BS, self.key_BS[:, -1:].expand(-1, missing)), 1))
 
     def visible(self, window: int | None) -> torch.Tensor:
@@ -420,7 +421,7 @@ class PackedPlan:
         if self.kernel == "Chunked":
             return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look).flatten(1)
         if self._is_alone and q_THD.device.type == "cpu" and self.buckets is self.batch.buckets:
-            self.buckets = tuple(bucket.in_key_blocks(q_THD.itemsize) for bucket in self.buckets)
+            self.buckets = tuple(bucket.in_key_blocks(key_limit(q_THD.dtype)) for bucket in self.buckets)
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
         heads = (q_THD.shape[1], k_TKD.shape[1])
         is_fused = self.kernel == "SDPA" and look.is_plain

@@ -31,9 +31,9 @@ class KVCache:
     yet hold zeros or values of an earlier request: finite, which is all that masked positions need.
     """
 
-    def __init__(self, width: int) -> None:
-        """Args: width: bytes of an element."""
-        self._width = width
+    def __init__(self, limit: int) -> None:
+        """Args: limit: see `in_key_blocks`."""
+        self.limit = limit
         self.num_rows = self.num_positions = 0
         self._block: torch.Tensor | None = None
 
@@ -47,7 +47,7 @@ class KVCache:
             return
         old, positions = self._block, self.num_positions
         self.num_rows = max(num_rows, self.num_rows)
-        self.num_positions = max(in_key_blocks(num_positions, self._width), self.num_positions)
+        self.num_positions = max(in_key_blocks(num_positions, self.limit), self.num_positions)
         self._block = None
         if live and old is not None:
             layers, pair, _, heads, _, size = old.shape
@@ -122,7 +122,7 @@ class DecodePlan:
         low, high = int(positions_B.min()), int(positions_B.max())
         block = cache.block
         self._is_fused = kernel != "Eager"
-        self.longest = in_key_blocks(high + 1, block.itemsize) if self._is_fused else high + 1
+        self.longest = in_key_blocks(high + 1, cache.limit) if self._is_fused else high + 1
         past = block[:, :, :num_rows, :, : self.longest]
         self._past = [layer.unbind(0) for layer in past.unbind(0)]
         self._flat = [layer.unbind(0) for layer in past.flatten(2, 3).unbind(0)]
