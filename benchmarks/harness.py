@@ -206,13 +206,20 @@ def save(program: Path, measured: Measured, options: argparse.Namespace, origin:
     """Writes `<options.out>/<program>.json`, whole or not at all; raises NotMeasured if there is nothing to report."""
     check_measured(measured)
     name = "_".join(filter(None, (program.stem, measured.variant)))
+    from orbit_runtime.sides.machine import rounding_facts
+
     content = {
         "name": name,
         "comparisons": [asdict(row) for row in measured.comparisons],
         "figures": dict(measured.figures),
         "facts": dict(measured.facts),
         "rates": RATES,
-        "machine": {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "machine": platform.machine(),
+            "processor": rounding_facts()["processor"],
+            "python": platform.python_version(),
+        },
         "smallest": options.smallest,
         **origin,
     }

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orbit_runtime.model_info.calls import hermes
 from orbit_runtime.model_info.calls.format import CallFormat, NotACall, Schemas
 from orbit_runtime.model_info.calls.formats import find_calls
 
@@ -65,11 +64,6 @@ def text_before_calls(text: str, own: CallFormat | None = None) -> str:
 def parameter_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Tool name → schema of its parameters, from schemas as chat templates take them."""
     return {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
-
-
-def write_tool_call(name: str, arguments: Any) -> str:
-    """Writes a call in the form of Hermes, which `parse_tool_calls` reads."""
-    return hermes.write(name, arguments)
 
 
 def _parse(body: str, tools: Collection[str], form: CallFormat, schemas: Schemas) -> ToolCall:

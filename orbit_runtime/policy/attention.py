@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, Literal, Protocol
 
@@ -223,18 +223,16 @@ def hidden_of(
 
 
 @cache
-def attention_gives_same_bits(dtype: torch.dtype, heads: int, kv_heads: int, size: int, _num_threads: int) -> bool:
-    """Whether queries alone have the bits that they have among others, found by trying."""
-    return _is_alike(dtype, heads, kv_heads, size, key_limit(dtype))
+def key_limit(dtype: torch.dtype) -> int:
+    """The limit of `in_key_blocks` that is right on this CPU, found by trying."""
+    trial = partial(attention_gives_same_bits, dtype, 6, 2, 64, torch.get_num_threads())
+    return next(filter(trial, KEY_LIMITS), KEY_LIMITS[-1])
 
 
 @cache
-def key_limit(dtype: torch.dtype) -> int:
-    """The limit of `in_key_blocks` that is right on this CPU, found by trying."""
-    return next((limit for limit in KEY_LIMITS if _is_alike(dtype, 6, 2, 64, limit)), KEY_LIMITS[-1])
-
-
-def _is_alike(dtype: torch.dtype, heads: int, kv_heads: int, size: int, limit: int) -> bool:
+def attention_gives_same_bits(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, _num_threads: int, limit: int
+) -> bool:
     """Whether each of 1,056 queries alone, over its own keys in blocks, has the bits that it has among all."""
     generator, look = torch.Generator().manual_seed(0), AttentionSettings(size**-0.5)
     q, k, v = (torch.randn(1, each, 1056, size, generator=generator).to(dtype) for each in (heads, kv_heads, kv_heads))
@@ -242,11 +240,14 @@ def _is_alike(dtype: torch.dtype, heads: int, kv_heads: int, size: int, limit: i
         expected = attend_rows(q, k, v, visible_B1QS="causal", look=look, kernel="SDPA")[0].transpose(0, 1)
         for keys, counts in groupby(range(1, 1057), lambda count: in_key_blocks(count, limit)):
             rows = torch.tensor([*counts])
-            alone = q[0, :, rows - 1].transpose(0, 1).unflatten(1, (kv_heads, -1))
-            past = (each[:, :, :keys].expand(len(rows), -1, -1, -1) for each in (k, v))
-            visible = (torch.arange(keys) < rows[:, None])[:, None, None]
-            found = attend_rows(alone, *past, visible_B1QS=visible, look=look, kernel="SDPA").flatten(1, 2)
-            if not torch.equal(found, expected[rows - 1]):
+            found = attend_rows(
+                q[0, :, rows - 1].transpose(0, 1).unflatten(1, (kv_heads, -1)),
+                *(each[:, :, :keys].expand(len(rows), -1, -1, -1) for each in (k, v)),
+                visible_B1QS=(torch.arange(keys) < rows[:, None])[:, None, None],
+                look=look,
+                kernel="SDPA",
+            )
+            if not torch.equal(found.flatten(1, 2), expected[rows - 1]):
                 return False
     return True
 

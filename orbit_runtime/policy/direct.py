@@ -28,7 +28,13 @@ from orbit_runtime.adapters.layer import AdaptedLinear, Segment, Slot
 from orbit_runtime.adapters.lora import LoRASlot, add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
-from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, attention_gives_same_bits, decoder_of
+from orbit_runtime.policy.attention import (
+    AttentionPlan,
+    AttentionSettings,
+    attention_gives_same_bits,
+    decoder_of,
+    key_limit,
+)
 from orbit_runtime.policy.gradients import AdaptedProduct, Normed, Rotated, gated, turned
 from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal, twice
 from orbit_runtime.quant.bf16 import BF16Weight
@@ -58,20 +64,23 @@ def find_blocks(
     shapes = ((out_features, in_features), (rank, in_features), (out_features, rank), turns)
     w, A, B, R = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     w, A, R = (twice(each, 1, -1.0) for each in (w, A, R))
-    linear, slot, dense = FrozenLinear(BF16Weight(w)), LoRASlot(A, B, 2.0), w.to(dtype)
+    linear, slot, dense = FrozenLinear(BF16Weight(w)), LoRASlot(A, B, 2.0), w.to(dtype).view(-1)
     if dtype is torch.bfloat16:
         linear.order()
-
-    def product(x_TK: Tensor) -> Tensor:
-        y_TN = linear.product(x_TK, dense.view(-1))
-        return torch.cat((y_TN, linear.product(rotate(x_TK, R), dense.view(-1))), -1) if block_size else y_TN
-
-    def add(x_TK: Tensor) -> Tensor:
-        return add_lora_(x_TK.new_zeros(len(x_TK), out_features), x_TK, slot)
-
+    tried = [lambda x: linear.product(x, dense), lambda x: linear.product(rotate(x, R), dense)][
+        : 2 if block_size else 1
+    ]
     for fewest, most, again in BLOCKS[dtype]:
-        if rows_are_equal(product, in_features, dtype, (fewest, min(most, 1000)), (again, 1000)) and (
-            not rank or rows_are_equal(add, in_features, dtype, (fewest, ADDED_ROWS[dtype]))
+        if all(
+            rows_are_equal(product, in_features, dtype, (fewest, min(most, 1000)), (again, 1000)) for product in tried
+        ) and (
+            not rank
+            or rows_are_equal(
+                lambda x: add_lora_(x.new_zeros(len(x), out_features), x, slot),
+                in_features,
+                dtype,
+                (fewest, ADDED_ROWS[dtype]),
+            )
         ):
             return fewest, most, again
     return None
@@ -292,7 +301,7 @@ class DirectDecoder:
     def gives_same_bits(self) -> bool:
         """Whether a token's hidden states have the same bits whatever is computed beside it."""
         return all(group.blocks is not None for group in self._groups) and all(
-            attention_gives_same_bits(self._dtype, *heads, torch.get_num_threads())
+            attention_gives_same_bits(self._dtype, *heads, torch.get_num_threads(), key_limit(self._dtype))
             for heads in {layer.heads for layer in self._layers}
         )
 

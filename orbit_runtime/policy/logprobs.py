@@ -132,8 +132,7 @@ def rows_are_equal(
     product: Callable[[Tensor], Tensor], in_features: int, dtype: torch.dtype, *ranges: tuple[int, int]
 ) -> bool:
     """Whether a product gives rows the same bits for all numbers of rows in these ranges, found by trying."""
-    counts = {count for count in TRIED_ROWS if any(low <= count <= high for low, high in ranges)}
-    counts |= {ranges[0][0], ranges[0][1]}
+    counts = {*ranges[0], *(count for count in TRIED_ROWS if any(low <= count <= high for low, high in ranges))}
     rows = max(COMPARED_ROWS, *counts)
     x_TK = twice(torch.randn(rows, in_features, generator=torch.Generator().manual_seed(0)), 1).to(dtype)
 

@@ -117,7 +117,6 @@ class DecodePlan:
     layout = (-1, 1)
 
     def __init__(self, cache: KVCache, positions_B: np.ndarray, kernel: Kernel) -> None:
-        self._kernel: Kernel = kernel
         num_rows = len(positions_B)
         low, high = int(positions_B.min()), int(positions_B.max())
         block = cache.block

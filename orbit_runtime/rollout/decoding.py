@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from orbit_runtime.planner.activations import KEY_LIMITS
-from orbit_runtime.policy.attention import Kernel, key_limit
+from orbit_runtime.policy.attention import key_limit
 from orbit_runtime.policy.logprobs import token_scores
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, to_device
@@ -75,8 +75,6 @@ class DecodingBatch:
         """Something was added that may not have room yet."""
         self._rows = Rows(0, 0)
         self._cache = _build_cache(policy)
-        # One query per row: on a CPU the explicit product beats the fused kernel, which is built for long queries.
-        self._kernel: Kernel = policy.kernel
 
     def __len__(self) -> int:
         """Number of requests in flight."""
@@ -205,7 +203,7 @@ class DecodingBatch:
         n = len(rows)
         policy, device = self._policy, self._policy.device
         last_B, position_B = (to_device(column[:n], device) for column in (rows.last_C, rows.position_C))
-        plan = self._cache.plan(last_B, rows.position_C[:n], self._kernel)
+        plan = self._cache.plan(last_B, rows.position_C[:n], policy.kernel)
         with policy.injected.selection.use(_selected(rows.segments())), self._noting() as noted:
             hidden = policy.sampled_hidden(last_B, position_B, plan)
         if noted:

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orbit_runtime.data.chat import joined_parts, plain_message
-from orbit_runtime.environments.tool_calls import write_tool_call
 from orbit_runtime.errors import DataError, GateError, ModelError, OrbitError, OutputError, UnsupportedError, UsageError
+from orbit_runtime.model_info.calls import hermes
 from orbit_runtime.planner.support.manifests import Kind, check_sampling
 from orbit_runtime.ports.guard import APIError
 from orbit_runtime.seeds import stream_key
@@ -311,7 +311,7 @@ def _with_written_calls(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(calls, list) or not calls:
         return message
     functions = [call["function"] for call in calls]
-    written = [write_tool_call(function["name"], function["arguments"]) for function in functions]
+    written = [hermes.write(function["name"], function["arguments"]) for function in functions]
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**kept, "content": "\n".join([*filter(None, [joined_parts(message["content"])]), *written])}
 
