@@ -41,7 +41,7 @@ FAMILIES = (
 )  # fmt: skip
 WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "lora_rank", "d_head", "d_ssm", "ffn_dim", "proj_dim")
 """Last parts of the names of settings that grow with the width."""
-SEQUENCES, TARGET = 60, 3.0
+SEQUENCES, TARGET = 60, 1 / 3
 
 
 def load(scratch: Path, name: str, width: int, **changed: int) -> tuple[Policy, Path]:
@@ -79,11 +79,11 @@ def measure(options: argparse.Namespace) -> Measured:
             family = (name, partial(train, policy, branches))
             mode = f"{name}, {policy.mode.rows}, {policy.mode.decode}"
             times = options.repetitions
-            row = compare(mode, llama, family, repetitions=times, target=TARGET, clock=time.process_time)
-            rows.append(replace(row, least=(least[0], least[1])))
+            row = compare(mode, family, llama, repetitions=times, target=TARGET, clock=time.process_time)
+            rows.append(replace(row, least=(least[1], least[0])))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     print(table(rows))
-    facts = {"sequences": len(branches), "width": options.width, "ratio": "the family's time / the llama's"}
+    facts = {"sequences": len(branches), "width": options.width, "ratio": "the llama's time / the family's"}
     return Measured(rows, facts=facts, variant="" if options.width == 1 else f"width_{options.width}")
 
 
