@@ -16,6 +16,7 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.model_info.builtin_models import any_builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.load import widen
+from orbit_runtime.policy.logprobs import rows_are_equal, twice
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.seeds import stream_key
@@ -108,6 +109,19 @@ CASES = [
         (1, 2),
     )
 ]
+
+
+def test_a_product_that_sums_few_rows_in_another_order_is_found() -> None:
+    w_NK = twice(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), 1, -1.0).bfloat16().float()
+
+    def product(x_TK: torch.Tensor) -> torch.Tensor:
+        total_TN = torch.zeros(len(x_TK), 64)
+        for k in range(64) if len(x_TK) > 4 else reversed(range(64)):
+            total_TN.addcmul_(x_TK[:, k : k + 1].float(), w_NK[:, k])
+        return total_TN.bfloat16()
+
+    assert rows_are_equal(product, 64, torch.bfloat16, (8, 1000))
+    assert not rows_are_equal(product, 64, torch.bfloat16, (4, 1000))
 
 
 @pytest.mark.parametrize(("model", "adapter", "dtype", "threads"), CASES)
