@@ -10,8 +10,9 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 export MKL_NUM_THREADS ?= 2
 
-# One maths thread per process of tests; the few that ask for two wait for each other asleep. A file stays in one process, with what it sets up; in the order of the folders,
-# so that the last files are not those of one long test each, beside which the other cores would wait.
+# One maths thread per process of tests; where a test asks for two, they wait for each other asleep. A file stays in one
+# process, with what it sets up; in the order of the folders, so that the last files are not those of one long test each,
+# beside which the other cores would wait.
 SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 \
 	--dist loadfile --no-loadscope-reorder
 

@@ -75,12 +75,12 @@ def measure(options: argparse.Namespace) -> Measured:
             if layers not in llamas:
                 llamas[layers] = load(Path(scratch), "llama", options.width, num_hidden_layers=layers)
             llama = (f"llama of {layers} layers", partial(train, llamas[layers][0], branches))
-            least = tuple(2 * pass_seconds(each, tokens, answers) for each in (llamas[layers][1], folder))
+            least = tuple(2 * pass_seconds(each, tokens, answers) for each in (folder, llamas[layers][1]))
             family = (name, partial(train, policy, branches))
             mode = f"{name}, {policy.mode.rows}, {policy.mode.decode}"
             times = options.repetitions
             row = compare(mode, family, llama, repetitions=times, target=TARGET, clock=time.process_time)
-            rows.append(replace(row, least=(least[1], least[0])))
+            rows.append(replace(row, least=(least[0], least[1])))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     print(table(rows))
     facts = {"sequences": len(branches), "width": options.width, "ratio": "the llama's time / the family's"}

@@ -204,10 +204,10 @@ def _fastest(call: Callable[[], object]) -> float:
 
 def save(program: Path, measured: Measured, options: argparse.Namespace, origin: Mapping[str, object]) -> Path:
     """Writes `<options.out>/<program>.json`, whole or not at all; raises NotMeasured if there is nothing to report."""
-    check_measured(measured)
-    name = "_".join(filter(None, (program.stem, measured.variant)))
     from orbit_runtime.sides.machine import rounding_facts
 
+    check_measured(measured)
+    name = "_".join(filter(None, (program.stem, measured.variant)))
     content = {
         "name": name,
         "comparisons": [asdict(row) for row in measured.comparisons],

@@ -76,7 +76,8 @@ def find_blocks(
         ) and (
             not rank
             or rows_are_equal(
-                lambda x: add_lora_(x.new_zeros(len(x), out_features), x, slot),
+                # To something as small as what A's sums leave.
+                lambda x: add_lora_(x.new_full((len(x), out_features), 1e-7), x, slot),
                 in_features,
                 dtype,
                 (fewest, ADDED_ROWS[dtype]),

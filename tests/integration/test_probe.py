@@ -149,20 +149,20 @@ def test_a_model_in_which_only_attention_connects_tokens_is_what_transformers_is
     assert policy.mode == Mode(scale=policy.mode.scale)
 
 
-@pytest.mark.parametrize("name", PADDED)
-def test_a_model_in_which_more_connects_tokens_has_padded_rows_and_says_why(name: str, tmp_path: Path) -> None:
-    folder, why = make_model(tmp_path / "model", name), PADDED[name][0]
+@pytest.mark.parametrize(
+    ("name", "rows", "said"),
+    [
+        *((name, "padded", "have a padded row each") for name in PADDED),
+        *((name, "packed", "are packed") for name in BESIDE_STATES),
+    ],
+)
+def test_a_model_in_which_more_connects_tokens_says_how_its_rows_stand_and_why(
+    name: str, rows: str, said: str, tmp_path: Path
+) -> None:
+    folder, why = make_model(tmp_path / "model", name), (PADDED | BESIDE_STATES)[name][0]
     mode = load(folder).mode
-    assert (mode.rows, mode.decode, mode.why) == ("padded", "cache", why)
-    assert mode.text == f"sequences have a padded row each, and tokens are sampled from the model's own cache: {why}"
-
-
-@pytest.mark.parametrize("name", BESIDE_STATES)
-def test_a_model_whose_states_can_be_packed_is_packed_and_says_why(name: str, tmp_path: Path) -> None:
-    folder, why = make_model(tmp_path / "model", name), BESIDE_STATES[name][0]
-    mode = load(folder).mode
-    assert (mode.rows, mode.decode, mode.why) == ("packed", "cache", why)
-    assert mode.text == f"sequences are packed, and tokens are sampled from the model's own cache: {why}"
+    assert (mode.rows, mode.decode, mode.why) == (rows, "cache", why)
+    assert mode.text == f"sequences {said}, and tokens are sampled from the model's own cache: {why}"
 
 
 @pytest.mark.parametrize("name", REFUSED)
