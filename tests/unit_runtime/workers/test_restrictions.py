@@ -220,7 +220,9 @@ def test_a_sandbox_that_prints_too_much_is_ended() -> None:
 def from_outside(pid: int) -> dict[str, Any]:
     """What the kernel says of another process."""
     folder = Path(f"/proc/{pid}")
-    given = dict(each.split("=", 1) for each in (folder / "environ").read_text().split("\0") if each)
+    while not (environment := (folder / "environ").read_text()):  # empty for a moment after a program was started
+        time.sleep(0.01)
+    given = dict(each.split("=", 1) for each in environment.split("\0") if each)
     names = (os.environ.keys() | given.keys()) - {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
     return {
         "streams": [os.readlink(folder / "fd" / str(each)).partition(":")[0] for each in range(3)],
