@@ -148,8 +148,9 @@ vendor-table: dev ## other libraries on our formats' bytes: measures them (in .v
 constraints: dev ## recompile images/constraints/ from pyproject.toml (needs the package index)
 	tools/compile_constraints.sh
 
-same-bits: dev ## 100 runs of one manifest, and three manifests killed ten times each, on a busy machine: the same bits? (hours)
-	$(BIN)/python -m tools.same_bits runs
+same-bits: dev ## 100 runs of a manifest in FP32 and of one in BF16, and four manifests killed ten times each, on a busy machine: the same bits? (hours)
+	$(BIN)/python -m tools.same_bits runs --out runs/same_bits/FP32
+	$(BIN)/python -m tools.same_bits runs --out runs/same_bits/BF16 --manifest "LoRA in BF16"
 	$(BIN)/python -m tools.same_bits kills
 
 same-behaviour: dev ## after a change that should change nothing: digests, plans, messages, arguments, help, manifest against tests/data/same_behaviour (GROUPS="plan help" chooses; GROUPS=--take records)

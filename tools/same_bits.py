@@ -1,7 +1,7 @@
 """Whether runs give the same bits whatever else the machine does: `make same-bits`, hours on two cores; not in CI.
 
     python -m tools.same_bits runs  --count 100 --steps 12      one manifest again and again: every step's adapter
-    python -m tools.same_bits kills --count 10                  three manifests killed so often: against one left alone
+    python -m tools.same_bits kills --count 10                  four manifests killed so often: against one left alone
 
 Two threads a run, beside processes that take the cores away and, with `--at-once`, beside other runs. Writes
 `runs/same_bits/<what>.json` and exits with 1 where a bit differs.
@@ -40,9 +40,9 @@ STEPS_PER_KILL = 2
 """Steps of a run that is killed n times, for each kill: enough that it is never done before it can be killed."""
 
 
-def repeat(launchers: list[RunLauncher], folder: Path, *, count: int, steps: int) -> list[dict[str, Any]]:
+def repeat(launchers: list[RunLauncher], folder: Path, name: str, *, count: int, steps: int) -> list[dict[str, Any]]:
     """One row per run: its first step, counted from 1, whose adapter differs from run 0's, or None."""
-    manifest = demanding_manifest("LoRA with dropout", steps=steps)
+    manifest = demanding_manifest(name, steps=steps)
 
     def once(launcher: RunLauncher, number: int) -> tuple[float, list[str]]:
         started, out = time.monotonic(), str(folder / f"run-{number}")
@@ -104,6 +104,7 @@ def _at_once[T, R](launchers: list[RunLauncher], job: Callable[[RunLauncher, T],
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("runs", "kills"))
+    parser.add_argument("--manifest", choices=DEMANDING, default="LoRA with dropout", help="what is run again")
     parser.add_argument("--count", type=int, help="runs, or kills of each manifest (100 and 10)")
     parser.add_argument("--steps", type=int, default=12, help="of each of the runs")
     parser.add_argument("--processes-per-core", type=int, default=2, help="the load")
@@ -116,7 +117,7 @@ def main() -> int:
         load = ending.enter_context(busy_machine(given.processes_per_core))
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory()))
         if given.what == "runs":
-            rows = repeat(launchers, folder, count=count, steps=given.steps)
+            rows = repeat(launchers, folder, given.manifest, count=count, steps=given.steps)
         else:
             rows = kill(launchers, folder, count=count)
     differing = sum(row.get("differs_at_step", row.get("differs")) is not None for row in rows)

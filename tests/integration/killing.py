@@ -35,10 +35,11 @@ def small_manifest(*, steps: int, adapter: str = "LoRA", every_steps: int = 1, s
     }
 
 
-def _demanding(adapter: dict[str, Any], precision: str, **algorithm: Any) -> dict[str, Any]:
+def _demanding(adapter: dict[str, Any], precision: str, compute: str = "Auto", **algorithm: Any) -> dict[str, Any]:
     manifest = small_manifest(steps=1)
     spec = manifest["spec"]
-    spec["model"]["precision"], spec["adapter"] = precision, adapter
+    spec["model"] |= {"precision": precision, "computePrecision": compute}
+    spec["adapter"] = adapter
     # 96 samples a micro-batch: below 256 targets torch adds them in one thread, and no order can be lost.
     spec["algorithm"] |= {"groupSize": 32, **algorithm}
     if adapter.get("lora", {}).get("dropout"):
@@ -54,6 +55,7 @@ DEMANDING = {
         {"type": "OFT"}, "NVFP4", teacher={"type": "Average", "decay": 0.9, "coefficient": 0.1}
     ),
     "MXFP4, PPO with KL": _demanding({"type": "LoRA"}, "MXFP4", type="PPO", kl={"coefficient": 0.1}),
+    "LoRA in BF16": _demanding({"type": "LoRA"}, "BF16", "BF16"),
 }
 """Runs with more that could go another way the second time: two updates a step, each with work for two threads."""
 
