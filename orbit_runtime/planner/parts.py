@@ -262,18 +262,20 @@ def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[
 
 def _widened(setting: Setting) -> Parts:
     """What linears held dense take beyond their own bytes: fp32 in place of BF16, or BF16 as saved and as products read
-    it; packed bytes stay. With them the output layer, or an embedding that is it, but not where products are BF16."""
+    it; packed bytes stay. With them the output layer, or an embedding that is it: in fp32 beside its BF16 where products
+    are BF16."""
     if not setting.widened:
         return {}
     is_bf16 = setting.job.spec.model.compute_precision == "BF16"
     is_tied = not any(each.role == "head" for each in setting.model.architecture.weights)
+    head = "embedding" if is_tied else "head"
     return {
         WIDENED: sum(
-            stored.num_bytes if stored.format == "BF16" else stored.weight.num_parameters * 4
+            stored.num_bytes
+            if stored.format == "BF16" and not (is_bf16 and stored.weight.role == head)
+            else stored.weight.num_parameters * 4
             for stored in base_weights(setting.model, "trainer")
-            if stored.weight.role != "routed_expert"
-            and not (is_bf16 and stored.weight.role in ("head", "embedding"))
-            and (stored.weight.is_linear or (is_tied and stored.weight.role == "embedding"))
+            if stored.weight.role == head or (stored.weight.is_linear and stored.weight.role != "routed_expert")
         )
     }
 

@@ -41,6 +41,7 @@ from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
 from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
+from orbit_runtime.policy.logprobs import order_head
 from orbit_runtime.policy.modules import fuse_norms, keep_stream_fp32, skip_indexers, widen_linears
 from orbit_runtime.policy.probe import cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader
@@ -171,6 +172,8 @@ def load_policy(
 def widen(policy: Policy) -> Policy:
     """In place of this policy: one that holds its linears in the dtype in which it computes (`widen_linears`)."""
     widen_linears(policy.model, policy.compute_dtype)
+    if policy.compute_dtype is torch.bfloat16:
+        order_head(policy.model.get_output_embeddings())
     return replace(policy, direct=build_direct(policy.model, policy.compute_dtype, ordered=True))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import CDLL, c_float, c_int, c_void_p
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,18 +24,27 @@ from torch.nn import functional as F
 from orbit_runtime.algorithms.distribution import add_bias, penalise, penalty_slope, truncate
 from orbit_runtime.policy.preceding_tokens import PrecedingTokens
 from orbit_runtime.quant.bf16 import BF16Weight
-from orbit_runtime.quant.linear import FrozenLinear
+from orbit_runtime.quant.linear import FrozenLinear, ordered_linear
 from orbit_runtime.types import Sampling
 
 
 def logits_of(head: nn.Module, hidden_RN: Tensor) -> Tensor:
     """Logits `[R, V]` of BF16 or fp32 hidden states: fp32, except that a packed head keeps the dtype of BF16 ones."""
-    weight_VN = _plain_weight(head)
-    if hidden_RN.dtype != torch.bfloat16 or weight_VN is None:
-        missing = 0 if hidden_RN.is_cuda else max(0, FEWEST_ROWS[torch.float32] - len(hidden_RN))
-        logits_RV: Tensor = head(F.pad(hidden_RN, (0, 0, 0, missing)) if missing else hidden_RN)[: len(hidden_RN)]
-        return logits_RV
-    return _Logits.apply(hidden_RN, weight_VN)
+    weight_VN, ordered_VN = _plain_weight(head), getattr(head, "ordered", None)
+    product: Head = head
+    fewest = FEWEST_ROWS[torch.float32]
+    if hidden_RN.dtype == torch.bfloat16 and weight_VN is not None:
+        product = partial(_Logits.apply, weight_VN, ordered_VN)
+        if ordered_VN is None and _fp32_product() is None:
+            fewest = FEWEST_ROWS[torch.bfloat16]
+    missing = 0 if hidden_RN.is_cuda else fewest - len(hidden_RN)
+    return product(F.pad(hidden_RN, (0, 0, 0, missing)))[: len(hidden_RN)] if missing > 0 else product(hidden_RN)
+
+
+def order_head(head: nn.Module) -> None:
+    """Holds a BF16 head in fp32 as oneDNN reads it, where no product of BF16 has fp32 results."""
+    if isinstance(head, FrozenLinear) and _fp32_product() is None:
+        head.order(torch.float32)
 
 
 def _plain_weight(head: nn.Module) -> Tensor | None:
@@ -72,21 +81,18 @@ class _Logits(torch.autograd.Function):
     """BF16 times BF16, kept as summed in fp32. Gradients are rounded to BF16 before they are multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_RN: Tensor, weight_VN: Tensor) -> Tensor:
+    def forward(ctx: Any, weight_VN: Tensor, ordered_VN: Tensor | None, hidden_RN: Tensor) -> Tensor:
         ctx.save_for_backward(hidden_RN, weight_VN)
         if hidden_RN.is_cuda:
             return torch.mm(hidden_RN, weight_VN.T, out_dtype=torch.float32)
-        product = _fp32_product()
-        if product is not None:
-            # One row alone would be another kernel's.
-            wide = F.pad(hidden_RN, (0, 0, 0, max(0, 2 - len(hidden_RN)))).contiguous()
-            logits_RV = wide.new_empty(len(wide), len(weight_VN), dtype=torch.float32)
-            product(wide, weight_VN.contiguous(), logits_RV)
-            return logits_RV[: len(hidden_RN)]
-        # One in fp32 that may round its factors to BF16, which they are, is the same.
-        # Of few rows by few columns, which are another kernel's, more are computed.
-        wide = F.pad(hidden_RN.float(), (0, 0, 0, max(0, FEWEST_ROWS[torch.bfloat16] - len(hidden_RN))))
+        product, wide = _fp32_product(), hidden_RN.float()
+        if product is None and ordered_VN is not None:
+            return ordered_linear(wide, ordered_VN)
         logits_RV = wide.new_empty(len(wide), len(weight_VN))
+        if product is not None:
+            product(hidden_RN.contiguous(), weight_VN.contiguous(), logits_RV)
+            return logits_RV
+        # One in fp32 that may round its factors to BF16, which they are, is the same.
         before = torch.backends.mkldnn.matmul.fp32_precision
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         try:
@@ -95,15 +101,15 @@ class _Logits(torch.autograd.Function):
                 torch.mm(wide, weight_VN[part].float().T, out=logits_RV[:, part])
         finally:
             torch.backends.mkldnn.matmul.fp32_precision = before
-        return logits_RV[: len(hidden_RN)]
+        return logits_RV
 
     @staticmethod
-    def backward(ctx: Any, grad_RV: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_RV: Tensor) -> tuple[Tensor | None, ...]:
         hidden_RN, weight_VN = ctx.saved_tensors
         rounded = grad_RV.to(weight_VN.dtype)
-        of_hidden = rounded @ weight_VN if ctx.needs_input_grad[0] else None
-        of_weight = rounded.T @ hidden_RN if ctx.needs_input_grad[1] else None
-        return of_hidden, of_weight
+        of_hidden = rounded @ weight_VN if ctx.needs_input_grad[2] else None
+        of_weight = rounded.T @ hidden_RN if ctx.needs_input_grad[0] else None
+        return of_weight, None, of_hidden
 
 
 FEWEST_ROWS = {torch.bfloat16: 48, torch.float32: 16}
@@ -154,16 +160,22 @@ def head_gives_same_bits(head: nn.Module, dtype: torch.dtype) -> bool:
     if weight_VN is None:
         return False
     parts = weight_VN.split(WIDENED_ROWS)
+    tried = [FrozenLinear(BF16Weight(part)) for part in {parts[0], parts[-1]}]
+    if getattr(head, "ordered", None) is not None:
+        for each in tried:
+            each.order(torch.float32)
     return all(
-        rows_are_equal(lambda x, w=part: _Logits.apply(x, w), part.shape[1], dtype, (FEWEST_ROWS[dtype], COMPARED_ROWS))  # type: ignore[misc]
-        for part in {parts[0], parts[-1]}
+        rows_are_equal(partial(logits_of, each), each.in_features, dtype, (FEWEST_ROWS[dtype], COMPARED_ROWS))
+        for each in tried
     )
 
 
 CHUNK_ELEMENTS = 1 << 24
 """Rows per chunk are chosen so that one fp32 `[rows, V]` tensor has at most this many elements (64 MiB)."""
-SAVED_CHUNK_ELEMENTS = 6 << 20
+SAVED_CHUNK_ELEMENTS = 12 << 20
 """The same where a chunk's gradient is computed with its log-probs."""
+CACHED_ROWS = 16
+"""Rows of logits that stay in the cache from one operation on them to the next."""
 UNSHAPED = Sampling()
 """The model's own distribution."""
 
@@ -263,13 +275,17 @@ def _score_with_slope(hidden_RN: Tensor, targets_R: Tensor, head: Head) -> tuple
     with torch.enable_grad():
         hidden = hidden_RN.detach().requires_grad_(True)
         logits_RV = head(hidden)
-    logprobs_RV = torch.log_softmax(logits_RV.detach().float(), dim=-1)
-    found_R = logprobs_RV.gather(-1, targets_R[:, None])[:, 0]
-    slope_RV = logprobs_RV.exp()
-    entropy_R = -torch.linalg.vecdot(slope_RV, logprobs_RV)
-    slope_RV[torch.arange(len(slope_RV)), targets_R] -= 1.0
-    (negative_RN,) = torch.autograd.grad(logits_RV, hidden, slope_RV.to(logits_RV.dtype))
-    return found_R, entropy_R, negative_RN.neg_()
+    found, entropies, slope_RV = [], [], logits_RV.detach()
+    # A slope takes its logits' place.
+    for rows, targets in zip(slope_RV.split(CACHED_ROWS), targets_R.split(CACHED_ROWS), strict=True):
+        logprobs = torch.log_softmax(rows.float(), dim=-1)
+        found.append(logprobs.gather(-1, targets[:, None])[:, 0])
+        probs = torch.exp(logprobs, out=rows if rows.dtype is torch.float32 else None)
+        entropies.append(-torch.linalg.vecdot(probs, logprobs))
+        probs[torch.arange(len(probs)), targets] -= 1.0
+        rows.copy_(probs)
+    (negative_RN,) = torch.autograd.grad(logits_RV, hidden, slope_RV)
+    return torch.cat(found), torch.cat(entropies), negative_RN.neg_()
 
 
 class _TokenLogProbs(torch.autograd.Function):

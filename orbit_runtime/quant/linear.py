@@ -92,7 +92,8 @@ class FrozenLinear(nn.Module):
         self._packed_names = tuple(buffers)
         self._seen: list[Tensor | None] = []
         self._held: Tensor | None = None
-        self._ordered: Tensor | None = None
+        self.ordered: Tensor | None = None
+        """See `order`."""
         self._kernels: dict[Path, tuple[Product, tuple[Tensor, ...]] | None] = {}
         self._read((), FORMATS[self.format].dense_rows)
         for name, tensor in buffers.items():
@@ -130,31 +131,31 @@ class FrozenLinear(nn.Module):
                 values.
         """
         bias, size = self._buffers["bias"], self.out_features * self.in_features
-        if size > len(dense) and self._ordered is None:
+        if size > len(dense) and self.ordered is None:
             return self.forward(x)
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        if self._ordered is not None:
-            return self._multiplied(x, self._ordered, bias)
+        if self.ordered is not None:
+            return self._multiplied(x, self.ordered, bias)
         views = self._views or self._packed_views()
         w = dense_into(dense[:size].view(self.out_features, self.in_features), self._dense_rows, views)
         return self._multiplied(x, w, bias)
 
     def _multiplied(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        product = _ordered_linear if w.is_mkldnn else nn.functional.linear
+        product = ordered_linear if w.is_mkldnn else nn.functional.linear
         if self.rounding is None:
             return product(x, w, bias)
         x, factor = self.rounding(x, self._buffers.get("input_scale"))
         return product(x, w, bias) if factor is None else scaled(product(x, w, None), factor, bias)
 
-    def order(self) -> bool:
-        """Holds the dense BF16 weight once more, in the order in which oneDNN reads it. Otherwise each product of few
-        rows puts it in that order first, which takes as long as the product itself. Returns whether it does so: only
-        of what is dense and BF16."""
+    def order(self, dtype: torch.dtype = torch.bfloat16) -> bool:
+        """Holds the dense BF16 weight once more, in `dtype` and in the order in which oneDNN reads it. Otherwise each
+        product of few rows puts it in that order first, which takes as long as the product itself. Returns whether it
+        does so: only of what is dense and BF16."""
         views = self._packed_views()
         if len(views) == 1 and views[0].dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            self._ordered = torch.ops.mkldnn._reorder_linear_weight(views[0], ORDERED_ROWS)
-        return self._ordered is not None
+            self.ordered = torch.ops.mkldnn._reorder_linear_weight(views[0].to(dtype), ORDERED_ROWS)
+        return self.ordered is not None
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         """`dy @ W` for dy `[T, N]`; outside of autograd."""
@@ -174,7 +175,7 @@ class FrozenLinear(nn.Module):
 
     def changed_copy(self) -> Tensor | None:
         """The dense copy if its bits are no longer those that the packed tensors stand for."""
-        ordered = self._ordered.to_dense() if self._ordered is not None else None
+        ordered = self.ordered.to_dense() if self.ordered is not None else None
         for copy in (each for each in (self._held, ordered) if each is not None):
             right = FORMATS[self.format].dequantize(self.packed, copy.dtype)
             if not torch.equal(right.view(torch.uint8), copy.view(torch.uint8)):
@@ -205,7 +206,7 @@ class FrozenLinear(nn.Module):
         if len(self._seen) != len(buffers) or any(map(operator.is_not, buffers, self._seen)):
             codec = FORMATS[self.format]
             self._read(codec.views(*buffers), codec.dense_rows)
-            self._seen, self._held, self._ordered, self._kernels = buffers, None, None, {}
+            self._seen, self._held, self.ordered, self._kernels = buffers, None, None, {}
         return self._views
 
     def _chosen_product(self, x: Tensor, views: tuple[Tensor, ...]) -> tuple[Product, tuple[Tensor, ...]]:
@@ -283,7 +284,7 @@ def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
     return whole
 
 
-def _ordered_linear(x: Tensor, ordered: Tensor, bias: Tensor | None) -> Tensor:
+def ordered_linear(x: Tensor, ordered: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` by a weight that is ordered already."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, ordered, bias, "none", [], "")
     return y

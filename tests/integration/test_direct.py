@@ -189,12 +189,12 @@ def test_in_bf16_it_is_as_close_to_fp32_as_the_modules_are(tmp_path: Path, archi
     assert wide.base_digest() == policy.base_digest() == exact.base_digest()
     assert wide.direct is not None
     for number, (_, shared) in enumerate(wide.direct.shared()[:4]):
-        ordered, other = shared._ordered, shared.views()[0].clone()
+        ordered, other = shared.ordered, shared.views()[0].clone()
         other.view(torch.int16)[0, 0] ^= 1
-        shared._ordered = torch.ops.mkldnn._reorder_linear_weight(other, 64)
+        shared.ordered = torch.ops.mkldnn._reorder_linear_weight(other, 64)
         assert ordered is not None, number
         assert wide.base_digest() != exact.base_digest(), number
-        shared._ordered = ordered
+        shared.ordered = ordered
 
 
 @pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "down_proj")], ids=["all", "some"])
