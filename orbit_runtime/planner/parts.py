@@ -262,8 +262,8 @@ def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[
 
 def _widened(setting: Setting) -> Parts:
     """What linears held dense take beyond their own bytes: fp32 in place of BF16, or BF16 as saved and as products read
-    it; packed bytes stay. With them the output layer, or an embedding that is it: in fp32 beside its BF16 where products
-    are BF16."""
+    it; packed bytes stay. With them the output layer, or an embedding that is it: fp32, beside BF16 where that is read.
+    """
     if not setting.widened:
         return {}
     is_bf16 = setting.job.spec.model.compute_precision == "BF16"

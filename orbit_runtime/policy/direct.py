@@ -33,6 +33,7 @@ from orbit_runtime.policy.attention import (
     AttentionSettings,
     attention_gives_same_bits,
     decoder_of,
+    few_keys,
     key_limit,
 )
 from orbit_runtime.policy.gradients import AdaptedProduct, Normed, Rotated, gated, turned
@@ -302,7 +303,9 @@ class DirectDecoder:
     def gives_same_bits(self) -> bool:
         """Whether a token's hidden states have the same bits whatever is computed beside it."""
         return all(group.blocks is not None for group in self._groups) and all(
-            attention_gives_same_bits(self._dtype, *heads, torch.get_num_threads(), key_limit(self._dtype))
+            attention_gives_same_bits(
+                self._dtype, *heads, torch.get_num_threads(), key_limit(self._dtype), few_keys(self._dtype)
+            )
             for heads in {layer.heads for layer in self._layers}
         )
 

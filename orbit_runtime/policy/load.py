@@ -40,8 +40,8 @@ from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
 from orbit_runtime.policy.fill import fill
-from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.logprobs import order_head
+from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms, keep_stream_fp32, skip_indexers, widen_linears
 from orbit_runtime.policy.probe import cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader

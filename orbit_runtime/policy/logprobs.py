@@ -30,15 +30,11 @@ from orbit_runtime.types import Sampling
 
 def logits_of(head: nn.Module, hidden_RN: Tensor) -> Tensor:
     """Logits `[R, V]` of BF16 or fp32 hidden states: fp32, except that a packed head keeps the dtype of BF16 ones."""
-    weight_VN, ordered_VN = _plain_weight(head), getattr(head, "ordered", None)
-    product: Head = head
-    fewest = FEWEST_ROWS[torch.float32]
+    weight_VN, product = _plain_weight(head), head
     if hidden_RN.dtype == torch.bfloat16 and weight_VN is not None:
-        product = partial(_Logits.apply, weight_VN, ordered_VN)
-        if ordered_VN is None and _fp32_product() is None:
-            fewest = FEWEST_ROWS[torch.bfloat16]
-    missing = 0 if hidden_RN.is_cuda else fewest - len(hidden_RN)
-    return product(F.pad(hidden_RN, (0, 0, 0, missing)))[: len(hidden_RN)] if missing > 0 else product(hidden_RN)
+        product = partial(_Logits.apply, weight_VN, getattr(head, "ordered", None))
+    missing = 0 if hidden_RN.is_cuda else max(0, FEWEST_ROWS[torch.float32] - len(hidden_RN))
+    return product(F.pad(hidden_RN, (0, 0, 0, missing)))[: len(hidden_RN)] if missing else product(hidden_RN)
 
 
 def order_head(head: nn.Module) -> None:
@@ -86,22 +82,15 @@ class _Logits(torch.autograd.Function):
         if hidden_RN.is_cuda:
             return torch.mm(hidden_RN, weight_VN.T, out_dtype=torch.float32)
         product, wide = _fp32_product(), hidden_RN.float()
-        if product is None and ordered_VN is not None:
-            return ordered_linear(wide, ordered_VN)
-        logits_RV = wide.new_empty(len(wide), len(weight_VN))
         if product is not None:
+            logits_RV = wide.new_empty(len(wide), len(weight_VN))
             product(hidden_RN.contiguous(), weight_VN.contiguous(), logits_RV)
             return logits_RV
-        # One in fp32 that may round its factors to BF16, which they are, is the same.
-        before = torch.backends.mkldnn.matmul.fp32_precision
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        try:
-            for start in range(0, len(weight_VN), WIDENED_ROWS):
-                part = slice(start, start + WIDENED_ROWS)
-                torch.mm(wide, weight_VN[part].float().T, out=logits_RV[:, part])
-        finally:
-            torch.backends.mkldnn.matmul.fp32_precision = before
-        return logits_RV
+        # BF16 factors in fp32 have the same products. MKL takes some processors twice as long as oneDNN.
+        multiply = ordered_linear if torch.backends.mkldnn.is_available() else F.linear
+        if ordered_VN is not None:
+            return multiply(wide, ordered_VN)
+        return torch.cat([multiply(wide, part.float()) for part in weight_VN.split(WIDENED_ROWS)], 1)
 
     @staticmethod
     def backward(ctx: Any, grad_RV: Tensor) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,13 @@ from orbit_runtime.errors import InternalError
 from orbit_runtime.planner.activations import in_key_blocks
 from orbit_runtime.policy.attention import (
     AttentionSettings,
+    FirstQueries,
     Kernel,
     Visible,
     attend_rows,
     attention_gradients,
+    few_keys,
+    first_queries,
     key_limit,
 )
 from orbit_runtime.policy.chunked import attend_chunked
@@ -389,6 +393,7 @@ class PackedPlan:
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
         self._made: dict[Any, Any] = {}
+        self._few = 0
         self.buckets = batch.buckets
 
     @property
@@ -424,8 +429,9 @@ class PackedPlan:
             self.buckets = tuple(bucket.in_key_blocks(key_limit(q_THD.dtype)) for bucket in self.buckets)
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
         heads = (q_THD.shape[1], k_TKD.shape[1])
-        is_fused = self.kernel == "SDPA" and look.is_plain
-        if self._is_alone and q_THD.requires_grad and q_THD.dtype == torch.bfloat16 and not q_THD.is_cuda and is_fused:
+        is_fused = self.kernel == "SDPA" and look.is_plain and self._is_alone and not q_THD.is_cuda
+        self._few = few_keys(q_THD.dtype) if is_fused else 0
+        if is_fused and q_THD.requires_grad and (q_THD.dtype == torch.bfloat16 or self.longest <= self._few):
             return _Attended.apply(q_TN, k_TN, v_TN, heads, self, look)
         return self.attend_buckets(q_TN, k_TN, v_TN, heads, look)
 
@@ -439,15 +445,19 @@ class PackedPlan:
     ) -> torch.Tensor:
         """`[T, N]` by the kernel; `heads`: of queries, and of keys and values."""
         pieces = []
-        for bucket, visible in self.masked(look):
+        for bucket, visible, first in self.masked(look):
             q, k, v = heads_of(bucket, (q_TN, k_TN, v_TN), heads)
-            out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel)
+            out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel, first=first)
             pieces.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return gather_rows(torch.cat(pieces), self.batch.unsort_T)
 
-    def masked(self, look: AttentionSettings) -> Iterator[tuple[Bucket, Visible]]:
-        """Each bucket, and what its queries see."""
-        return ((bucket, self._visible_of(number, bucket, look)) for number, bucket in enumerate(self.buckets))
+    def masked(self, look: AttentionSettings) -> Iterator[tuple[Bucket, Visible, FirstQueries | None]]:
+        """Each bucket, what its queries see, and those of them that plain products answer."""
+        for number, bucket in enumerate(self.buckets):
+            told = bucket.position_BQ, bucket.key_BS.shape[1], self._few, look.window
+            first = self.once((number, look.window, "first"), partial(first_queries, *told)) if self._few else None
+            is_all = first is not None and first.is_one_B1C1 is None
+            yield bucket, first.seen_B1CS if is_all else self._visible_of(number, bucket, look), first
 
     def _visible_of(self, number: int, bucket: Bucket, look: AttentionSettings) -> Visible:
         """The mask, built once for all layers with the same window; not needed if the fused kernel can derive it."""
@@ -493,7 +503,7 @@ class _Attended(torch.autograd.Function):
         # The gradient of padding is 0.
         sorted_grad = grad_TN.new_zeros(sum(counts), grad_TN.shape[1]).index_copy_(0, unsort_T, grad_TN)
         found: list[list[Tensor]] = []
-        for (bucket, visible), grad in zip(plan.masked(look), sorted_grad.split(counts), strict=True):
+        for (bucket, visible, _), grad in zip(plan.masked(look), sorted_grad.split(counts), strict=True):
             grad_BHQD = grad.view(*bucket.query_BQ.shape, heads[0], -1).transpose(1, 2)
             q, k, v = heads_of(bucket, sources_TN, heads)
             grads = attention_gradients(q, k, v, grad_BHQD, visible, look.scale)

@@ -15,8 +15,11 @@ from torch.nn import functional as F
 from orbit_runtime.planner.activations import in_key_blocks
 from orbit_runtime.policy.attention import (
     AttentionSettings,
+    FirstQueries,
     Kernel,
     attend_rows,
+    few_keys,
+    first_queries,
     fp32_product,
     softmax_with_sinks,
 )
@@ -108,6 +111,11 @@ class KVCache:
         return self._block
 
 
+_Masks = tuple[torch.Tensor | None, torch.Tensor | None, FirstQueries | None]
+"""Of the keys that rows see, as what is added to scores, `[B, 1, 1, S]`, and do not see, `[B·K, 1, S]`, None if every
+row sees everything; and the rows that plain products answer."""
+
+
 class DecodePlan:
     """Attention of one new token per row over its cached past.
 
@@ -128,7 +136,9 @@ class DecodePlan:
         self._index: torch.Tensor | None = None
         self._positions_B, self._device = positions_B, block.device
         self._heads = block.shape[3]
-        self._masks: dict[int | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = {}
+        few = few_keys(block.dtype) if self._is_fused and not block.is_cuda else 0
+        self._few = few if low < few else 0
+        self._masks: dict[int | None, _Masks] = {}
         if low == high:
             self._newest = block[:, :, :num_rows, :, high].unbind(0)
         else:
@@ -137,21 +147,21 @@ class DecodePlan:
             rows = np.arange(2 * cache.num_rows * heads).reshape(2, -1)[:, : num_rows * heads] * cache.num_positions
             self._index = to_device((rows + positions_B.repeat(heads)).reshape(-1), block.device)
 
-    def _mask(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Masks of the keys that rows see, bool `[B, 1, 1, S]` and as what is added to scores, and do not see,
-        `[B·K, 1, S]`; None if every row sees everything.
-        """
+    def _mask(self, window: int | None, sharing: int) -> _Masks:
         if window not in self._masks:
             keys, newest = np.arange(self.longest), self._positions_B[:, None]
             visible = keys <= newest
             if window is not None:
                 visible &= keys > newest - window
-            self._masks[window] = None
+            added = hidden = first = None
             if not visible.all():
                 made = to_device(visible, self._device)
                 hidden = (~made).repeat_interleave(self._heads, 0).unsqueeze(1)
-                added = self._past[0][0].new_zeros(made.shape).masked_fill_(~made, float("-inf"))
-                self._masks[window] = (made[:, None, None], added[:, None, None], hidden)
+                added = self._past[0][0].new_zeros(made.shape).masked_fill_(~made, float("-inf"))[:, None, None]
+            if self._few:
+                position_BG = torch.from_numpy(newest).expand(-1, sharing)
+                first = first_queries(position_BG, self.longest, self._few, window)
+            self._masks[window] = added, hidden, first
         return self._masks[window]
 
     def attend(
@@ -177,12 +187,12 @@ class DecodePlan:
             self._newest[layer].copy_(new_2BKD)
         else:
             self._newest[layer].index_copy_(0, self._index, new_2BKD.view(-1, new_2BKD.shape[-1]))
-        mask = self._mask(look.window)
+        added, hidden, first = self._mask(look.window, q_BHD.shape[1] // self._heads)
         if self._is_fused and look.is_plain:
             keys, values = self._past[layer]
             # The heads that share keys are queries of one head, so that no key is read twice.
-            q_BKGD, added = q_BHD.unflatten(1, (self._heads, -1)), mask[1] if mask is not None else None
-            out = attend_rows(q_BKGD, keys, values, visible_B1QS=added, look=look, kernel="SDPA")
+            q_BKGD = q_BHD.unflatten(1, (self._heads, -1))
+            out = attend_rows(q_BKGD, keys, values, visible_B1QS=added, look=look, kernel="SDPA", first=first)
             return out.reshape(len(q_BHD), -1)
         # One query per row: two products over rows and heads at once. `G`: query heads per key head.
         keys_NSD, values_NSD = self._flat[layer]
@@ -190,8 +200,8 @@ class DecodePlan:
         if look.scale != 1.0:
             scores_NGS.mul_(look.scale)
         scores_NGS = look.capped(scores_NGS)
-        if mask is not None:
-            scores_NGS.masked_fill_(mask[2], float("-inf"))
+        if hidden is not None:
+            scores_NGS.masked_fill_(hidden, float("-inf"))
         if look.sinks_H is None:
             weights_NGS = torch.softmax(scores_NGS, dim=-1, dtype=torch.float32)
         else:
