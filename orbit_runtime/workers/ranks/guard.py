@@ -41,16 +41,16 @@ def main(life: int, folder: str, driver: list[str], passed: list[int]) -> int:
 
 
 def end_marked(mark: str) -> None:
-    """Kills every process of this group, in case its guard was killed."""
-    wanted, until = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS
-    while time.monotonic() < until:
+    """Kills every process of this group, in case its guard was killed. Looks once more when it found none: while the
+    kernel starts a program, the process shows no environment."""
+    wanted, until, looks_left = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS, 2
+    while time.monotonic() < until and looks_left:
         found = []
         for place in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if wanted in place.read_bytes().split(b"\0"):
                     found.append(int(place.parent.name))
-        if not found:
-            return
+        looks_left = 2 if found else looks_left - 1
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
