@@ -51,9 +51,8 @@ async def find_crd_problem(api: Api) -> tuple[str, tuple[str, ...]] | None:
     try:
         document = await api.call("GET", OPENAPI, f"/openapi/v3/apis/{GROUP}/{VERSION}")
     except ApiError as error:
-        if error.status == 404:
-            return f"the CRD orbitruns.{GROUP} is not installed; apply crds/ or set crds.install in the chart", ()
-        return None
+        absent = f"the CRD orbitruns.{GROUP} is not installed; apply crds/ or set crds.install in the chart"
+        return (absent, ()) if error.status == 404 else None
     served = find_served(document)
     if served is None:
         return "", ()

@@ -83,9 +83,7 @@ def needs_fresh_look(chosen: Plan, observed: Observed) -> bool:
 
 def is_ours(run: RunFacts) -> bool:
     """Whether the run is neither paused by annotation nor managed by another controller."""
-    if run.annotations.get(RECONCILE) == "disabled":
-        return False
-    return run.lifecycle.managed_by in (None, "", MANAGER)
+    return run.annotations.get(RECONCILE) != "disabled" and run.lifecycle.managed_by in (None, "", MANAGER)
 
 
 def _choose(run: RunFacts, observed: Observed, now: float, limits: Limits, base: State) -> Plan:

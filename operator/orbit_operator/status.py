@@ -110,18 +110,14 @@ def _admitted(run: RunFacts, observed: Observed, state: State, lives: bool) -> J
     if state.phase == "Queued":
         reason = observed.queue.reason if observed.queue is not None else "QueuedByKueue"
         return "False", reason, state.message
-    if not lives:
-        return "Unknown", "NoJob", ""
-    return "True", "Admitted", ""
+    return ("True", "Admitted", "") if lives else ("Unknown", "NoJob", "")
 
 
 def _scheduled(attempt: Attempt | None, state: State, lives: bool) -> Judgement:
     if attempt is None or not lives:
         waits = state.phase in ("Pending", "Queued")
         return ("False", state.reason, state.message) if waits else ("Unknown", "NoPod", "")
-    if attempt.node:
-        return "True", "Scheduled", f"on node {attempt.node}"
-    return "False", state.reason, state.message
+    return ("True", "Scheduled", f"on node {attempt.node}") if attempt.node else ("False", state.reason, state.message)
 
 
 def _fresh(run: RunFacts, attempt: Attempt | None, lives: bool) -> Judgement:

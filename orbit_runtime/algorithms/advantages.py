@@ -143,9 +143,7 @@ def estimate_advantages(
             list(compared(group.totals_G, group.lengths_G, baseline, by_deviation=normalize == "Group"))
             for group in groups_P
         ]
-    if normalize == "Batch":
-        return _whitened(groups_P, advantages_PG)
-    return advantages_PG
+    return _whitened(groups_P, advantages_PG) if normalize == "Batch" else advantages_PG
 
 
 def compared(
@@ -281,8 +279,7 @@ def _whitened(groups_P: Sequence[ScoredGroup], advantages_PG: list[list[Advantag
 
 def is_informative(rewards_G: Sequence[float | None]) -> bool:
     """Whether at least two rollouts of a group have different rewards; otherwise the group gives no signal."""
-    valid = {reward for reward in rewards_G if reward is not None}
-    return len(valid) > 1
+    return len({reward for reward in rewards_G if reward is not None}) > 1
 
 
 def check_rewards(rewards_G: Sequence[float | None]) -> None:

@@ -108,9 +108,7 @@ SEQUENCE_RATIOS: Mapping[str, SequenceRatio | None] = {
 
 def ratio_of_tokens(log_ratio_T: Tensor, lengths_D: Tensor, sequence: SequenceRatio | None) -> Tensor:
     """Each token's own ratio, or its completion's, `[T]`."""
-    if sequence is None:
-        return token_ratio(log_ratio_T)
-    return spread(sequence(log_ratio_T, lengths_D), lengths_D)
+    return token_ratio(log_ratio_T) if sequence is None else spread(sequence(log_ratio_T, lengths_D), lengths_D)
 
 
 def limited(log_ratio_T: Tensor) -> Tensor:

@@ -123,13 +123,10 @@ def find_server_gpus(run: OrbitRun, model: ModelFacts | None) -> int | None:
     from orbit_runtime.planner.job import build_job
     from orbit_runtime.planner.serving import check_servers
 
-    machine = this_machine(run.spec.placement)
-    job = build_job(run, machine)
+    job = build_job(run, this_machine(run.spec.placement))
     if job.engine != "SGLang":
         return None
-    if model is None:
-        return run.spec.rollout.tensor_parallel
-    return check_servers(model, job, len(job.devices.engine))
+    return run.spec.rollout.tensor_parallel if model is None else check_servers(model, job, len(job.devices.engine))
 
 
 def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:

@@ -49,9 +49,12 @@ class Destination:
     def is_done(self, shard: str) -> bool:
         """Whether an earlier start wrote this file, byte for byte."""
         entry, path = self.done.get(shard), self.folder / shard
-        if entry is None or not path.is_file() or path.stat().st_size != entry["bytes"]:
-            return False
-        return file_digest(path) == entry["sha256"]
+        return (
+            entry is not None
+            and path.is_file()
+            and path.stat().st_size == entry["bytes"]
+            and file_digest(path) == entry["sha256"]
+        )
 
     def keep_shard(self, shard: str, modules: Mapping[str, Any]) -> None:
         path = self.folder / shard

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, format_bytes, format_table, print_json
+from orbit_runtime.cli.output import AsJson, format_bytes, format_json, format_table
 from orbit_runtime.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -67,10 +67,7 @@ def convert(
         result = write_converted(
             folder, destination, target, show=show, shard_bytes=int(shard_gb * 10**9), is_default=layout is None
         )
-    if as_json:
-        print_json(result.to_json())
-    else:
-        print(format_result(result))
+    print(format_json(result.to_json()) if as_json else format_result(result))
 
 
 def check_torch() -> None:

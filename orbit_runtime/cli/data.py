@@ -92,7 +92,7 @@ def _shape(
 
 def _run(source: str, out: Path, preparation: object, *, force: bool, as_json: bool) -> None:
     from orbit_runtime.cli.bars import bytes_bar, steps_bar
-    from orbit_runtime.cli.output import print_json
+    from orbit_runtime.cli.output import format_json
     from orbit_runtime.data.preparation import PreparationSettings, manifest_path, prepare
     from orbit_runtime.data.rows import PromptSource
     from orbit_runtime.storage.cache import RetryPolicy
@@ -112,7 +112,7 @@ def _run(source: str, out: Path, preparation: object, *, force: bool, as_json: b
         made = prepare(asked, out, preparation, revision=fetched.revision, force=force, tell=tell)
     manifest, shape = made.manifest, preparation.asked.shape
     if as_json:
-        print_json({"file": str(out), "manifest": str(manifest_path(out)), "is_new": made.is_new, **manifest})
+        print(format_json({"file": str(out), "manifest": str(manifest_path(out)), "is_new": made.is_new, **manifest}))
         return
     left_out = ", ".join(f"{count} {why}" for why, count in manifest["left_out"].items())
     print(

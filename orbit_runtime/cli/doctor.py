@@ -20,7 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, format_bytes, format_table, print_json
+from orbit_runtime.cli.output import AsJson, format_bytes, format_json, format_table
 from orbit_runtime.errors import EXIT_DONE, OrbitError, UnsupportedError
 from orbit_runtime.workers.system import container_memory, run_nvidia_smi, usable_cores
 
@@ -55,13 +55,12 @@ def doctor(
     \f
     Returns 0, or 78 when something without which nothing trains is missing.
     """
-    checks = [*CHECKS.values()]
-    findings = [finding for check in checks for finding in check()]
+    findings = [finding for check in CHECKS.values() for finding in check()]
     if store is not None:
         findings.append(check_store(store))
     failed = any(finding.state == "fail" for finding in findings)
     if as_json:
-        print_json({"ok": not failed, "findings": [finding._asdict() for finding in findings]})
+        print(format_json({"ok": not failed, "findings": [finding._asdict() for finding in findings]}))
     else:
         print(format_table(["", "finding", ""], [[f.state, f.id, f.detail] for f in findings]))
         fixes = [f"{finding.id}: {finding.fix}" for finding in findings if finding.fix]

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, Overrides, complete_runs, print_json
+from orbit_runtime.cli.output import AsJson, Overrides, complete_runs, format_json
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, RewardsFailingError, StoppedOnRequest, UsageError
 from orbit_runtime.observability.logs import build_console
 
@@ -110,7 +110,7 @@ def evaluate(
     finally:
         progress.close()
     if as_json:
-        print_json({"uri": kept_at, **summary.to_json()})
+        print(format_json({"uri": kept_at, **summary.to_json()}))
     else:
         print_summary(summary)
         print(f"page     {kept_at}/report.html")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, print_json
+from orbit_runtime.cli.output import AsJson, format_json
 from orbit_runtime.errors import OutputError, UsageError
 
 
@@ -51,10 +51,9 @@ def init(
         raise OutputError(
             f"the file cannot be written: {error.strerror or error}", where=str(path), fix="choose another place"
         ) from None
-    if as_json:
-        print_json({"path": str(path)})
-    else:
-        print(f"wrote {path}\nnext: orbit validate {path}, orbit run {path}")
+    print(
+        format_json({"path": str(path)}) if as_json else f"wrote {path}\nnext: orbit validate {path}, orbit run {path}"
+    )
 
 
 def _write_whole(path: Path, text: str) -> None:

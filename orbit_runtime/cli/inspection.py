@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, format_bytes, format_table, print_json
+from orbit_runtime.cli.output import AsJson, format_bytes, format_json, format_table
 from orbit_runtime.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def inspect(
     """
     found = _inspect(uri, precision)
     if as_json:
-        print_json(found if isinstance(found, dict) else found.to_json())
+        print(format_json(found if isinstance(found, dict) else found.to_json()))
     elif isinstance(found, dict):
         print(format_table(("field", "value"), [(name, _text(value)) for name, value in found.items()]))
     else:

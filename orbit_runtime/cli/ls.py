@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, complete_runs, format_bytes, format_number, format_table, print_json
+from orbit_runtime.cli.output import AsJson, complete_runs, format_bytes, format_json, format_number, format_table
 from orbit_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def list_runs(
         raise UsageError("there is no such folder", where=str(store.root), fix="name the folder that holds the runs")
     runs = describe_runs(store, uri)
     if as_json:
-        print_json(runs)
+        print(format_json(runs))
         return
     if not runs:
         print(f"no runs in {store.uri}")

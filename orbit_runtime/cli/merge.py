@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orbit_runtime.cli.convert import check_torch, format_result
-from orbit_runtime.cli.output import AsJson, print_json
+from orbit_runtime.cli.output import AsJson, format_json
 from orbit_runtime.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _merge_adapters(read: list[AdapterFolder], weights: list[float], folder: Pat
         )
     made = merge_adapters(read, weights, folder)
     if as_json:
-        print_json(combined_json(made, folder))
+        print(format_json(combined_json(made, folder)))
         return
     what = f"rank {made.rank}" if read[0].type == "LoRA" else f"blocks of {made.rank}"
     print(f"{folder}: one {read[0].type} adapter, {what}, {made.modules} modules")
@@ -140,7 +140,7 @@ def _merge_into_base(
             stage(f"measuring the cost on {len(prompts)} prompts")
             cost = measure(base, folder, merged.combined, prompts)
     if as_json:
-        print_json({**merged.to_json(), "cost": cost.difference.to_json() if cost else None})
+        print(format_json({**merged.to_json(), "cost": cost.difference.to_json() if cost else None}))
         return
     print(format_result(merged.written))
     print(f"{len(merged.modules)} modules changed by {len(read)} adapter{'s' if len(read) > 1 else ''}")

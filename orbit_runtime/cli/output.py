@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 
-def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
-    """One indented JSON document on standard output."""
+def format_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
+    """One indented document."""
     import json
 
-    print(json.dumps(value, indent=2, default=str))
+    return json.dumps(value, indent=2, default=str)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

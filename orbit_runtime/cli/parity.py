@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_table, print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_json, format_table
 from orbit_runtime.errors import EXIT_DONE, GateError
 
 if TYPE_CHECKING:
@@ -59,10 +59,7 @@ def parity(
         found = compare_sides(manifest, progress=progress, manifest_folder=folder, layers=layers)
     finally:
         progress.close()
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print(format_comparison(found))
+    print(format_json(found.to_json()) if as_json else format_comparison(found))
     parted = found.location is not None and not found.location.is_clear
     return GateError.exit_code if found.preflight.failures or parted else EXIT_DONE
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, Manifest, Overrides, print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_json
 from orbit_runtime.errors import EXIT_DONE, UnsupportedError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def plan(
     folder, machine = file.resolve().parent, find_machine(run, gpu)
     verdict = judge(run, find_facts(run, folder), machine)
     if as_json:
-        print_json(verdict.to_json())
+        print(format_json(verdict.to_json()))
         return UnsupportedError.exit_code if verdict.accepted is False else EXIT_DONE
     if verdict.plan:
         from orbit_runtime.cli.plan_table import print_plan

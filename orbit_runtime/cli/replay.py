@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, complete_runs, format_table, print_json
+from orbit_runtime.cli.output import AsJson, complete_runs, format_json, format_table
 from orbit_runtime.errors import EXIT_DONE, GateError
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ def replay(
         found = train_again(store, steps=steps, show=show, search_path=[str(Path.cwd())])
     if as_json:
         done = [{"step": each.step, "recorded": each.recorded, "replayed": each.replayed} for each in found.steps]
-        print_json(
-            {"uri": store.uri, "equal": found.is_equal, "computed_elsewhere": list(found.elsewhere), "steps": done}
+        print(
+            format_json(
+                {"uri": store.uri, "equal": found.is_equal, "computed_elsewhere": list(found.elsewhere), "steps": done}
+            )
         )
     elif found.is_equal:
         steps_done = "1 step" if len(found.steps) == 1 else f"{len(found.steps)} steps"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, complete_runs, format_number, format_table, outcomes, print_json
+from orbit_runtime.cli.output import AsJson, complete_runs, format_json, format_number, format_table, outcomes
 from orbit_runtime.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def report(
         _write(place, render_html(found))
         _write(store.root / "report.json", json.dumps(found.to_json(), indent=1))
     if as_json:
-        print_json(found.to_json())
+        print(format_json(found.to_json()))
     else:
         print(format_report(found))
         print(f"page                {place}" if place else "page                not written; name a file with --html")
@@ -121,7 +121,7 @@ def _report_several(reports: list[Report], *, html: Path | None, margin: float, 
     if html is not None:
         _write(html, render_comparison(comparison))
     if as_json:
-        print_json(comparison.to_json())
+        print(format_json(comparison.to_json()))
     else:
         print(format_comparison(comparison))
         if html is not None:
@@ -178,8 +178,7 @@ def _by_configuration(comparison: RunComparison) -> list[str]:
         ]
         for each in comparison.configurations
     ]
-    note = "se: between seeds, or within the runs if that is larger"
-    return [format_table(header, rows), note]
+    return [format_table(header, rows), "se: between seeds, or within the runs if that is larger"]
 
 
 def _length_note(entry: RunEntry, first: RunEntry) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, DryRun, Manifest, Out, Overrides, outcomes, print_json
+from orbit_runtime.cli.output import AsJson, DryRun, Manifest, Out, Overrides, format_json, outcomes
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, OrbitError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:
         model = None
     processes = describe_processes(manifest, find_server_gpus(manifest, model), find_ranks(manifest, model))
     if as_json:
-        print_json({"run": manifest.name, "processes": processes})
+        print(format_json({"run": manifest.name, "processes": processes}))
         return
     import shlex
 

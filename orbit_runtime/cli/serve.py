@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, complete_runs, print_json
+from orbit_runtime.cli.output import AsJson, complete_runs, format_json
 from orbit_runtime.errors import EXIT_DONE, UsageError
 
 if TYPE_CHECKING:
@@ -92,10 +92,11 @@ def serve(
         with closing(open_models(asked, limits, to_stderr)) as opened:
             serving = start_serving(opened, host, port, token, update_token)
             names = [each.name for each in opened.policies.all()]
-            if as_json:
-                print_json({"url": serving.url, "models": names})
-            else:
-                print(f"serving {', '.join(names)} at {serving.url}/v1")
+            print(
+                format_json({"url": serving.url, "models": names})
+                if as_json
+                else f"serving {', '.join(names)} at {serving.url}/v1"
+            )
             sys.stdout.flush()
             # In pieces, so that Python's own handler of a signal gets its turn.
             while not stopped.wait(0.5):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from orbit_runtime.cli.output import AsJson, Manifest, Out, Overrides, print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Out, Overrides, format_json
 from orbit_runtime.cli.run import run_with
 from orbit_runtime.cli.serve import read_door, read_token
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, StoppedOnRequest, UsageError
@@ -124,10 +124,11 @@ def _run_side(
             return EXIT_STOPPED
         server = start_host(made, host, port, token)
         closing.callback(server.close)
-        if as_json:
-            print_json({"kind": kind, "url": server.url})
-        else:
-            print(f"the {kind} of {manifest.name} at {server.url}")
+        print(
+            format_json({"kind": kind, "url": server.url})
+            if as_json
+            else f"the {kind} of {manifest.name} at {server.url}"
+        )
         sys.stdout.flush()
         made.work(is_stopped)
     return EXIT_DONE

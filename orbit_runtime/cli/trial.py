@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.api.checks import MEASURED_STEPS, keep_pace
-from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_number, print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_json, format_number
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED
 
 if TYPE_CHECKING:
@@ -49,10 +49,7 @@ def try_run(file: Manifest, overrides: Overrides = None, as_json: AsJson = False
     steps, later = facts["steps"], facts["step_seconds"]
     if steps >= MEASURED_STEPS:
         keep_pace(manifest, file.resolve().parent, facts["seconds"] - steps * later, later)
-    if as_json:
-        print_json(facts)
-    else:
-        print(format_trial(facts))
+    print(format_json(facts) if as_json else format_trial(facts))
     return EXIT_DONE
 
 

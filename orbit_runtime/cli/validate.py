@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_table, print_json
+from orbit_runtime.cli.output import AsJson, Manifest, Overrides, format_json, format_table
 from orbit_runtime.errors import OrbitError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
         said = {"valid": True, "name": run.name, "identity": resolved.identity}
         told = {"warning": warning, "refused_here": refused}
         found = {name: each for name, each in told.items() if each}
-        print_json({**said, "not_opened": unopened, "not_checked": unchecked, **found})
+        print(format_json({**said, "not_opened": unopened, "not_checked": unchecked, **found}))
         return
     print(format_table(("field", "value"), [*_summary(run), ("identity", resolved.identity)]))
     if unopened:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.algorithms.custom_loss import own_targets
@@ -168,5 +167,4 @@ def _groups(store: Store, step: int) -> list[Group]:
 
 def _group(rollouts: Sequence[Rollout]) -> Group:
     """A group without the prompt's text, which training does not need: each rollout contains the prompt's tokens."""
-    nothing: dict[str, Any] = {}
-    return Group(Prompt(rollouts[0].prompt_id, 0, (), nothing), tuple(rollouts))
+    return Group(Prompt(rollouts[0].prompt_id, 0, (), {}), tuple(rollouts))

@@ -165,9 +165,7 @@ def _format(found: _Found) -> str:
     kinds = set(endings.values())
     if "_blocks" in endings:
         return "MXFP4"
-    if ".qweight" in endings:
-        return "INT4"
-    if ".weight_packed" in endings and endings[".weight_packed"] == "I32":
+    if ".qweight" in endings or endings.get(".weight_packed") == "I32":
         return "INT4"
     if kinds & {"U8", "I8", "F4"}:
         # E2M1 codes: with E4M3 scales it is NVFP4, with E8M0 scales (or plain bytes) MXFP4.

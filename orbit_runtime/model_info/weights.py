@@ -158,8 +158,7 @@ class Architecture:
 
     def targets(self) -> tuple[str, ...]:
         """Every name that `adapter.targets` can contain."""
-        found = {w.target: None for w in self.weights if w.is_linear and w.role not in ("mtp", "vision", "head")}
-        return tuple(found)
+        return tuple({w.target: None for w in self.weights if w.is_linear and w.role not in ("mtp", "vision", "head")})
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,8 +99,7 @@ def read_pairs(
         last = files[-1:] if held_out else files[max(1, len(files) - LAST_STEPS) :]
         after: dict[Key, _Tally] = {}
         for file in reversed(last):
-            found = _tally(source, [file], wanted=before.keys() - after.keys())
-            after |= found
+            after |= _tally(source, [file], wanted=before.keys() - after.keys())
             if len(after) >= 4 * count:
                 break
         if after:

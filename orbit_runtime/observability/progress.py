@@ -388,6 +388,5 @@ def build_progress(
     if log_format == "Text" or not target.isatty():
         return PlainProgress(target, lambda: datetime.now(UTC))
     console = build_console(target, highlight=False)
-    if console.is_dumb_terminal or environ.get("TERM", "") == "":
-        return PlainProgress(target)
-    return LiveProgress(console, run)
+    is_dumb = console.is_dumb_terminal or environ.get("TERM", "") == ""
+    return PlainProgress(target) if is_dumb else LiveProgress(console, run)

@@ -168,25 +168,23 @@ def serve_app(app: Any, listener: socket.socket, address: str, fix: str) -> HTTP
 _FIX = "set spec.observability.metricsPort to 0 (any free port), to another port, or to -1 (off)"
 
 
-def listen(host: str, port: int, where: str, fix: str, *, backlog: int = 1024) -> socket.socket:
-    """Raises OutputError: the port is taken, or the address is not one of this machine's."""
-    return _bind(host, port, where, fix, backlog)
-
-
 def check_port(host: str, port: int) -> None:
     """Checks before a model is loaded, which may take minutes, that the port of `--listen` is free. Nobody can connect.
 
     Raises:
         OutputError: see `listen`.
     """
-    _bind(host, port, "--listen", LISTEN_FIX, None).close()
+    listen(host, port, "--listen", LISTEN_FIX, backlog=None).close()
 
 
-def _bind(host: str, port: int, where: str, fix: str, backlog: int | None) -> socket.socket:
+def listen(host: str, port: int, where: str, fix: str, *, backlog: int | None = 1024) -> socket.socket:
     """
     Args:
         host: `::` is every address, also of IPv4, and also where there is no IPv6.
-        backlog: None: does not listen.
+        backlog: None: takes the port and does not listen.
+
+    Raises:
+        OutputError: the port is taken, or the address is not one of this machine's.
     """
     host = "0.0.0.0" if host == "::" and not socket.has_dualstack_ipv6() else host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

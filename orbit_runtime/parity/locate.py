@@ -162,8 +162,7 @@ def locate(trainer: Snapshot, again: Snapshot, engine: Snapshot, *, dtype: str, 
     causes = [*_tensor_causes(names, differing, trainer, engine, group), *_constant_causes(trainer, engine)]
     causes += [*_router_causes(trainer, engine), *_copy_causes(trainer)]
     causes.sort(key=lambda cause: _place(cause.name, order))
-    missing = _missing(trainer, engine)
-    return Location(point, difference, limit, tuple(causes), missing, unknown, _rerouted(trainer))
+    return Location(point, difference, limit, tuple(causes), _missing(trainer, engine), unknown, _rerouted(trainer))
 
 
 def _rerouted(trainer: Snapshot) -> float | None:

@@ -54,9 +54,7 @@ def find_objection(model: ModelFacts, job: Job, size: int, num_gpus: int) -> str
         return None
     if num_gpus and job.spec.rollout.replicas * size > num_gpus:
         return f"{job.spec.rollout.replicas} x {size} GPUs are more than the {num_gpus} available to servers"
-    if size == 1:
-        return None
-    return next(_objections(model, job, size, on_cpu=num_gpus == 0), None)
+    return None if size == 1 else next(_objections(model, job, size, on_cpu=num_gpus == 0), None)
 
 
 def find_refusal(model: ModelFacts, job: Job, num_gpus: int) -> UnsupportedError | None:

@@ -73,9 +73,7 @@ def judge(run: OrbitRun, model: ModelFacts, machine: Machine) -> Verdict:
         message = "; ".join([first.message, *(other.message for other in others)])
         reason: Reason = "Unsupported" if made.support.state == "refused" or first.is_limit else "DoesNotFit"
         return Verdict(False, reason, replace(first, message=message), made)
-    if made.capacity is None:
-        return Verdict(None, "MemoryUnknown", None, made)
-    return Verdict(True, "Fits", None, made)
+    return Verdict(None, "MemoryUnknown", None, made) if made.capacity is None else Verdict(True, "Fits", None, made)
 
 
 def find_missing(made: Plan) -> Problem | None:

@@ -400,9 +400,8 @@ def config_of(folder: AdapterFolder) -> AdapterConfig:
 
 def _kind(config: AdapterConfig) -> tuple[Any, ...]:
     """Properties that two adapters over one base must share; targets are checked by the tensors' names."""
-    if config.type == "LoRA":
-        return config.type, config.rank, config.scaling
-    return config.type, config.block_size, config.parametrization
+    own = (config.rank, config.scaling) if config.type == "LoRA" else (config.block_size, config.parametrization)
+    return config.type, *own
 
 
 def _words(config: AdapterConfig) -> str:

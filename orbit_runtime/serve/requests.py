@@ -154,9 +154,7 @@ class CompletionBody(SamplingBody):
 
     def prompts(self) -> list[str] | list[list[int]]:
         """One or several prompts, as text or as tokens."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]  # type: ignore[list-item]
         return self.prompt  # type: ignore[return-value]
 

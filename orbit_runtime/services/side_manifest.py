@@ -42,9 +42,8 @@ class SideManifest:
 def kinds_of(spec: RunSpec) -> tuple[str, ...]:
     """The processes of such a run besides its orchestrator: a run on demonstrations samples nothing, and endpoints are
     processes already."""
-    if spec.algorithm.type == "SFT" or spec.rollout.engine == "OpenAI":
-        return ("trainer",)
-    return ("trainer", "inference")
+    is_alone = spec.algorithm.type == "SFT" or spec.rollout.engine == "OpenAI"
+    return ("trainer",) if is_alone else ("trainer", "inference")
 
 
 def open_manifest(manifest: OrbitRun, folder: Path, patience: RetryPolicy) -> SideManifest:

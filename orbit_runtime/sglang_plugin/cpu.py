@@ -139,9 +139,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._packages = packages
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname.split(".")[0] in self._packages:
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        return None
+        is_ours = fullname.split(".")[0] in self._packages
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_ours else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _Module(spec.name)

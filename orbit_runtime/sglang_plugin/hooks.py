@@ -117,8 +117,7 @@ class CopiedAdapters:
         self.is_ready()
         return _own(self.adapters, self.failure, is_alone=ranks.count() == 1)
 
-    def received(self, own: dict[str, Any]) -> dict[str, Any]:
-        return _received(own)
+    received = staticmethod(_received)
 
     def facts(self, every: list[Any]) -> dict[str, Any]:
         return _describe(self.adapters, every)

@@ -41,8 +41,7 @@ def note_batch(manager: Any, forward_batch: Any) -> None:
 
     resident = manager.memory_pool.uid_to_buffer_id
     slots = [resident.get(uid, UNTURNED) for uid in forward_batch.lora_ids]
-    lengths = generate_sequence_lengths(forward_batch, device="cpu").tolist()
-    rotations.prepare(slots, lengths)
+    rotations.prepare(slots, generate_sequence_lengths(forward_batch, device="cpu").tolist())
 
 
 def _adder(block_size: int, experts: str) -> Callable[..., None]:

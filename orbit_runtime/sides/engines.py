@@ -235,9 +235,7 @@ def routed_layers(facts: PolicyFacts) -> RoutedLayers | None:
     from orbit_runtime.rollout.sglang_api import RoutedLayers
 
     routed = facts.routed
-    if routed is None:
-        return None
-    return RoutedLayers(routed.num_layers, routed.layers, routed.experts_per_token)
+    return None if routed is None else RoutedLayers(routed.num_layers, routed.layers, routed.experts_per_token)
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,7 @@ def open_teacher(spec: RunSpec) -> AdapterFolder | None:
         ModelError: (66) there is no adapter, or one that Orbit does not compute with.
     """
     teacher = spec.algorithm.teacher
-    if teacher is None or teacher.uri is None:
-        return None
-    return open_adapter(teacher.uri)
+    return None if teacher is None or teacher.uri is None else open_adapter(teacher.uri)
 
 
 def teacher_digest(adapter: AdapterFolder | None) -> dict[str, str]:

@@ -224,8 +224,7 @@ def _example(schema: dict[str, Any], *, required: bool) -> Any:
     if not required:
         return None
     if is_block(schema):
-        needed = schema.get("required", [])
-        return {name: _example(schema["properties"][name], required=True) for name in needed}
+        return {name: _example(schema["properties"][name], required=True) for name in schema.get("required", [])}
     return copy.deepcopy(schema["examples"][0]) if "examples" in schema else None
 
 

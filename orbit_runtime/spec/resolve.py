@@ -230,9 +230,7 @@ def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
 
 def absolute_uri(uri: str, folder: Path) -> str:
     """A path becomes absolute, `~` and `folder` written out; a URI stays as it is."""
-    if "://" in uri:
-        return uri
-    return os.path.abspath(folder / Path(uri).expanduser())
+    return uri if "://" in uri else os.path.abspath(folder / Path(uri).expanduser())
 
 
 def identity_fields(run: OrbitRun) -> dict[str, Any]:

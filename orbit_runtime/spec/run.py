@@ -537,9 +537,7 @@ def upgrade_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without(value: Any, names: Collection[str]) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: each for name, each in value.items() if name not in names}
+    return {name: each for name, each in value.items() if name not in names} if isinstance(value, Mapping) else value
 
 
 def find_contradictions(block: Block, path: tuple[str | int, ...] = ()) -> Iterator[Contradiction]:

@@ -346,9 +346,7 @@ LOCK_POLL_SECONDS = 0.2
 def default_cache(environ: Mapping[str, str]) -> Path:
     """`ORBIT_CACHE`, which the operator sets to the mounted cache volume; else the user's cache folder."""
     named = environ.get("ORBIT_CACHE")
-    if named:
-        return Path(named)
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orbit-rl"
+    return Path(named) if named else Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orbit-rl"
 
 
 class Cache:

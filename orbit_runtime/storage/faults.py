@@ -114,9 +114,7 @@ def _os_reason(text: str) -> str:
         return message
     if "timed out" in text or "TimedOut" in text:
         return "timed out"
-    if "dns error" in text:
-        return "the host name is not known"
-    return "the request failed"
+    return "the host name is not known" if "dns error" in text else "the request failed"
 
 
 def _first(pattern: str, text: str) -> str | None:

@@ -268,8 +268,7 @@ class _Wanted:
         lost = [name for name in shards if name not in listed]
         if lost:
             raise self.missing(f"{lost[0]} is not there" + ("" if INDEX in found else f", nor is {INDEX}"))
-        files = [listed[name] for name in shards]
-        found |= fetch_files(source, files, self.cache, self.patience, self.broken)
+        found |= fetch_files(source, [listed[name] for name in shards], self.cache, self.patience, self.broken)
         folder, digest = self.cache.build_folder(found)
         return FetchedInput(folder, self.uri, revision, f"sha256:{digest}")
 
@@ -289,8 +288,7 @@ class _Wanted:
         self, source: Source, files: Sequence[RemoteFile], revision: str | None = None, *, folder: str | None = None
     ) -> FetchedInput:
         """Args: folder: of the source, if its files are wanted together instead of one file."""
-        found = fetch_files(source, files, self.cache, self.patience, self.broken)
-        kept, digest = self.cache.build_folder(found)
+        kept, digest = self.cache.build_folder(fetch_files(source, files, self.cache, self.patience, self.broken))
         if folder is not None:
             kept /= folder
         elif self.kind == "prompts" or self.uri.endswith(ARCHIVE):

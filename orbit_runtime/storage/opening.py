@@ -151,9 +151,8 @@ class LocalFolder:
         return self._open().list(prefix) if self._root.is_dir() else []
 
     def list_with_delimiter(self, prefix: str | None = None) -> Any:
-        if not self._root.is_dir():
-            return {"common_prefixes": [], "objects": []}
-        return self._open().list_with_delimiter(prefix)
+        nothing: dict[str, list[Any]] = {"common_prefixes": [], "objects": []}
+        return self._open().list_with_delimiter(prefix) if self._root.is_dir() else nothing
 
     def delete(self, paths: Sequence[str], /) -> Any:
         return self._open().delete(paths)

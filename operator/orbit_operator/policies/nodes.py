@@ -16,9 +16,8 @@ def missing_ranks(run: RunFacts, observed: Observed, attempts: Sequence[Attempt]
     has_job = any(
         job.attempt == current.number and job.finished is None and not job.is_deleting for job in observed.jobs
     )
-    if not has_job or any(each.attempt == current.number for each in observed.ranks):
-        return ()
-    return (CreateRanks(current.number),)
+    has_ranks = any(each.attempt == current.number for each in observed.ranks)
+    return (CreateRanks(current.number),) if has_job and not has_ranks else ()
 
 
 def are_placed(run: RunFacts, observed: Observed, number: int) -> bool:

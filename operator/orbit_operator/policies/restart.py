@@ -106,6 +106,5 @@ def back_off(attempts: Sequence[Attempt], uid: str) -> float:
 
 def _progressed(earlier: Attempt, later: Attempt | None) -> bool:
     """Whether the later attempt left a checkpoint beyond the earlier one's."""
-    if later is None or later.checkpoint_step is None:
-        return False
-    return later.checkpoint_step > (earlier.checkpoint_step or 0)
+    reached = None if later is None else later.checkpoint_step
+    return reached is not None and reached > (earlier.checkpoint_step or 0)

@@ -47,6 +47,5 @@ def node_wake(observed: Observed, limit: float) -> float | None:
 
 
 def _is_gone(node: NodeFacts, now: float, limit: float) -> bool:
-    if not node.exists:
-        return True
-    return not node.is_ready and node.not_ready_since is not None and now >= node.not_ready_since + limit
+    since = None if node.is_ready else node.not_ready_since
+    return not node.exists or (since is not None and now >= since + limit)

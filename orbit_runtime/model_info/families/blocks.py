@@ -109,6 +109,19 @@ def router(place: WeightPlace, hidden: int, count: int, *, correction: bool) -> 
         yield place.plain("mlp.gate.e_score_correction_bias", (count,), "router", dtype="F32")
 
 
+def besides_attention(place: WeightPlace, config: Config, *, dense: bool) -> Iterator[Weight]:
+    """What a layer of DeepSeek-V3 or GLM-4.5 has besides attention: norms, a dense MLP or routed and shared experts."""
+    hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
+    yield from layer_norms(place, hidden)
+    if dense:
+        yield from gated_mlp(place, hidden, config["intermediate_size"], "dense_mlp")
+        return
+    yield from router(place, hidden, experts, correction=True)
+    yield from routed_experts(place, hidden, inner, experts)
+    shared = inner * config["n_shared_experts"]
+    yield from gated_mlp(place, hidden, shared, "shared_expert", name="mlp.shared_experts")
+
+
 def mtp_extras(place: WeightPlace, config: Config) -> Iterator[Weight]:
     """Weights that a DeepSeek-style multi-token-prediction layer has in addition to those of an ordinary layer."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]

@@ -11,12 +11,9 @@ from orbit_runtime.model_info.families.blocks import (
     MLP_TARGETS,
     Config,
     WeightPlace,
+    besides_attention,
     ends,
-    gated_mlp,
-    layer_norms,
     mtp_extras,
-    routed_experts,
-    router,
 )  # fmt: skip
 from orbit_runtime.model_info.weights import Architecture, KVCacheSize, Weight
 
@@ -59,13 +56,5 @@ def _mla(place: WeightPlace, config: Config) -> Iterator[Weight]:
 
 
 def _layer(place: WeightPlace, config: Config, *, dense: bool) -> Iterator[Weight]:
-    hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
     yield from _mla(place, config)
-    yield from layer_norms(place, hidden)
-    if dense:
-        yield from gated_mlp(place, hidden, config["intermediate_size"], "dense_mlp")
-        return
-    yield from router(place, hidden, experts, correction=True)
-    yield from routed_experts(place, hidden, inner, experts)
-    shared = inner * config["n_shared_experts"]
-    yield from gated_mlp(place, hidden, shared, "shared_expert", name="mlp.shared_experts")
+    yield from besides_attention(place, config, dense=dense)

@@ -16,6 +16,7 @@ from orbit_runtime.model_info.families.blocks import (
     MLP_TARGETS,
     Config,
     WeightPlace,
+    besides_attention,
     ends,
     gated_mlp,
     gqa,
@@ -83,17 +84,9 @@ def glm4_moe(config: Config) -> Architecture:
 
 
 def _glm4_layer(place: WeightPlace, config: Config, *, dense: bool) -> Iterator[Weight]:
-    hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
     bias, normed = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
     yield from gqa(place, config, bias=bias, out_bias=False, qk_norm=normed)
-    yield from layer_norms(place, hidden)
-    if dense:
-        yield from gated_mlp(place, hidden, config["intermediate_size"], "dense_mlp")
-        return
-    yield from router(place, hidden, experts, correction=True)
-    yield from routed_experts(place, hidden, inner, experts)
-    shared = inner * config["n_shared_experts"]
-    yield from gated_mlp(place, hidden, shared, "shared_expert", name="mlp.shared_experts")
+    yield from besides_attention(place, config, dense=dense)
 
 
 def _architecture(family: str, config: Config, weights: Sequence[Weight]) -> Architecture:

@@ -161,9 +161,7 @@ def _layout(stored: StoredWeight, model: ModelFacts) -> str:
         return "FP8BlockCT" if writer == "compressed-tensors" else FP8_BLOCKS.get(family, "FP8Block")
     if stored.format == "NVFP4":
         return "NVFP4" if writer == "compressed-tensors" else "NVFP4ModelOpt"
-    if stored.format == "MXFP4":
-        return MXFP4.get(family, "MXFP4")
-    return stored.format
+    return MXFP4.get(family, "MXFP4") if stored.format == "MXFP4" else stored.format
 
 
 def _formats(model: ModelFacts, roles: Collection[Role]) -> set[str]:

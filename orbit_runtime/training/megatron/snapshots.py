@@ -124,9 +124,7 @@ def _place(name: str, shape: tuple[int, ...], share: Share) -> tuple[int, int]:
     leaf = owner.rpartition(".")[2]
     if kind in PER_HEAD or leaf in READ_HIDDEN:
         return 0, rank * shape[0]
-    if leaf in WRITE_HIDDEN and kind == "weight":
-        return 1, rank * shape[1]
-    return 0, 0
+    return (1, rank * shape[1]) if leaf in WRITE_HIDDEN and kind == "weight" else (0, 0)
 
 
 def _join(name: str, parts: Sequence[Tensor], sizes: GroupSizes) -> Tensor:
@@ -138,6 +136,4 @@ def _join(name: str, parts: Sequence[Tensor], sizes: GroupSizes) -> Tensor:
         return torch.cat(list(parts), -1)
     if inside and last in WRITE_HIDDEN:
         return torch.stack(list(parts)).sum(0)
-    if last in OUTSIDE and sizes.sequence_parallel:
-        return torch.cat(list(parts))
-    return parts[0]
+    return torch.cat(list(parts)) if last in OUTSIDE and sizes.sequence_parallel else parts[0]
