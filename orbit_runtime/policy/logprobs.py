@@ -37,12 +37,6 @@ def logits_of(head: nn.Module, hidden_RN: Tensor) -> Tensor:
     return product(F.pad(hidden_RN, (0, 0, 0, missing)))[: len(hidden_RN)] if missing else product(hidden_RN)
 
 
-def order_head(head: nn.Module) -> None:
-    """Holds a BF16 head in fp32 as oneDNN reads it, where no product of BF16 has fp32 results."""
-    if isinstance(head, FrozenLinear) and _fp32_product() is None:
-        head.order(torch.float32)
-
-
 def _plain_weight(head: nn.Module) -> Tensor | None:
     """The head's BF16 matrix; None if it has anything else."""
     if getattr(head, "bias", None) is not None:
@@ -53,7 +47,7 @@ def _plain_weight(head: nn.Module) -> Tensor | None:
 
 
 @cache
-def _fp32_product() -> Callable[[Tensor, Tensor, Tensor], None] | None:
+def fp32_product() -> Callable[[Tensor, Tensor, Tensor], None] | None:
     """`out = x @ W.T` of contiguous BF16 x and W, kept in fp32: a function of the MKL inside torch, for which torch has
     no operation on a CPU. A row has the same bits for all numbers of rows but one. None where the processor has no AMX,
     or torch no MKL."""
@@ -81,7 +75,7 @@ class _Logits(torch.autograd.Function):
         ctx.save_for_backward(hidden_RN, weight_VN)
         if hidden_RN.is_cuda:
             return torch.mm(hidden_RN, weight_VN.T, out_dtype=torch.float32)
-        product, wide = _fp32_product(), hidden_RN.float()
+        product, wide = fp32_product(), hidden_RN.float()
         if product is not None:
             logits_RV = wide.new_empty(len(wide), len(weight_VN))
             product(hidden_RN.contiguous(), weight_VN.contiguous(), logits_RV)

@@ -452,19 +452,19 @@ class PackedPlan:
         return gather_rows(torch.cat(pieces), self.batch.unsort_T)
 
     def masked(self, look: AttentionSettings) -> Iterator[tuple[Bucket, Visible, FirstQueries | None]]:
-        """Each bucket, what its queries see, and those of them that plain products answer."""
+        """Each bucket, what its queries see, and those of them that plain products answer; made once for all layers
+        with the same window."""
         for number, bucket in enumerate(self.buckets):
             told = bucket.position_BQ, bucket.key_BS.shape[1], self._few, look.window
             first = self.once((number, look.window, "first"), partial(first_queries, *told)) if self._few else None
-            is_all = first is not None and first.is_one_B1C1 is None
-            yield bucket, first.seen_B1CS if is_all else self._visible_of(number, bucket, look), first
-
-    def _visible_of(self, number: int, bucket: Bucket, look: AttentionSettings) -> Visible:
-        """The mask, built once for all layers with the same window; not needed if the fused kernel can derive it."""
-        if self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.is_plain:
-            return "causal"
-        visible: torch.Tensor = self.once((number, look.window), lambda: bucket.visible(look.window))
-        return visible
+            visible: Visible
+            if first is not None and first.is_one_B1C1 is None:
+                visible = first.seen_B1CS
+            elif self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.is_plain:
+                visible = "causal"  # the fused kernel derives the mask
+            else:
+                visible = self.once((number, look.window), partial(bucket.visible, look.window))
+            yield bucket, visible, first
 
 
 def heads_of(bucket: Bucket, sources_TN: Sequence[Tensor], heads: tuple[int, int]) -> list[Tensor]:

@@ -21,6 +21,7 @@ HERE: dict[str, tuple[str, ...]] = {
     "family_speed": (),
     "frozen_linear": (),
     "generation_vs_transformers": (),
+    "quantised_base": (),
     "loading_memory": (),
     "long_attention": (),
     "objective_vs_trl": (),
