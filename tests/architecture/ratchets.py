@@ -47,8 +47,8 @@ CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
         48_645,
         "state spaces of Mamba 2 packed, with a prompt computed once; "
-        "equal bits in FP32 too, plans that count whole blocks of keys; plain products for first queries (torch's switch "
-        "of precision goes, and what stood twice in the command line and two families). "
+        "equal bits in FP32 too, plans that count whole blocks of keys; plain products for first queries (torch's "
+        "switch of precision goes, and what stood twice in the command line and two families). "
         "BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
         "ordered once, equal bits, codecs into the product's dtype (the transposed product goes), queues for several "
         "nodes. "
