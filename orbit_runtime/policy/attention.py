@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -306,29 +307,27 @@ def attend_rows(
     because torch's fused kernel does not support them. The window is already part of `visible`.
     """
     if first is not None:
-        plain = partial(attend_rows, visible_B1QS=first.seen_B1CS, look=look, kernel="Eager")
         if first.is_one_B1C1 is None:
-            return plain(q_BHQD, k_BKSD, v_BKSD)
+            return Attended.apply(q_BHQD, k_BKSD, v_BKSD, first.seen_B1CS, look, "Eager")
         columns, few = first.seen_B1CS.shape[2:]
         whole = 0
         if isinstance(visible_B1QS, Tensor) and visible_B1QS.shape[2] > 1:
             whole, visible_B1QS = first.whole, visible_B1QS[:, :, first.whole :]
         found = attend_rows(q_BHQD[:, :, whole:], k_BKSD, v_BKSD, visible_B1QS=visible_B1QS, look=look, kernel=kernel)
-        of_first = plain(q_BHQD[:, :, :columns], k_BKSD[:, :, :few], v_BKSD[:, :, :few])
+        firsts = q_BHQD[:, :, :columns], k_BKSD[:, :, :few], v_BKSD[:, :, :few]
+        of_first = Attended.apply(*firsts, first.seen_B1CS, look, "Eager")
         mixed = torch.where(first.is_one_B1C1[:, :, whole:], of_first[:, :, whole:], found[:, :, : columns - whole])
         return torch.cat((of_first[:, :, :whole], mixed, found[:, :, columns - whole :]), 2)
     causal = isinstance(visible_B1QS, str)
     mask = None if isinstance(visible_B1QS, str) else visible_B1QS
-    is_fused, queries, sharing = (
-        kernel != "Eager" and look.is_plain,
-        q_BHQD.shape[2],
-        q_BHQD.shape[1] // k_BKSD.shape[1],
-    )
+    is_fused, sharing = kernel != "Eager" and look.is_plain, q_BHQD.shape[1] // k_BKSD.shape[1]
     # Fewer queries in a product, or in the fused kernel's last block, would be multiplied by another product.
+    queries = in_last = q_BHQD.shape[2]
     fewest = -(-4 // sharing)
     if is_fused:
+        in_last = queries % QUERY_BLOCK or QUERY_BLOCK
         fewest = 4 if q_BHQD.dtype is torch.bfloat16 else max(4, -(-3 * q_BHQD.shape[-1] // 64))
-    missing = fewest - (queries % QUERY_BLOCK or QUERY_BLOCK if is_fused else queries)
+    missing = fewest - in_last
     if missing > 0 and not q_BHQD.is_cuda:
         q_BHQD = F.pad(q_BHQD, (0, 0, 0, missing))
         if mask is not None and mask.shape[2] > 1:
@@ -351,6 +350,23 @@ def attend_rows(
     else:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     return torch.matmul(weights.to(v_BKSD.dtype), v_BKSD).view(rows, heads, padded, -1)[:, :, :queries]
+
+
+class Attended(torch.autograd.Function):
+    """`attend_rows` with the gradient of `attention_gradients`: it saves what it is given, and no weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, look: AttentionSettings, kernel: Kernel
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.settings = visible, look.scale
+        return attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=kernel)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BHQD: Tensor) -> tuple[Tensor | None, ...]:
+        return *attention_gradients(*ctx.saved_tensors, grad_BHQD, *ctx.settings), None, None, None
 
 
 def attention_gradients(

@@ -75,12 +75,13 @@ class _Logits(torch.autograd.Function):
         ctx.save_for_backward(hidden_RN, weight_VN)
         if hidden_RN.is_cuda:
             return torch.mm(hidden_RN, weight_VN.T, out_dtype=torch.float32)
-        product, wide = fp32_product(), hidden_RN.float()
+        product = fp32_product()
         if product is not None:
-            logits_RV = wide.new_empty(len(wide), len(weight_VN))
+            logits_RV = hidden_RN.new_empty(len(hidden_RN), len(weight_VN), dtype=torch.float32)
             product(hidden_RN.contiguous(), weight_VN.contiguous(), logits_RV)
             return logits_RV
         # BF16 factors in fp32 have the same products. MKL takes some processors twice as long as oneDNN.
+        wide = hidden_RN.float()
         multiply = ordered_linear if torch.backends.mkldnn.is_available() else F.linear
         if ordered_VN is not None:
             return multiply(wide, ordered_VN)
@@ -148,7 +149,7 @@ def head_gives_same_bits(head: nn.Module, dtype: torch.dtype) -> bool:
         for each in tried:
             each.order(torch.float32)
     return all(
-        rows_are_equal(partial(logits_of, each), each.in_features, dtype, (FEWEST_ROWS[dtype], COMPARED_ROWS))
+        rows_are_equal(partial(logits_of, each), each.in_features, dtype, (FEWEST_ROWS[torch.float32], COMPARED_ROWS))
         for each in tried
     )
 
@@ -263,7 +264,7 @@ def _score_with_slope(hidden_RN: Tensor, targets_R: Tensor, head: Head) -> tuple
     for rows, targets in zip(slope_RV.split(CACHED_ROWS), targets_R.split(CACHED_ROWS), strict=True):
         logprobs = torch.log_softmax(rows.float(), dim=-1)
         found.append(logprobs.gather(-1, targets[:, None])[:, 0])
-        probs = torch.exp(logprobs, out=rows if rows.dtype is torch.float32 else None)
+        probs = logprobs.exp()
         entropies.append(-torch.linalg.vecdot(probs, logprobs))
         probs[torch.arange(len(probs)), targets] -= 1.0
         rows.copy_(probs)

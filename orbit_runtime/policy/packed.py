@@ -22,18 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from orbit_runtime.errors import InternalError
 from orbit_runtime.planner.activations import in_key_blocks
 from orbit_runtime.policy.attention import (
+    Attended,
     AttentionSettings,
-    FirstQueries,
     Kernel,
     Visible,
     attend_rows,
-    attention_gradients,
     few_keys,
     first_queries,
     key_limit,
@@ -393,7 +391,6 @@ class PackedPlan:
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
         self._made: dict[Any, Any] = {}
-        self._few = 0
         self.buckets = batch.buckets
 
     @property
@@ -427,90 +424,28 @@ class PackedPlan:
             return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look).flatten(1)
         if self._is_alone and q_THD.device.type == "cpu" and self.buckets is self.batch.buckets:
             self.buckets = tuple(bucket.in_key_blocks(key_limit(q_THD.dtype)) for bucket in self.buckets)
-        q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
-        heads = (q_THD.shape[1], k_TKD.shape[1])
         is_fused = self.kernel == "SDPA" and look.is_plain and self._is_alone and not q_THD.is_cuda
-        self._few = few_keys(q_THD.dtype) if is_fused else 0
-        if is_fused and q_THD.requires_grad and (q_THD.dtype == torch.bfloat16 or self.longest <= self._few):
-            return _Attended.apply(q_TN, k_TN, v_TN, heads, self, look)
-        return self.attend_buckets(q_TN, k_TN, v_TN, heads, look)
-
-    def attend_buckets(
-        self,
-        q_TN: torch.Tensor,
-        k_TN: torch.Tensor,
-        v_TN: torch.Tensor,
-        heads: tuple[int, int],
-        look: AttentionSettings,
-    ) -> torch.Tensor:
-        """`[T, N]` by the kernel; `heads`: of queries, and of keys and values."""
+        few = few_keys(q_THD.dtype) if is_fused else 0
+        computes_again = is_fused and q_THD.requires_grad and q_THD.dtype == torch.bfloat16
         pieces = []
-        for bucket, visible, first in self.masked(look):
-            q, k, v = heads_of(bucket, (q_TN, k_TN, v_TN), heads)
-            out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel, first=first)
+        for number, bucket in enumerate(self.buckets):
+            q, k, v = (
+                gather_rows(x_THD.flatten(1), index).unflatten(-1, x_THD.shape[1:]).transpose(1, 2)
+                for x_THD, index in ((q_THD, bucket.query_BQ), (k_TKD, bucket.key_BS), (v_TKD, bucket.key_BS))
+            )
+            told = bucket.position_BQ, bucket.key_BS.shape[1], few, look.window
+            first = self.once((number, look.window, "first"), partial(first_queries, *told)) if few else None
+            visible = self._visible_of(number, bucket, look)
+            if computes_again:
+                out = Attended.apply(q, k, v, visible, look, self.kernel)
+            else:
+                out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel, first=first)
             pieces.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return gather_rows(torch.cat(pieces), self.batch.unsort_T)
 
-    def masked(self, look: AttentionSettings) -> Iterator[tuple[Bucket, Visible, FirstQueries | None]]:
-        """Each bucket, what its queries see, and those of them that plain products answer; made once for all layers
-        with the same window."""
-        for number, bucket in enumerate(self.buckets):
-            told = bucket.position_BQ, bucket.key_BS.shape[1], self._few, look.window
-            first = self.once((number, look.window, "first"), partial(first_queries, *told)) if self._few else None
-            visible: Visible
-            if first is not None and first.is_one_B1C1 is None:
-                visible = first.seen_B1CS
-            elif self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.is_plain:
-                visible = "causal"  # the fused kernel derives the mask
-            else:
-                visible = self.once((number, look.window), partial(bucket.visible, look.window))
-            yield bucket, visible, first
-
-
-def heads_of(bucket: Bucket, sources_TN: Sequence[Tensor], heads: tuple[int, int]) -> list[Tensor]:
-    """Queries, keys and values of a bucket's rows, `[B, heads, tokens, D]`."""
-    kinds = ((bucket.query_BQ, heads[0]), (bucket.key_BS, heads[1]), (bucket.key_BS, heads[1]))
-    return [
-        gather_rows(source, index).unflatten(-1, (count, -1)).transpose(1, 2)
-        for source, (index, count) in zip(sources_TN, kinds, strict=True)
-    ]
-
-
-class _Attended(torch.autograd.Function):
-    """`PackedPlan.attend_buckets` with the gradient of `attention_gradients`; saves queries, keys and values only."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_TN: Tensor,
-        k_TN: Tensor,
-        v_TN: Tensor,
-        heads: tuple[int, int],
-        plan: PackedPlan,
-        look: AttentionSettings,
-    ) -> Tensor:
-        ctx.save_for_backward(q_TN, k_TN, v_TN)
-        ctx.settings = heads, plan, look
-        return plan.attend_buckets(q_TN, k_TN, v_TN, heads, look)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        # Read once: where layers are computed again, a second reading is refused.
-        (heads, plan, look), sources_TN = ctx.settings, ctx.saved_tensors
-        buckets, unsort_T = plan.buckets, plan.batch.unsort_T
-        counts = [bucket.query_BQ.numel() for bucket in buckets]
-        # The gradient of padding is 0.
-        sorted_grad = grad_TN.new_zeros(sum(counts), grad_TN.shape[1]).index_copy_(0, unsort_T, grad_TN)
-        found: list[list[Tensor]] = []
-        for (bucket, visible, _), grad in zip(plan.masked(look), sorted_grad.split(counts), strict=True):
-            grad_BHQD = grad.view(*bucket.query_BQ.shape, heads[0], -1).transpose(1, 2)
-            q, k, v = heads_of(bucket, sources_TN, heads)
-            grads = attention_gradients(q, k, v, grad_BHQD, visible, look.scale)
-            found.append([each.transpose(1, 2).flatten(2).flatten(0, 1) for each in grads])
-        of_q, of_k, of_v = (torch.cat(pieces) for pieces in zip(*found, strict=True))
-        keys = torch.cat([bucket.key_BS.flatten() for bucket in buckets])
-        of_k, of_v = (
-            torch.ops.aten.embedding_dense_backward(each, keys, len(grad_TN), -1, False) for each in (of_k, of_v)
-        )
-        return gather_rows(of_q, unsort_T), of_k, of_v, None, None, None
+    def _visible_of(self, number: int, bucket: Bucket, look: AttentionSettings) -> Visible:
+        """The mask, built once for all layers with the same window; not needed if the fused kernel can derive it."""
+        if self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.is_plain:
+            return "causal"
+        visible: torch.Tensor = self.once((number, look.window), lambda: bucket.visible(look.window))
+        return visible

@@ -26,6 +26,7 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, Plan, plan
 from orbit_runtime.planner import assumptions as known
 from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.attention import FEW_KEYS
 from orbit_runtime.policy.load import widen
 from orbit_runtime.policy.logprobs import CHUNK_ELEMENTS
 from orbit_runtime.policy.packed import Branch, PackedBatch
@@ -206,28 +207,46 @@ def test_the_kv_cache(case: Case) -> None:
     engine.close()
 
 
-def test_what_a_backward_waits_for(case: Case) -> None:
+def kept_by(policy: Policy, batch: PackedBatch) -> int:
+    """Bytes that a pass over the batch saves for its backward, without the base and the adapter."""
     saved: list[torch.Tensor] = []
-    policy = case.policy
-    batch = policy.pack([Branch(i, s.token_ids_T[:PROMPT], s.token_ids_T[PROMPT:]) for i, s in enumerate(samples())])
-    known_storages = {t.untyped_storage().data_ptr() for t in policy._base_tensors().values()}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in known_storages:
-            saved.append(tensor)
-        return tensor
-
     with policy.injected.selection.use(TRAINER_SLOT):
         applied = [t for slot in policy.injected.selection.live[TRAINER_SLOT].values() for t in slot.tensors().values()]
-        known_storages |= {t.untyped_storage().data_ptr() for t in applied}
+        known_storages = {t.untyped_storage().data_ptr() for t in (*policy._base_tensors().values(), *applied)}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in known_storages:
+                saved.append(tensor)
+            return tensor
+
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             policy.logprobs(batch)
-            directly = storage_bytes(saved)
-            saved.clear()
-            # As on a GPU: through the model's own layers.
-            replace(policy, direct=None).logprobs(batch)
-    within(case, "activations", storage_bytes(saved), case.made.phases["train"]["activations"])
-    assert directly <= case.made.phases["train"]["activations"]
+    return storage_bytes(saved)
+
+
+def test_what_a_backward_waits_for(case: Case) -> None:
+    batch = case.policy.pack(
+        [Branch(i, s.token_ids_T[:PROMPT], s.token_ids_T[PROMPT:]) for i, s in enumerate(samples())]
+    )
+    # As on a GPU: through the model's own layers.
+    measured = kept_by(replace(case.policy, direct=None), batch)
+    within(case, "activations", measured, case.made.phases["train"]["activations"])
+    assert kept_by(case.policy, batch) <= case.made.phases["train"]["activations"]
+
+
+@pytest.mark.parametrize("length", [40, 80, 200])
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "modules"])
+def test_plain_products_of_first_queries_keep_no_more_than_the_fused_kernel(
+    length: int, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(builtin_folder("tiny-adder", "INT4"), AdapterConfig("LoRA", TARGETS, rank=8))
+    policy = policy if is_direct else replace(policy, direct=None)
+    tokens = [5 + number % 20 for number in range(length)]
+    batch = policy.pack([Branch(row, tokens[: length // 2], tokens[length // 2 :]) for row in range(4)])
+    fused = kept_by(policy, batch)
+    monkeypatch.setattr("orbit_runtime.policy.packed.few_keys", lambda _: FEW_KEYS)
+    # And whether a token's query is one of them: a byte.
+    assert kept_by(policy, batch) <= fused + batch.num_tokens
 
 
 @pytest.mark.parametrize("recompute", ["Selective", "PerLayer"])
