@@ -91,8 +91,8 @@ def _mask_elements(job: Job) -> float:
     if job.attention == "Chunked":
         return 0.0
     prompt = job.spec.model.max_sequence_length - job.spec.new_tokens
-    masked = job.spec.new_tokens * _num_keys(job.spec.model.max_sequence_length, job) + (
-        prompt * _num_keys(prompt, job) if job.attention == "Eager" else 0
+    masked = job.spec.new_tokens * job.spec.model.max_sequence_length + (
+        prompt * prompt if job.attention == "Eager" else 0
     )
     return masked / job.spec.model.max_sequence_length
 
@@ -102,31 +102,15 @@ def key_copies(job: Job) -> float:
     if job.attention == "Chunked":
         return 1.0
     length = job.spec.model.max_sequence_length
-    return (_num_keys(length, job) + _num_keys(length - job.spec.new_tokens, job)) / length
-
-
-def _num_keys(length: int, job: Job) -> int:
-    """Keys that attention is handed for a sequence: whole blocks by a torch trainer on a CPU."""
-    return in_key_blocks(length) if job.trainer == "Torch" and not job.devices.trainer else length
+    return (2 * length - job.spec.new_tokens) / length
 
 
 KEY_BLOCK = 32
-"""With keys in whole blocks of so many, torch's fused attention on a CPU gives a query the same bits whatever other
-queries and unseen keys stand beside it; what is not seen adds exact zeros."""
 
 
-KEY_LIMITS = (512, 256, 192)
-"""Values of `in_key_blocks`'s limit. Intel's MKL multiplies more than 384 keys in fp32 in two halves, so that 256 is
-right; on AMD's processors it divides from 192 on; BF16 by AMX has no limit. The last is right for all of these."""
-
-
-def in_key_blocks(num_keys: int, limit: int = KEY_LIMITS[-1]) -> int:
-    """The least number of keys, not below this one, with which a query has the bits that it has with any more.
-
-    Args: limit: the kernel reads 512 keys at a time; more than so many of them are made 512.
-    """
-    whole = -(-num_keys // KEY_BLOCK) * KEY_BLOCK
-    return -(-whole // 512) * 512 if whole % 512 > limit else whole
+def in_key_blocks(num_keys: int) -> int:
+    """Positions of a cache for so many keys: whole blocks, as fast kernels read them."""
+    return -(-num_keys // KEY_BLOCK) * KEY_BLOCK
 
 
 def live_elements(model: Architecture) -> float:

@@ -9,29 +9,20 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import groupby
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.planner.activations import KEY_LIMITS, in_key_blocks
 
 IMPLEMENTATION = "orbit"
 NO_TOWER = "the vision tower is not loaded: images are not supported"
 BESIDE_CACHE = "orbit_beside_cache"
 """The same in packed passes, and torch's fused kernel where a pass reads the model's own cache."""
-QUERY_BLOCK = 32
-"""Queries that torch's fused kernel on a CPU multiplies at a time, or a divisor of it."""
-FEW_KEYS = 64
-"""Plain products of queries that see at most so many keys take a CPU a fraction of the fused kernel's time in fp32."""
 Kernel = Literal["Eager", "SDPA", "Chunked"]
 """Kernel of packed passes; cached decoding has no chunks and uses `SDPA` instead."""
 Visible = torch.Tensor | Literal["causal"] | None
@@ -225,72 +216,6 @@ def hidden_of(
     return out.last_hidden_state  # type: ignore[no-any-return]
 
 
-@cache
-def key_limit(dtype: torch.dtype) -> int:
-    """The limit of `in_key_blocks` that is right on this CPU, found by trying."""
-    trial = partial(attention_gives_same_bits, dtype, 6, 2, 64, torch.get_num_threads())
-    return next(filter(trial, KEY_LIMITS), KEY_LIMITS[-1])
-
-
-@cache
-def few_keys(dtype: torch.dtype) -> int:
-    """`FEW_KEYS` where plain products give the same bits on this CPU, found by trying; else 0."""
-    tried = (6, 2, 64, torch.get_num_threads(), key_limit(dtype), FEW_KEYS)
-    return FEW_KEYS if dtype is torch.float32 and attention_gives_same_bits(dtype, *tried) else 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FirstQueries:
-    """Queries of a pass that plain products answer. `C`: as many of each row as any row has."""
-
-    seen_B1CS: Tensor
-    """bool: the keys that each sees, of the first `FEW_KEYS`."""
-    is_one_B1C1: Tensor | None
-    """None if the pass has no others."""
-    whole: int
-    """Columns in which every row has one."""
-
-
-def first_queries(position_BQ: Tensor, num_keys: int, few: int, window: int | None) -> FirstQueries | None:
-    """Those that see at most `few` keys, of rows whose keys stand in the order of their positions; None if none do."""
-    is_one_BQ = position_BQ < few
-    columns = int(is_one_BQ.any(0).sum())
-    if not columns:
-        return None
-    position_B1C1 = position_BQ[:, None, :columns, None]
-    keys = torch.arange(min(num_keys, few))
-    seen = keys <= position_B1C1
-    if window is not None:
-        seen &= keys > position_B1C1 - window
-    others = is_one_BQ[:, None, :columns, None] if num_keys > few else None
-    return FirstQueries(seen, others, int(is_one_BQ.all(0).sum()))
-
-
-@cache
-def attention_gives_same_bits(
-    dtype: torch.dtype, heads: int, kv_heads: int, size: int, _num_threads: int, limit: int, few: int = 0
-) -> bool:
-    """Whether each of 1,056 queries alone, over its own keys in blocks, has the bits that it has among all."""
-    generator, look = torch.Generator().manual_seed(0), AttentionSettings(size**-0.5)
-    q, k, v = (torch.randn(1, each, 1056, size, generator=generator).to(dtype) for each in (heads, kv_heads, kv_heads))
-    with torch.no_grad():
-        first = first_queries(torch.arange(1056)[None], 1056, few, None)
-        expected = attend_rows(q, k, v, visible_B1QS="causal", look=look, kernel="SDPA", first=first)[0].transpose(0, 1)
-        for keys, counts in groupby(range(1, 1057), lambda count: in_key_blocks(count, limit)):
-            rows = torch.tensor([*counts])
-            found = attend_rows(
-                q[0, :, rows - 1].transpose(0, 1).unflatten(1, (kv_heads, -1)),
-                *(each[:, :, :keys].expand(len(rows), -1, -1, -1) for each in (k, v)),
-                visible_B1QS=(torch.arange(keys) < rows[:, None])[:, None, None],
-                look=look,
-                kernel="SDPA",
-                first=first_queries((rows - 1)[:, None].expand(-1, heads // kv_heads), keys, few, None),
-            )
-            if not torch.equal(found.flatten(1, 2), expected[rows - 1]):
-                return False
-    return True
-
-
 def attend_rows(
     q_BHQD: torch.Tensor,
     k_BKSD: torch.Tensor,
@@ -299,100 +224,33 @@ def attend_rows(
     visible_B1QS: Visible,
     look: AttentionSettings,
     kernel: Kernel,
-    first: FirstQueries | None = None,
 ) -> torch.Tensor:
     """Softmax attention over padded rows, including grouped-query heads.
 
     Every query must see at least one key, otherwise its output is undefined. Sinks and caps use explicit products,
     because torch's fused kernel does not support them. The window is already part of `visible`.
     """
-    if first is not None:
-        if first.is_one_B1C1 is None:
-            return Attended.apply(q_BHQD, k_BKSD, v_BKSD, first.seen_B1CS, look, "Eager")
-        columns, few = first.seen_B1CS.shape[2:]
-        whole = 0
-        if isinstance(visible_B1QS, Tensor) and visible_B1QS.shape[2] > 1:
-            whole, visible_B1QS = first.whole, visible_B1QS[:, :, first.whole :]
-        found = attend_rows(q_BHQD[:, :, whole:], k_BKSD, v_BKSD, visible_B1QS=visible_B1QS, look=look, kernel=kernel)
-        firsts = q_BHQD[:, :, :columns], k_BKSD[:, :, :few], v_BKSD[:, :, :few]
-        of_first = Attended.apply(*firsts, first.seen_B1CS, look, "Eager")
-        mixed = torch.where(first.is_one_B1C1[:, :, whole:], of_first[:, :, whole:], found[:, :, : columns - whole])
-        return torch.cat((of_first[:, :, :whole], mixed, found[:, :, columns - whole :]), 2)
     causal = isinstance(visible_B1QS, str)
     mask = None if isinstance(visible_B1QS, str) else visible_B1QS
     is_fused, sharing = kernel != "Eager" and look.is_plain, q_BHQD.shape[1] // k_BKSD.shape[1]
-    # Fewer queries in a product, or in the fused kernel's last block, would be multiplied by another product.
-    queries = in_last = q_BHQD.shape[2]
-    fewest = -(-4 // sharing)
-    if is_fused:
-        in_last = queries % QUERY_BLOCK or QUERY_BLOCK
-        fewest = 4 if q_BHQD.dtype is torch.bfloat16 else max(4, -(-3 * q_BHQD.shape[-1] // 64))
-    missing = fewest - in_last
-    if missing > 0 and not q_BHQD.is_cuda:
-        q_BHQD = F.pad(q_BHQD, (0, 0, 0, missing))
-        if mask is not None and mask.shape[2] > 1:
-            mask = torch.cat((mask, mask[:, :, -1:].expand(-1, -1, missing, -1)), 2)
     if is_fused:
         attended = F.scaled_dot_product_attention(
             q_BHQD, k_BKSD, _as_wide(v_BKSD, q_BHQD), attn_mask=mask, is_causal=causal, scale=look.scale,
             enable_gqa=sharing > 1,
         )  # fmt: skip
-        return attended[:, :, :queries, : v_BKSD.shape[-1]]
+        return attended[..., : v_BKSD.shape[-1]]
     assert not causal, "the explicit products are given a mask"
-    rows, heads, padded, _ = q_BHQD.shape
-    grouped = q_BHQD.reshape(rows, k_BKSD.shape[1], sharing * padded, -1)
+    rows, heads, queries, _ = q_BHQD.shape
+    grouped = q_BHQD.reshape(rows, k_BKSD.shape[1], sharing * queries, -1)
     scores = look.capped(torch.matmul(grouped, k_BKSD.transpose(-1, -2)).mul_(look.scale))
     if mask is not None:
-        scores = scores.view(rows, heads, padded, -1).masked_fill_(~mask, float("-inf")).view_as(scores)
+        scores = scores.view(rows, heads, queries, -1).masked_fill_(~mask, float("-inf")).view_as(scores)
     if look.sinks_H is not None:
-        sinks = look.sinks_H.to(scores.dtype).view(1, heads, 1).expand(rows, -1, padded)
+        sinks = look.sinks_H.to(scores.dtype).view(1, heads, 1).expand(rows, -1, queries)
         weights = softmax_with_sinks(scores, sinks.reshape(*scores.shape[:-1]))
     else:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
-    return torch.matmul(weights.to(v_BKSD.dtype), v_BKSD).view(rows, heads, padded, -1)[:, :, :queries]
-
-
-class Attended(torch.autograd.Function):
-    """`attend_rows` with the gradient of `attention_gradients`: it saves what it is given, and no weights."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, look: AttentionSettings, kernel: Kernel
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.settings = visible, look.scale
-        return attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=kernel)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BHQD: Tensor) -> tuple[Tensor | None, ...]:
-        return *attention_gradients(*ctx.saved_tensors, grad_BHQD, *ctx.settings), None, None, None
-
-
-def attention_gradients(
-    q_BHQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, grad_BHQD: Tensor, visible_B1QS: Visible, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, given that of what `attend_rows` returned for them.
-
-    In BF16 torch's fused kernel takes a CPU eight times as long as these products, and five times as long as in fp32.
-    Scores, weights and their gradients are fp32, as within the kernel.
-    """
-    rows, heads, queries, _ = q_BHQD.shape
-    kv_heads, keys = k_BKSD.shape[1:3]
-    # The heads that share keys are one matrix.
-    q, grad = (each.reshape(rows * kv_heads, -1, each.shape[-1]) for each in (q_BHQD, grad_BHQD))
-    k, v = (each.flatten(0, 1) for each in (k_BKSD, v_BKSD))
-    scores = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(scale).view(rows, heads, queries, keys)
-    if visible_B1QS is not None:
-        causal = isinstance(visible_B1QS, str)
-        visible = scores.new_ones(queries, keys, dtype=torch.bool).tril_() if causal else visible_B1QS
-        scores.masked_fill_(~visible, float("-inf"))  # type: ignore[operator]
-    weights = torch.softmax(scores, -1).view(rows * kv_heads, -1, keys)
-    grad_weights = torch.bmm(grad.float(), v.float().transpose(1, 2))
-    grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, torch.float32).mul_(scale).to(q.dtype)
-    grad_v = torch.bmm(weights.to(grad.dtype).transpose(1, 2), grad)
-    grad_q, grad_k = torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q)
-    return grad_q.view(q_BHQD.shape), grad_k.view(k_BKSD.shape), grad_v.view(v_BKSD.shape)
+    return torch.matmul(weights.to(v_BKSD.dtype), v_BKSD).view(rows, heads, queries, -1)
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

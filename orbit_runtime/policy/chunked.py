@@ -1,9 +1,9 @@
 """Exact attention over packed rows in blocks of queries and keys: memory grows linearly with the tokens.
 
 The softmax over a query's keys is assembled from blocks (online softmax: Milakov & Gimelshein, arXiv 1805.02867;
-FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2). Plain torch on any device. A row's keys are two runs of packed
-tokens, its prefix and itself, so blocks are slices: nothing is gathered, no mask is larger than a block, and the
-gradients of a shared prefix are summed in row order.
+FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2). Plain torch on any device; on a CPU that has a C compiler,
+`native` computes the same. A row's keys are two runs of packed tokens, its prefix and itself, so blocks are slices:
+nothing is gathered, no mask is larger than a block, and the gradients of a shared prefix are summed in row order.
 
 Belongs here: that function and its gradient. Does not belong here: the layout of rows (`packed`).
 
@@ -17,10 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from orbit_runtime.policy import native
 from orbit_runtime.policy.attention import AttentionSettings, fp32_product
 from orbit_runtime.quant.saved_products import computed_once
 
@@ -57,6 +59,8 @@ class VisibleKeys:
     rows: tuple[Run, ...]
     look: AttentionSettings
     longest_block: int
+    table_R7: np.ndarray | None = None
+    """For the native kernel; None where torch's operations compute."""
 
     def blocks(self, heads: int, device: torch.device) -> Iterator[tuple[slice, list[KeyBlock]]]:
         """Every block of queries, with the blocks of keys that any of them sees, in the order of positions."""
@@ -100,12 +104,13 @@ def attend_chunked(
     look: AttentionSettings,
     *,
     longest_block: int = LONGEST_BLOCK,
+    table_R7: np.ndarray | None = None,
 ) -> Tensor:
     """`[T, H, D of v]` in q's dtype; scores, softmax and sums are fp32. Every query belongs to exactly one row.
 
     Saved for backward: queries, keys, values, the result and fp32 `[H, T]`.
     """
-    result: Tensor = _Chunked.apply(q_THD, k_TKD, v_TKD, VisibleKeys(tuple(rows), look, longest_block))
+    result: Tensor = _Chunked.apply(q_THD, k_TKD, v_TKD, VisibleKeys(tuple(rows), look, longest_block, table_R7))
     return result
 
 
@@ -133,6 +138,9 @@ class _Chunked(torch.autograd.Function):
 def _forward(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: VisibleKeys) -> tuple[Tensor, Tensor]:
     """The result, and the log of each query's sum of exponentials, fp32 `[H, T]`."""
     tokens, heads, _ = q_THD.shape
+    if seen.table_R7 is not None:
+        lse_HT = q_THD.new_empty(heads, tokens, dtype=torch.float32)
+        return native.attend(q_THD, k_TKD, v_TKD, seen.table_R7, seen.look, lse_HT), lse_HT
     kv_heads = k_TKD.shape[1]
     out_THD = q_THD.new_empty(tokens, heads, v_TKD.shape[-1])
     lse_HT = q_THD.new_empty(heads, tokens, dtype=torch.float32)
@@ -166,6 +174,8 @@ def _backward(
     dout_THD: Tensor,
     seen: VisibleKeys,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if seen.table_R7 is not None:
+        return native.gradients(q_THD, k_TKD, v_TKD, out_THD, lse_HT, dout_THD, seen.table_R7, seen.look)
     heads, kv_heads = q_THD.shape[1], k_TKD.shape[1]
     dq_THD = torch.empty_like(q_THD)
     dk_KTD, dv_KTD = (x.new_zeros(kv_heads, len(x), x.shape[-1], dtype=torch.float32) for x in (k_TKD, v_TKD))

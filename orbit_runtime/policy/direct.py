@@ -28,13 +28,11 @@ from orbit_runtime.adapters.layer import AdaptedLinear, Segment, Slot
 from orbit_runtime.adapters.lora import LoRASlot, add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
+from orbit_runtime.policy import native
 from orbit_runtime.policy.attention import (
     AttentionPlan,
     AttentionSettings,
-    attention_gives_same_bits,
     decoder_of,
-    few_keys,
-    key_limit,
 )
 from orbit_runtime.policy.gradients import AdaptedProduct, Normed, Rotated, gated, turned
 from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal, twice
@@ -302,12 +300,7 @@ class DirectDecoder:
     @property
     def gives_same_bits(self) -> bool:
         """Whether a token's hidden states have the same bits whatever is computed beside it."""
-        return all(group.blocks is not None for group in self._groups) and all(
-            attention_gives_same_bits(
-                self._dtype, *heads, torch.get_num_threads(), key_limit(self._dtype), few_keys(self._dtype)
-            )
-            for heads in {layer.heads for layer in self._layers}
-        )
+        return native.kernel() is not None and all(group.blocks is not None for group in self._groups)
 
     def shared(self) -> list[tuple[str, FrozenLinear]]:
         """The linears over one input by which it multiplies in place of the model's own, over the same packed bytes."""

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from orbit_runtime.errors import InternalError
-from orbit_runtime.planner.activations import in_key_blocks
+from orbit_runtime.policy import native
 from orbit_runtime.policy.attention import (
-    Attended,
     AttentionSettings,
     Kernel,
     Visible,
     attend_rows,
-    few_keys,
-    first_queries,
-    key_limit,
 )
 from orbit_runtime.policy.chunked import attend_chunked
 from orbit_runtime.policy.routing import OWN_CHOICE
@@ -95,11 +90,6 @@ class Bucket:
     prefix_length_B: torch.Tensor
     starts_later: bool
     """False if every query sees exactly the keys up to its own position."""
-
-    def in_key_blocks(self, limit: int) -> Bucket:
-        """With whole blocks of keys (`in_key_blocks`): the last key is repeated, unseen."""
-        missing = in_key_blocks(self.key_BS.shape[1], limit) - self.key_BS.shape[1]
-        return replace(self, key_BS=torch.cat((self.key_BS, self.key_BS[:, -1:].expand(-1, missing)), 1))
 
     def visible(self, window: int | None) -> torch.Tensor:
         """bool `[B, 1, Q, S]`: which keys each query sees. As large as the scores of one head."""
@@ -391,7 +381,6 @@ class PackedPlan:
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
         self._made: dict[Any, Any] = {}
-        self.buckets = batch.buckets
 
     @property
     def longest(self) -> int:
@@ -420,26 +409,19 @@ class PackedPlan:
             met_TN = self._meet(torch.cat((k_TKD.flatten(1), v_TKD.flatten(1)), 1))
             width, kv_heads = k_TKD.shape[1] * k_TKD.shape[2], k_TKD.shape[1]
             k_TKD, v_TKD = (x.unflatten(-1, (kv_heads, -1)) for x in (met_TN[:, :width], met_TN[:, width:]))
-        if self.kernel == "Chunked":
-            return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look).flatten(1)
-        if self._is_alone and q_THD.device.type == "cpu" and self.buckets is self.batch.buckets:
-            self.buckets = tuple(bucket.in_key_blocks(key_limit(q_THD.dtype)) for bucket in self.buckets)
-        is_fused = self.kernel == "SDPA" and look.is_plain and self._is_alone and not q_THD.is_cuda
-        few = few_keys(q_THD.dtype) if is_fused else 0
-        computes_again = is_fused and q_THD.requires_grad and q_THD.dtype == torch.bfloat16
+        table = None
+        if self._is_alone and self._meet is None and native.can_attend(q_THD):
+            table = self.once("table", lambda: native.table_of([astuple(row) for row in self.batch.rows]))
+        if self.kernel == "Chunked" or table is not None:
+            return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look, table_R7=table).flatten(1)
         pieces = []
-        for number, bucket in enumerate(self.buckets):
+        for number, bucket in enumerate(self.batch.buckets):
             q, k, v = (
                 gather_rows(x_THD.flatten(1), index).unflatten(-1, x_THD.shape[1:]).transpose(1, 2)
                 for x_THD, index in ((q_THD, bucket.query_BQ), (k_TKD, bucket.key_BS), (v_TKD, bucket.key_BS))
             )
-            told = bucket.position_BQ, bucket.key_BS.shape[1], few, look.window
-            first = self.once((number, look.window, "first"), partial(first_queries, *told)) if few else None
             visible = self._visible_of(number, bucket, look)
-            if computes_again:
-                out = Attended.apply(q, k, v, visible, look, self.kernel)
-            else:
-                out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel, first=first)
+            out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel)
             pieces.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return gather_rows(torch.cat(pieces), self.batch.unsort_T)
 

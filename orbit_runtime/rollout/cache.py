@@ -13,13 +13,11 @@ import torch
 from torch.nn import functional as F
 
 from orbit_runtime.planner.activations import in_key_blocks
+from orbit_runtime.policy import native
 from orbit_runtime.policy.attention import (
     AttentionSettings,
-    FirstQueries,
     Kernel,
     attend_rows,
-    few_keys,
-    first_queries,
     fp32_product,
     softmax_with_sinks,
 )
@@ -34,9 +32,7 @@ class KVCache:
     yet hold zeros or values of an earlier request: finite, which is all that masked positions need.
     """
 
-    def __init__(self, limit: int) -> None:
-        """Args: limit: see `in_key_blocks`."""
-        self.limit = limit
+    def __init__(self) -> None:
         self.num_rows = self.num_positions = 0
         self._block: torch.Tensor | None = None
 
@@ -50,7 +46,7 @@ class KVCache:
             return
         old, positions = self._block, self.num_positions
         self.num_rows = max(num_rows, self.num_rows)
-        self.num_positions = max(in_key_blocks(num_positions, self.limit), self.num_positions)
+        self.num_positions = max(in_key_blocks(num_positions), self.num_positions)
         self._block = None
         if live and old is not None:
             layers, pair, _, heads, _, size = old.shape
@@ -111,9 +107,9 @@ class KVCache:
         return self._block
 
 
-_Masks = tuple[torch.Tensor | None, torch.Tensor | None, FirstQueries | None]
-"""Of the keys that rows see, as what is added to scores, `[B, 1, 1, S]`, and do not see, `[B·K, 1, S]`, None if every
-row sees everything; and the rows that plain products answer."""
+_Masks = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of the keys that rows see, as what is added to scores, `[B, 1, 1, S]`, and do not see, `[B·K, 1, S]`; None if every
+row sees everything."""
 
 
 class DecodePlan:
@@ -129,15 +125,16 @@ class DecodePlan:
         low, high = int(positions_B.min()), int(positions_B.max())
         block = cache.block
         self._is_fused = kernel != "Eager"
-        self.longest = in_key_blocks(high + 1, cache.limit) if self._is_fused else high + 1
+        self.longest = in_key_blocks(high + 1) if self._is_fused else high + 1
         past = block[:, :, :num_rows, :, : self.longest]
         self._past = [layer.unbind(0) for layer in past.unbind(0)]
         self._flat = [layer.unbind(0) for layer in past.flatten(2, 3).unbind(0)]
         self._index: torch.Tensor | None = None
         self._positions_B, self._device = positions_B, block.device
         self._heads = block.shape[3]
-        few = few_keys(block.dtype) if self._is_fused and not block.is_cuda else 0
-        self._few = few if low < few else 0
+        self._table: np.ndarray | None = None
+        if native.can_attend(block):
+            self._table = native.decode_table(positions_B, block.shape[3], block.shape[4])
         self._masks: dict[int | None, _Masks] = {}
         if low == high:
             self._newest = block[:, :, :num_rows, :, high].unbind(0)
@@ -147,21 +144,18 @@ class DecodePlan:
             rows = np.arange(2 * cache.num_rows * heads).reshape(2, -1)[:, : num_rows * heads] * cache.num_positions
             self._index = to_device((rows + positions_B.repeat(heads)).reshape(-1), block.device)
 
-    def _mask(self, window: int | None, sharing: int) -> _Masks:
+    def _mask(self, window: int | None) -> _Masks:
         if window not in self._masks:
             keys, newest = np.arange(self.longest), self._positions_B[:, None]
             visible = keys <= newest
             if window is not None:
                 visible &= keys > newest - window
-            added = hidden = first = None
+            added = hidden = None
             if not visible.all():
                 made = to_device(visible, self._device)
                 hidden = (~made).repeat_interleave(self._heads, 0).unsqueeze(1)
                 added = self._past[0][0].new_zeros(made.shape).masked_fill_(~made, float("-inf"))[:, None, None]
-            if self._few:
-                position_BG = torch.from_numpy(newest).expand(-1, sharing)
-                first = first_queries(position_BG, self.longest, self._few, window)
-            self._masks[window] = added, hidden, first
+            self._masks[window] = added, hidden
         return self._masks[window]
 
     def attend(
@@ -187,12 +181,15 @@ class DecodePlan:
             self._newest[layer].copy_(new_2BKD)
         else:
             self._newest[layer].index_copy_(0, self._index, new_2BKD.view(-1, new_2BKD.shape[-1]))
-        added, hidden, first = self._mask(look.window, q_BHD.shape[1] // self._heads)
+        if self._table is not None:
+            keys_SKD, values_SKD = (each[0].transpose(0, 1) for each in self._past[layer])
+            return native.attend(q_BHD, keys_SKD, values_SKD, self._table, look, None).flatten(1)
+        added, hidden = self._mask(look.window)
         if self._is_fused and look.is_plain:
             keys, values = self._past[layer]
             # The heads that share keys are queries of one head, so that no key is read twice.
             q_BKGD = q_BHD.unflatten(1, (self._heads, -1))
-            out = attend_rows(q_BKGD, keys, values, visible_B1QS=added, look=look, kernel="SDPA", first=first)
+            out = attend_rows(q_BKGD, keys, values, visible_B1QS=added, look=look, kernel="SDPA")
             return out.reshape(len(q_BHD), -1)
         # One query per row: two products over rows and heads at once. `G`: query heads per key head.
         keys_NSD, values_NSD = self._flat[layer]

@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from orbit_runtime.planner.activations import KEY_LIMITS
-from orbit_runtime.policy.attention import key_limit
 from orbit_runtime.policy.logprobs import token_scores
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, to_device
@@ -261,7 +259,7 @@ def _build_cache(policy: Policy) -> Any:
     """What steps read: one of three kinds with the same methods, each of which reads the plans that it makes."""
     mode = policy.mode
     if mode.decode == "pages":
-        return KVCache(KEY_LIMITS[0] if policy.device.type == "cuda" else key_limit(policy.compute_dtype))
+        return KVCache()
     return OwnCache(policy.model.config) if mode.decode == "cache" else TokenHistory(mode.rows == "single")
 
 

@@ -50,7 +50,7 @@ def hidden_by(policy: Policy, selection: object, direct: bool) -> torch.Tensor:
         lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
         starts = torch.tensor(np.cumsum([0, *(len(prompt) for prompt in PROMPTS)])[:-1])
         for positions in ([4, 2, 7], [7, 7, 7]):
-            cache = KVCache(192)
+            cache = KVCache()
             cache.reserve(5, 16, live=0)
             assert plan.captured is not None
             cache.write_prompts(0, torch.arange(3), starts, lengths, plan.captured)

@@ -9,7 +9,6 @@ from torch import nn
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.policy.attention import AttentionSettings, attend_rows, attention_gradients, first_queries
 from orbit_runtime.policy.logprobs import WIDENED_ROWS, head_gives_same_bits, logits_of, token_logprobs
 from orbit_runtime.policy.packed import Branch
 
@@ -69,48 +68,6 @@ def test_gradients_of_log_probs_in_bf16_are_those_of_double_precision(entropy: b
         for values, of in ((found, hidden), (wanted, exact))
     )
     torch.testing.assert_close(grad.double(), expected, rtol=2**-5, atol=float(expected.abs().max()) * 2**-7)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_gradients_of_attention_in_bf16_are_those_of_double_precision(masked: bool) -> None:
-    q, k, v = (hidden_of(2 * heads * 7, 8).view(2, heads, 7, 8) for heads in (6, 2, 2))
-    exact = [each.double().requires_grad_(True) for each in (q, k, v)]
-    visible = (torch.ones(7, 7).tril() > 0).expand(2, 1, 7, 7)
-    wide = [each.repeat_interleave(3, 1) for each in exact[1:]]
-    wanted = torch.softmax((exact[0] @ wide[0].mT * 0.3).masked_fill(~visible, float("-inf")), -1) @ wide[1]
-    slope = hidden_of(wanted.numel(), 1).view_as(wanted)
-    found = attention_gradients(q, k, v, slope, visible if masked else "causal", 0.3)
-    for grad, expected in zip(found, torch.autograd.grad(wanted, exact, slope.double()), strict=True):
-        assert grad.dtype == torch.bfloat16
-        torch.testing.assert_close(grad.double(), expected, rtol=2**-5, atol=float(expected.abs().max()) * 2**-6)
-
-
-@pytest.mark.parametrize("starts", [(60, 57), (3, 0), (70, 64)], ids=["some", "all", "none"])
-@pytest.mark.parametrize("window", [None, 20])
-def test_the_first_queries_of_rows_attend_as_in_double_precision(starts: tuple[int, int], window: int | None) -> None:
-    position_BQ = torch.tensor(starts)[:, None] + torch.arange(9)
-    keys = 64 if max(starts) < 10 else 96
-    q, k, v = (
-        hidden_of(2 * heads * each, 8).view(2, heads, each, 8).float()
-        for heads, each in zip((6, 2, 2), (9, keys, keys), strict=False)
-    )
-    exact = [each.double().requires_grad_(True) for each in (q, k, v)]
-    visible = torch.arange(keys) <= position_BQ[:, None, :, None]
-    if window is not None:
-        visible &= torch.arange(keys) > position_BQ[:, None, :, None] - window
-    wide = [each.repeat_interleave(3, 1) for each in exact[1:]]
-    wanted = torch.softmax((exact[0] @ wide[0].mT * 0.3).masked_fill(~visible, float("-inf")), -1) @ wide[1]
-    first = first_queries(position_BQ, keys, 64, window)
-    given = [each.requires_grad_(True) for each in (q, k, v)]
-    found = attend_rows(*given, visible_B1QS=visible, look=AttentionSettings(0.3), kernel="SDPA", first=first)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
-    slope = hidden_of(wanted.numel(), 1).view_as(wanted)
-    for grad, expected in zip(
-        torch.autograd.grad(found, given, slope.float()),
-        torch.autograd.grad(wanted, exact, slope.double()),
-        strict=True,
-    ):
-        torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=float(expected.abs().max()) * 2**-14)
 
 
 def test_a_policy_in_fp32_and_a_head_with_a_bias_are_left_to_the_layer() -> None:

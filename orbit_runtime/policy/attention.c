@@ -1,0 +1,406 @@
+/* Exact attention on a CPU, forward and backward, for packed rows and for cached ones.
+
+A query's keys are read in blocks of 64, counted from the first position of its sequence, and the softmax over them is
+assembled as `chunked.py` does it. All arithmetic is fp32, whatever is given; each sum has one order, so a query's result
+has the same bits whatever is computed beside it, packed or decoded alone. Only the vector type of GCC and Clang is used.
+
+Runs: see `policy.packed.Row`. All strides and places count elements; the last dimension is contiguous. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define BLOCK 64
+#define INLINE static inline __attribute__((always_inline))
+#define WHOLE(n) (((n) + LANES - 1) / LANES * LANES)
+#define LEAST(a, b) ((a) < (b) ? (a) : (b))
+#define MOST(a, b) ((a) > (b) ? (a) : (b))
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t bits __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+typedef struct {
+    int64_t first, length, prefix_first, prefix_length, before, own_first;
+    int64_t next; /* the next run that sees the same prefix, or the first one that sees this run; -1: none */
+} Run;
+
+typedef struct {
+    const void *data;
+    int64_t token, head, size;
+} Rows;
+
+typedef struct {
+    Rows q, k, v, dout;
+    const Run *runs;
+    const float *sinks; /* of each query head, or null */
+    void *out;          /* [tokens, heads, size of v] */
+    float *lse;         /* [heads, tokens]: log of each query's sum of exponentials; may be null */
+    void *dq, *dk, *dv; /* contiguous */
+    int64_t num_runs, tokens, heads, kv_heads, window; /* window 0: all keys */
+    float scale, cap;                                  /* cap 0: none */
+    int32_t is_bf16, threads;
+} Attention;
+
+INLINE vec load(const float *from) { vec v; memcpy(&v, from, sizeof v); return v; }
+INLINE void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
+INLINE vec same(float value) { return value - (vec){0}; }
+INLINE vec pick(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mask & (ints)b)); }
+INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#endif
+#define FOLDED(v, with)                                                             \
+    v = with(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
+    v = with(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
+    v = with(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
+    v = with(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+
+INLINE vec added(vec a, vec b) { return a + b; }
+INLINE float sum(vec v) { FOLDED(v, added) return v[0]; }
+INLINE float largest(vec v) { FOLDED(v, larger) return v[0]; }
+
+/* e^x to within two units in the last place; 0 below -87. */
+INLINE vec power_of_e(vec x) {
+    const vec magic = same(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vec n = (x * 1.44269504f + magic) - magic;
+    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = same(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = (p * r) * r + r + 1.0f;
+    ints exponent = __builtin_convertvector(pick(x > -87.0f, n, same(0)), ints) << 23;
+    return pick(x > -87.0f, (vec)((ints)p + exponent), same(0));
+}
+
+INLINE vec capped(vec scores, float cap) {
+    vec e = power_of_e(larger(pick(scores < 40.0f * cap, scores, same(40.0f * cap)), same(-40.0f * cap)) * (2.0f / cap));
+    return cap * ((e - 1.0f) / (e + 1.0f));
+}
+
+/* `size` values as fp32, multiplied by `by`. */
+INLINE void widen(float *to, const void *from, int64_t at, int64_t size, int is_bf16, float by) {
+    int64_t i = 0;
+    if (is_bf16) {
+        const uint16_t *values = (const uint16_t *)from + at;
+        for (; i + LANES <= size; i += LANES) {
+            halves h;
+            memcpy(&h, values + i, sizeof h);
+            store(to + i, (vec)(__builtin_convertvector(h, bits) << 16) * by);
+        }
+        for (; i < size; i++) {
+            uint32_t u = (uint32_t)values[i] << 16;
+            memcpy(to + i, &u, sizeof u);
+            to[i] *= by;
+        }
+    } else {
+        const float *values = (const float *)from + at;
+        for (; i < size; i++) to[i] = values[i] * by;
+    }
+}
+
+/* Written in the given dtype, to the nearest even. */
+INLINE void narrow(void *to, int64_t at, const float *from, int64_t size, int is_bf16, float by) {
+    if (is_bf16)
+        for (int64_t i = 0; i < size; i++) {
+            float value = from[i] * by;
+            uint32_t u;
+            memcpy(&u, &value, sizeof u);
+            ((uint16_t *)to)[at + i] = value != value ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+        }
+    else
+        for (int64_t i = 0; i < size; i++) ((float *)to)[at + i] = from[i] * by;
+}
+
+#define EXCHANGE(step, low, high)                          \
+    for (int i = 0; i < LANES; i++)                        \
+        if (!(i & step)) {                                 \
+            vec a = r[i], b = r[i | step];                 \
+            r[i] = low; r[i | step] = high;                \
+        }
+
+/* [16, 16] values turned about the diagonal. */
+INLINE void turn(float *to, int64_t to_row, const float *from, int64_t from_row) {
+    vec r[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) r[i] = load(from + i * from_row);
+#pragma GCC unroll 16
+    EXCHANGE(1, SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+             SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+#pragma GCC unroll 16
+    EXCHANGE(2, SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+             SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+#pragma GCC unroll 16
+    EXCHANGE(4, SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+             SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+#pragma GCC unroll 16
+    EXCHANGE(8, SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+             SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) store(to + i * to_row, r[i]);
+}
+
+/* `rows` x 16 `columns` of C += A B, over `depth`; the terms of a sum are added in their order. */
+INLINE void part(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
+                 int64_t depth, int adds, int rows, int columns) {
+    vec acc[4][4];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < columns; j++) acc[i][j] = adds ? load(c + i * c_row + j * LANES) : same(0);
+    for (int64_t k = 0; k < depth; k++)
+        for (int j = 0; j < columns; j++) {
+            vec right = load(b + k * b_row + j * LANES);
+            for (int i = 0; i < rows; i++) acc[i][j] += a[i * a_row + k * a_step] * right;
+        }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < columns; j++) store(c + i * c_row + j * LANES, acc[i][j]);
+}
+
+#define PART(rows, columns)                                                            \
+    case rows * 8 + columns:                                                           \
+        part(c + i * c_row + j, c_row, a + i * a_row, a_row, a_step, b + j, b_row, depth, adds, rows, columns); \
+        break;
+#define PARTS(rows) PART(rows, 1) PART(rows, 2) PART(rows, 3) PART(rows, 4)
+
+/* C [rows, columns] (+)= A [rows, depth] B [depth, columns]; columns are whole vectors. */
+static void multiply(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b,
+                     int64_t b_row, int64_t rows, int64_t columns, int64_t depth, int adds) {
+    for (int64_t j = 0; j < columns; j += 4 * LANES)
+        for (int64_t i = 0; i < rows; i += 4)
+            switch (LEAST(rows - i, 4) * 8 + LEAST(columns - j, 4 * LANES) / LANES) {
+                PARTS(1) PARTS(2) PARTS(3) PARTS(4)
+            }
+}
+
+/* One thread's room. `q`, `dout` and results have a row per query of a tile, `kt` and `vt` a row per dimension. */
+typedef struct {
+    void *all;
+    float *q, *dout, *scores, *weights, *out, *dq, *top, *total, *delta, *k, *v, *kt, *vt, *dk, *dv;
+} Room;
+
+typedef struct {
+    int64_t run, head, start, stop; /* of queries, or of the run's own keys */
+} Tile;
+
+INLINE int64_t queries_of_tile(const Attention *a) { return MOST(1, 64 / (a->heads / a->kv_heads)); }
+
+/* Kept by its thread, so that a decode step clears nothing. What pads a head's size stays zero. */
+static Room *take_room(const Attention *a) {
+    static _Thread_local Room room;
+    static _Thread_local int64_t held[4];
+    int64_t queries = queries_of_tile(a) * (a->heads / a->kv_heads), size = WHOLE(a->q.size), wide = WHOLE(a->v.size);
+    int64_t asked[] = {queries, a->q.size, a->v.size, 1};
+    if (!memcmp(held, asked, sizeof held)) return &room;
+    int64_t sizes[] = {queries * size, queries * wide, queries * BLOCK, queries * BLOCK, queries * wide, queries * size,
+                       WHOLE(queries), WHOLE(queries), WHOLE(queries), BLOCK * size, BLOCK * wide, size * BLOCK,
+                       wide * BLOCK, BLOCK * size, BLOCK * wide};
+    int64_t count = sizeof sizes / sizeof *sizes, all = 0;
+    for (int64_t i = 0; i < count; i++) all += sizes[i];
+    free(room.all);
+    if (posix_memalign(&room.all, 64, all * sizeof(float))) abort();
+    memset(room.all, 0, all * sizeof(float));
+    float *next = room.all, **parts = &room.q;
+    for (int64_t i = 0; i < count; i++) { parts[i] = next; next += sizes[i]; }
+    memcpy(held, asked, sizeof held);
+    return &room;
+}
+
+/* Keys or values of positions `base` to `base + count` as fp32 rows, of which those that fill a vector are zero;
+`turned`: also with a row per dimension. */
+static void read_keys(const Attention *a, const Rows *rows, const Run *run, int64_t head, int64_t base, int64_t count,
+                      float *to, float *turned) {
+    int64_t row = WHOLE(rows->size);
+    for (int64_t i = 0; i < WHOLE(count); i++) {
+        int64_t p = base + i, token = p < run->prefix_length ? run->prefix_first + p : run->own_first + p - run->prefix_length;
+        if (i < count) widen(to + i * row, rows->data, token * rows->token + head * rows->head, rows->size, a->is_bf16, 1.0f);
+        else memset(to + i * row, 0, row * sizeof(float));
+    }
+    if (turned)
+        for (int64_t i = 0; i < WHOLE(count); i += LANES)
+            for (int64_t d = 0; d < row; d += LANES) turn(turned + d * BLOCK + i, BLOCK, to + i * row + d, row);
+}
+
+/* Of each query of a tile, by token and head of its group. */
+static void read_queries(const Attention *a, const Rows *rows, const Run *run, const Tile *tile, float *to, float by) {
+    int64_t sharing = a->heads / a->kv_heads, row = WHOLE(rows->size);
+    for (int64_t i = tile->start; i < tile->stop; i++)
+        for (int64_t g = 0; g < sharing; g++, to += row)
+            widen(to, rows->data, (run->first + i) * rows->token + (tile->head * sharing + g) * rows->head, rows->size,
+                  a->is_bf16, by);
+}
+
+INLINE ints seen(const Attention *a, int64_t key, int64_t position) {
+    const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ints after = lanes + (int32_t)LEAST(MOST(key - position, -BLOCK), BLOCK); /* 0: the query's own */
+    ints visible = after <= 0;
+    if (a->window) {
+        int64_t oldest = position - a->window + 1 - key;
+        visible &= lanes >= (int32_t)LEAST(MOST(oldest, -BLOCK), BLOCK);
+    }
+    return visible;
+}
+
+static void forward_tile(const Attention *a, Room *room, const Tile *tile) {
+    const Run *run = a->runs + tile->run;
+    int64_t sharing = a->heads / a->kv_heads, count = (tile->stop - tile->start) * sharing;
+    int64_t size = WHOLE(a->q.size), wide = WHOLE(a->v.size);
+    int64_t first = run->prefix_length + run->before + tile->start, end = first + tile->stop - tile->start;
+    int64_t oldest = a->window ? MOST(0, first - a->window + 1) : 0;
+    read_queries(a, &a->q, run, tile, room->q, a->scale);
+    memset(room->out, 0, count * wide * sizeof(float));
+    for (int64_t x = 0; x < count; x++) {
+        room->top[x] = a->sinks ? a->sinks[tile->head * sharing + x % sharing] : -INFINITY;
+        room->total[x] = a->sinks ? 1.0f : 0.0f;
+    }
+    for (int64_t base = oldest / BLOCK * BLOCK; base < end; base += BLOCK) {
+        int64_t keys = LEAST(BLOCK, end - base), lanes = WHOLE(keys);
+        read_keys(a, &a->k, run, tile->head, base, keys, room->k, room->kt);
+        read_keys(a, &a->v, run, tile->head, base, keys, room->v, NULL);
+        multiply(room->scores, BLOCK, room->q, size, 1, room->kt, BLOCK, count, lanes, a->q.size, 0);
+        for (int64_t x = 0; x < count; x++) {
+            float *scores = room->scores + x * BLOCK, *out = room->out + x * wide;
+            vec s[4] = {same(-INFINITY), same(-INFINITY), same(-INFINITY), same(-INFINITY)};
+            for (int64_t i = 0; i < lanes / LANES; i++) {
+                vec given = load(scores + i * LANES);
+                if (a->cap) given = capped(given, a->cap);
+                s[i] = pick(seen(a, base + i * LANES, first + x / sharing), given, s[i]);
+            }
+            float top = MOST(room->top[x], largest(larger(larger(s[0], s[1]), larger(s[2], s[3]))));
+            float from = top == -INFINITY ? 0.0f : top; /* nothing seen yet */
+            vec shrink = power_of_e(same(room->top[x] - from));
+            for (int i = 0; i < 4; i++) s[i] = power_of_e(s[i] - from);
+            for (int64_t i = 0; i < lanes / LANES; i++) store(scores + i * LANES, s[i]);
+            room->total[x] = room->total[x] * shrink[0] + sum((s[0] + s[1]) + (s[2] + s[3]));
+            room->top[x] = top;
+            for (int64_t d = 0; d < wide; d += LANES) store(out + d, load(out + d) * shrink);
+        }
+        multiply(room->out, wide, room->scores, BLOCK, 1, room->v, wide, count, wide, keys, 1);
+    }
+    for (int64_t x = 0; x < count; x++) {
+        int64_t token = run->first + tile->start + x / sharing, head = tile->head * sharing + x % sharing;
+        narrow(a->out, (token * a->heads + head) * a->v.size, room->out + x * wide, a->v.size, a->is_bf16,
+               1.0f / room->total[x]);
+        if (a->lse) a->lse[head * a->tokens + token] = room->top[x] + logf(room->total[x]);
+    }
+}
+
+/* Reads a tile's queries, gradients and results, and makes each query's sum(p * dp): it follows from the result. */
+static void read_tile(const Attention *a, Room *room, const Run *run, const Tile *tile) {
+    Rows out = {a->out, a->heads * a->v.size, a->v.size, a->v.size};
+    int64_t sharing = a->heads / a->kv_heads, count = (tile->stop - tile->start) * sharing, wide = WHOLE(a->v.size);
+    read_queries(a, &a->q, run, tile, room->q, a->scale);
+    read_queries(a, &a->dout, run, tile, room->dout, 1.0f);
+    read_queries(a, &out, run, tile, room->out, 1.0f);
+    for (int64_t x = 0; x < count; x++) {
+        vec delta = {0};
+        for (int64_t d = 0; d < wide; d += LANES) delta += load(room->dout + x * wide + d) * load(room->out + x * wide + d);
+        room->delta[x] = sum(delta);
+    }
+}
+
+/* Weights of a tile's queries for the block of keys at `base`, and the gradients of their scores in `scores`. */
+static void slopes(const Attention *a, Room *room, const Run *run, const Tile *tile, int64_t base, int64_t keys) {
+    int64_t sharing = a->heads / a->kv_heads, count = (tile->stop - tile->start) * sharing, lanes = WHOLE(keys);
+    int64_t first = run->prefix_length + run->before + tile->start;
+    multiply(room->weights, BLOCK, room->q, WHOLE(a->q.size), 1, room->kt, BLOCK, count, lanes, a->q.size, 0);
+    multiply(room->scores, BLOCK, room->dout, WHOLE(a->v.size), 1, room->vt, BLOCK, count, lanes, a->v.size, 0);
+    for (int64_t x = 0; x < count; x++) {
+        int64_t head = tile->head * sharing + x % sharing, token = run->first + tile->start + x / sharing;
+        float lse = a->lse[head * a->tokens + token];
+        for (int64_t i = 0; i < lanes; i += LANES) {
+            float *at = room->weights + x * BLOCK + i, *to = room->scores + x * BLOCK + i;
+            vec score = load(at), slope = same(1.0f);
+            if (a->cap) {
+                score = capped(score, a->cap);
+                slope = 1.0f - (score / a->cap) * (score / a->cap);
+            }
+            vec weight = pick(seen(a, base + i, first + x / sharing), power_of_e(score - lse), same(0));
+            store(at, weight);
+            store(to, weight * (load(to) - room->delta[x]) * slope);
+        }
+    }
+}
+
+static void query_gradients(const Attention *a, Room *room, const Tile *tile) {
+    const Run *run = a->runs + tile->run;
+    int64_t sharing = a->heads / a->kv_heads, count = (tile->stop - tile->start) * sharing, size = WHOLE(a->q.size);
+    int64_t first = run->prefix_length + run->before + tile->start, end = first + tile->stop - tile->start;
+    int64_t oldest = a->window ? MOST(0, first - a->window + 1) : 0;
+    read_tile(a, room, run, tile);
+    memset(room->dq, 0, count * size * sizeof(float));
+    for (int64_t base = oldest / BLOCK * BLOCK; base < end; base += BLOCK) {
+        int64_t keys = LEAST(BLOCK, end - base);
+        read_keys(a, &a->k, run, tile->head, base, keys, room->k, room->kt);
+        read_keys(a, &a->v, run, tile->head, base, keys, room->v, room->vt);
+        slopes(a, room, run, tile, base, keys);
+        multiply(room->dq, size, room->scores, BLOCK, 1, room->k, size, count, size, keys, 1);
+    }
+    for (int64_t x = 0; x < count; x++) {
+        int64_t token = run->first + tile->start + x / sharing, head = tile->head * sharing + x % sharing;
+        narrow(a->dq, (token * a->heads + head) * a->q.size, room->dq + x * size, a->q.size, a->is_bf16, a->scale);
+    }
+}
+
+/* Of the run's own keys from `start` to `stop`, at most a block: its own queries see them, and those of all runs whose
+prefix it is. */
+static void key_gradients(const Attention *a, Room *room, const Tile *tile) {
+    const Run *owner = a->runs + tile->run;
+    int64_t sharing = a->heads / a->kv_heads, keys = tile->stop - tile->start, base = owner->prefix_length + tile->start;
+    int64_t size = WHOLE(a->q.size), wide = WHOLE(a->v.size), step = queries_of_tile(a);
+    read_keys(a, &a->k, owner, tile->head, base, keys, room->k, room->kt);
+    read_keys(a, &a->v, owner, tile->head, base, keys, room->v, room->vt);
+    memset(room->dk, 0, keys * size * sizeof(float));
+    memset(room->dv, 0, keys * wide * sizeof(float));
+    for (const Run *run = owner; run; run = run->next < 0 ? NULL : a->runs + run->next) {
+        int64_t zero = run->prefix_length + run->before; /* position of the run's first query */
+        int64_t start = MOST(0, base - zero), stop = run->length;
+        if (a->window) stop = LEAST(stop, base + keys - 1 + a->window - zero);
+        for (int64_t at = start; at < stop; at += step) {
+            Tile queries = {run - a->runs, tile->head, at, LEAST(at + step, stop)};
+            int64_t count = (queries.stop - at) * sharing;
+            read_tile(a, room, run, &queries);
+            slopes(a, room, run, &queries, base, keys);
+            multiply(room->dv, wide, room->weights, 1, BLOCK, room->dout, wide, keys, wide, count, 1);
+            multiply(room->dk, size, room->scores, 1, BLOCK, room->q, size, keys, size, count, 1);
+        }
+        if (owner->prefix_length) break; /* nothing but itself sees a continuation */
+    }
+    for (int64_t i = 0; i < keys; i++) {
+        int64_t row = (owner->own_first + tile->start + i) * a->kv_heads + tile->head;
+        narrow(a->dk, row * a->k.size, room->dk + i * size, a->k.size, a->is_bf16, 1.0f);
+        narrow(a->dv, row * a->v.size, room->dv + i * wide, a->v.size, a->is_bf16, 1.0f);
+    }
+}
+
+static void each_tile(const Attention *a, int64_t step, void (*work)(const Attention *, Room *, const Tile *)) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < a->num_runs; i++) count += (a->runs[i].length + step - 1) / step * a->kv_heads;
+    Tile *tiles = malloc(count * sizeof *tiles), *next = tiles;
+    if (!tiles) abort();
+    for (int64_t i = 0; i < a->num_runs; i++)
+        for (int64_t head = 0; head < a->kv_heads; head++)
+            for (int64_t at = 0; at < a->runs[i].length; at += step)
+                *next++ = (Tile){i, head, at, LEAST(at + step, a->runs[i].length)};
+#pragma omp parallel num_threads(a->threads)
+    {
+        Room *room = take_room(a);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < count; i++) work(a, room, tiles + i);
+    }
+    free(tiles);
+}
+
+void attend(const Attention *a) { each_tile(a, queries_of_tile(a), forward_tile); }
+
+void attend_backward(const Attention *a) {
+    each_tile(a, queries_of_tile(a), query_gradients);
+    each_tile(a, BLOCK, key_gradients);
+}

@@ -1,0 +1,153 @@
+"""Attention on a CPU by Orbit's own kernel, compiled from `attention.c` when a machine first uses it.
+
+Belongs here: compiling, loading and calling it. Does not belong here: which passes use it (`packed`, `rollout.cache`).
+
+Legend: see `chunked`; `R` runs of tokens (`packed.Row`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import CDLL, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orbit_runtime.policy.attention import AttentionSettings
+from orbit_runtime.storage.cache import default_cache
+
+SOURCE = Path(__file__).with_name("attention.c")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+LONGEST_COMPILATION = 120.0
+"""Seconds; two on a quiet machine."""
+
+
+class _Rows(Structure):
+    _fields_ = (("data", c_void_p), ("token", c_int64), ("head", c_int64), ("size", c_int64))
+
+
+class _Attention(Structure):
+    """`Attention` of the source."""
+
+    _fields_ = (
+        *((name, _Rows) for name in ("q", "k", "v", "dout")),
+        *((name, c_void_p) for name in ("runs", "sinks", "out", "lse", "dq", "dk", "dv")),
+        *((name, c_int64) for name in ("num_runs", "tokens", "heads", "kv_heads", "window")),
+        *((name, c_float) for name in ("scale", "cap")),
+        *((name, c_int32) for name in ("is_bf16", "threads")),
+    )
+
+
+@cache
+def kernel() -> CDLL | None:
+    """The compiled kernel; None without Linux or a C compiler: torch's operations take its place, whose last bits
+    depend on what is computed together."""
+    processor, compiler = Path("/proc/cpuinfo"), shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or not processor.exists():
+        return None
+    able = re.search(r"^(flags|Features)\s*:.*$", processor.read_text(), re.MULTILINE)
+    told = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    parts = (SOURCE.read_bytes(), told, (able[0] if able else "").encode(), " ".join(FLAGS).encode())
+    path = default_cache(os.environ) / "kernels" / f"attention-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                made = Path(folder, path.name)
+                command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+                subprocess.run(command, capture_output=True, check=True, timeout=LONGEST_COMPILATION)
+                os.replace(made, path)
+        return CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def can_attend(q: Tensor) -> bool:
+    """Whether the kernel takes queries like these."""
+    return q.device.type == "cpu" and q.dtype in {torch.float32, torch.bfloat16} and kernel() is not None
+
+
+def table_of(runs: Sequence[tuple[int, int, int, int, int, int]]) -> np.ndarray:
+    """int64 `[R, 7]`, as the kernel reads it, of runs with the fields of `Row` in their order."""
+    table_R7 = np.empty((len(runs), 7), np.int64)
+    newest: dict[int, int] = {}
+    for number, run in enumerate(runs):
+        table_R7[number] = *run, -1
+        prefix = run[2] if run[3] else run[0]
+        if prefix in newest and run[3]:
+            table_R7[newest[prefix], 6] = number
+        newest[prefix] = number
+    return table_R7
+
+
+def decode_table(positions_B: np.ndarray, heads: int, num_positions: int) -> np.ndarray:
+    """The table of one query per row over a cache `[B, K, S, D]`, whose places count from the first row's first key."""
+    rows = np.arange(len(positions_B))
+    table = np.zeros((len(rows), 7), np.int64)
+    table[:, 0], table[:, 1], table[:, 4], table[:, 6] = rows, 1, positions_B, -1
+    table[:, 5] = rows * heads * num_positions
+    return table
+
+
+def attend(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, table_R7: np.ndarray, look: AttentionSettings, lse_HT: Tensor | None
+) -> Tensor:
+    """`[T, H, D of v]`; writes the log of each query's sum of exponentials, fp32, where it is asked for."""
+    out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TKD.shape[-1])
+    given, _held = _given(q_THD, k_TKD, v_TKD, table_R7, look, out_THD, lse_HT)
+    _kernel().attend(byref(given))
+    return out_THD
+
+
+def gradients(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    dout_THD: Tensor,
+    table_R7: np.ndarray,
+    look: AttentionSettings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of queries, keys and values, given that of what `attend` returned."""
+    given, _held = _given(q_THD, k_TKD, v_TKD, table_R7, look, out_THD, lse_HT)
+    dout_THD = dout_THD.contiguous()
+    given.dout = _rows(dout_THD)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q_THD, k_TKD, v_TKD))
+    given.dq, given.dk, given.dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+    _kernel().attend_backward(byref(given))
+    return dq, dk, dv
+
+
+def _given(
+    q: Tensor, k: Tensor, v: Tensor, table: np.ndarray, look: AttentionSettings, out: Tensor, lse: Tensor | None
+) -> tuple[_Attention, Tensor | None]:
+    """With what must outlive the call beside the arguments."""
+    sinks = None if look.sinks_H is None else look.sinks_H.float().contiguous()
+    return _Attention(
+        *(_rows(each) for each in (q, k, v)),
+        runs=table.ctypes.data, sinks=None if sinks is None else sinks.data_ptr(), out=out.data_ptr(),
+        lse=None if lse is None else lse.data_ptr(), num_runs=len(table), tokens=len(q), heads=q.shape[1],
+        kv_heads=k.shape[1], window=look.window or 0, scale=look.scale, cap=look.cap or 0.0,
+        is_bf16=q.dtype is torch.bfloat16, threads=torch.get_num_threads(),
+    ), sinks  # fmt: skip
+
+
+def _rows(x_THD: Tensor) -> _Rows:
+    assert x_THD.stride(-1) == 1, "the kernel reads heads as they lie"
+    return _Rows(x_THD.data_ptr(), x_THD.stride(0), x_THD.stride(1), x_THD.shape[-1])
+
+
+def _kernel() -> CDLL:
+    found = kernel()
+    assert found is not None, "`can_attend` was not asked"
+    return found
