@@ -262,18 +262,14 @@ def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[
 
 def _widened(setting: Setting) -> Parts:
     """What linears held dense take beyond their own bytes: fp32 in place of BF16, or BF16 as saved and as products read
-    it; packed bytes stay. With them the output layer, or an embedding that is it: fp32, beside BF16 where that is read.
-    """
+    it; packed bytes stay. With them the output layer, or an embedding that is it."""
     if not setting.widened:
         return {}
-    is_bf16 = setting.job.spec.model.compute_precision == "BF16"
     is_tied = not any(each.role == "head" for each in setting.model.architecture.weights)
     head = "embedding" if is_tied else "head"
     return {
         WIDENED: sum(
-            stored.num_bytes
-            if stored.format == "BF16" and not (is_bf16 and stored.weight.role == head)
-            else stored.weight.num_parameters * 4
+            stored.num_bytes if stored.format == "BF16" else stored.weight.num_parameters * 4
             for stored in base_weights(setting.model, "trainer")
             if stored.weight.role == head or (stored.weight.is_linear and stored.weight.role != "routed_expert")
         )

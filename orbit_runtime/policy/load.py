@@ -40,7 +40,6 @@ from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
 from orbit_runtime.policy.fill import fill
-from orbit_runtime.policy.logprobs import fp32_product
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms, keep_stream_fp32, skip_indexers, widen_linears
 from orbit_runtime.policy.probe import cached_behaviour, check_rope
@@ -50,6 +49,7 @@ from orbit_runtime.policy.routing import build_routing
 from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_modules
 from orbit_runtime.policy.whole_rows import keep_states
 from orbit_runtime.quant.activations import ActivationPrecision
+from orbit_runtime.quant.kernels import panels
 from orbit_runtime.quant.linear import FrozenLinear
 from orbit_runtime.storage.cache import Cache, default_cache
 
@@ -174,8 +174,8 @@ def widen(policy: Policy) -> Policy:
     """In place of this policy: one that holds its linears in the dtype in which it computes (`widen_linears`)."""
     widen_linears(policy.model, policy.compute_dtype)
     head = policy.model.get_output_embeddings()
-    if policy.compute_dtype is torch.bfloat16 and isinstance(head, FrozenLinear) and fp32_product() is None:
-        head.order(torch.float32)
+    if policy.compute_dtype is torch.bfloat16 and isinstance(head, FrozenLinear) and panels.kernel() is not None:
+        head.order()
     return replace(policy, direct=build_direct(policy.model, policy.compute_dtype, ordered=True))
 
 

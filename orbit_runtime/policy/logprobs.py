@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from orbit_runtime.algorithms.distribution import add_bias, penalise, penalty_slope, truncate
 from orbit_runtime.policy.preceding_tokens import PrecedingTokens
 from orbit_runtime.quant.bf16 import BF16Weight
+from orbit_runtime.quant.kernels import panels
 from orbit_runtime.quant.linear import FrozenLinear, ordered_linear
 from orbit_runtime.types import Sampling
 
@@ -80,11 +81,11 @@ class _Logits(torch.autograd.Function):
             logits_RV = hidden_RN.new_empty(len(hidden_RN), len(weight_VN), dtype=torch.float32)
             product(hidden_RN.contiguous(), weight_VN.contiguous(), logits_RV)
             return logits_RV
+        if ordered_VN is not None:
+            return panels.multiply(hidden_RN, ordered_VN, len(weight_VN), None, torch.float32)
         # BF16 factors in fp32 have the same products. MKL takes some processors twice as long as oneDNN.
         wide = hidden_RN.float()
         multiply = ordered_linear if torch.backends.mkldnn.is_available() else F.linear
-        if ordered_VN is not None:
-            return multiply(wide, ordered_VN)
         return torch.cat([multiply(wide, part.float()) for part in weight_VN.split(WIDENED_ROWS)], 1)
 
     @staticmethod
@@ -147,7 +148,7 @@ def head_gives_same_bits(head: nn.Module, dtype: torch.dtype) -> bool:
     tried = [FrozenLinear(BF16Weight(part)) for part in {parts[0], parts[-1]}]
     if getattr(head, "ordered", None) is not None:
         for each in tried:
-            each.order(torch.float32)
+            each.order()
     return all(
         rows_are_equal(partial(logits_of, each), each.in_features, dtype, (FEWEST_ROWS[torch.float32], COMPARED_ROWS))
         for each in tried

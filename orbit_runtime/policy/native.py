@@ -1,21 +1,14 @@
-"""Attention on a CPU by Orbit's own kernel, compiled from `attention.c` when a machine first uses it.
+"""Attention on a CPU by Orbit's own kernel, `attention.c`.
 
-Belongs here: compiling, loading and calling it. Does not belong here: which passes use it (`packed`, `rollout.cache`).
+Belongs here: calling it. Does not belong here: which passes use it (`packed`, `rollout.cache`).
 
 Legend: see `chunked`; `R` runs of tokens (`packed.Row`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from ctypes import CDLL, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +16,9 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.policy.attention import AttentionSettings
-from orbit_runtime.storage.cache import default_cache
+from orbit_runtime.quant.kernels.compiled import compiled
 
 SOURCE = Path(__file__).with_name("attention.c")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
-LONGEST_COMPILATION = 120.0
-"""Seconds; two on a quiet machine."""
 
 
 class _Rows(Structure):
@@ -47,28 +37,8 @@ class _Attention(Structure):
     )
 
 
-@cache
 def kernel() -> CDLL | None:
-    """The compiled kernel; None without Linux or a C compiler: torch's operations take its place, whose last bits
-    depend on what is computed together."""
-    processor, compiler = Path("/proc/cpuinfo"), shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None or not processor.exists():
-        return None
-    able = re.search(r"^(flags|Features)\s*:.*$", processor.read_text(), re.MULTILINE)
-    told = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    parts = (SOURCE.read_bytes(), told, (able[0] if able else "").encode(), " ".join(FLAGS).encode())
-    path = default_cache(os.environ) / "kernels" / f"attention-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
-    try:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                made = Path(folder, path.name)
-                command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
-                subprocess.run(command, capture_output=True, check=True, timeout=LONGEST_COMPILATION)
-                os.replace(made, path)
-        return CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return compiled(SOURCE)
 
 
 def can_attend(q: Tensor) -> bool:

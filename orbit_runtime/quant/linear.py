@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from orbit_runtime.quant import bf16
 from orbit_runtime.quant.activations import RoundedProduct, Rounding, scaled
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.kernels import panels
 from orbit_runtime.quant.kernels.choice import Path, select_path
 from orbit_runtime.quant.kernels.operands import build_operands
 from orbit_runtime.quant.saved_products import computed_once
@@ -142,19 +143,27 @@ class FrozenLinear(nn.Module):
         return self._multiplied(x, w, bias)
 
     def _multiplied(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        product = ordered_linear if w.is_mkldnn else nn.functional.linear
+        product: Callable[..., Tensor] = nn.functional.linear
+        if w is self.ordered:
+            product = ordered_linear if w.is_mkldnn else self._by_panels
         if self.rounding is None:
             return product(x, w, bias)
         x, factor = self.rounding(x, self._buffers.get("input_scale"))
         return product(x, w, bias) if factor is None else scaled(product(x, w, None), factor, bias)
 
-    def order(self, dtype: torch.dtype = torch.bfloat16) -> bool:
-        """Holds the dense BF16 weight once more, in `dtype` and in the order in which oneDNN reads it. Otherwise each
-        product of few rows puts it in that order first, which takes as long as the product itself. Returns whether it
-        does so: only of what is dense and BF16."""
+    def _by_panels(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return panels.multiply(x, w, self.out_features, bias, x.dtype)
+
+    def order(self) -> bool:
+        """Holds the dense BF16 weight once more, in the order in which Orbit's kernel or oneDNN reads it. Otherwise
+        each product of few rows puts it in that order first, which takes as long as the product itself. Returns whether
+        it does so: only of what is dense and BF16."""
         views = self._packed_views()
         if len(views) == 1 and views[0].dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            self.ordered = torch.ops.mkldnn._reorder_linear_weight(views[0].to(dtype), ORDERED_ROWS)
+            if panels.kernel() is not None and self.in_features % 2 == 0:
+                self.ordered = panels.in_panels(views[0])
+            else:
+                self.ordered = torch.ops.mkldnn._reorder_linear_weight(views[0], ORDERED_ROWS)
         return self.ordered is not None
 
     def input_gradient(self, dy: Tensor) -> Tensor:
@@ -175,7 +184,9 @@ class FrozenLinear(nn.Module):
 
     def changed_copy(self) -> Tensor | None:
         """The dense copy if its bits are no longer those that the packed tensors stand for."""
-        ordered = self.ordered.to_dense() if self.ordered is not None else None
+        ordered = self.ordered
+        if ordered is not None:
+            ordered = ordered.to_dense() if ordered.is_mkldnn else panels.of_panels(ordered, self.out_features)
         for copy in (each for each in (self._held, ordered) if each is not None):
             right = FORMATS[self.format].dequantize(self.packed, copy.dtype)
             if not torch.equal(right.view(torch.uint8), copy.view(torch.uint8)):

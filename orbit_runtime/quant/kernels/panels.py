@@ -1,0 +1,62 @@
+"""Products by a dense BF16 weight on a CPU with AVX512-BF16 and without AMX, by a kernel of Orbit's own (`linear.c`).
+
+Belongs here: the weight's order and the call. Does not belong here: which layers use it (`linear`, the output layer).
+oneDNN's product of few rows takes such a processor a third longer; with AMX oneDNN's is the faster one.
+"""
+
+from __future__ import annotations
+
+from ctypes import CDLL, Structure, byref, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from orbit_runtime.quant.kernels.compiled import compiled, processor_flags
+
+SOURCE = Path(__file__).with_name("linear.c")
+PANEL = 48
+"""Columns of a result that are computed together."""
+
+
+class _Linear(Structure):
+    """`Linear` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "packed", "bias", "y")),
+        *((name, c_int64) for name in ("x_row", "y_row", "rows", "columns", "depth")),
+        *((name, c_int32) for name in ("y_is_fp32", "threads")),
+    )
+
+
+@cache
+def kernel() -> CDLL | None:
+    flags = processor_flags()
+    return compiled(SOURCE) if "avx512_bf16" in flags and "amx_bf16" not in flags else None
+
+
+def in_panels(weight_NK: Tensor) -> Tensor:
+    """BF16 `[N / 48, K / 2, 48, 2]`, for K divisible by 2; rows are filled up with zeros."""
+    filled = F.pad(weight_NK, (0, 0, 0, -len(weight_NK) % PANEL))
+    return filled.view(-1, PANEL, filled.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
+
+
+def of_panels(panels: Tensor, num_rows: int) -> Tensor:
+    """The weight `[N, K]` again."""
+    return panels.permute(0, 2, 1, 3).reshape(-1, panels.shape[1] * 2)[:num_rows]
+
+
+def multiply(x_TK: Tensor, panels: Tensor, columns: int, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`x @ W.T + bias` `[T, N]` of BF16 factors, summed in fp32, in BF16 or fp32. A row has the same bits for any T."""
+    if x_TK.stride(1) != 1:
+        x_TK = x_TK.contiguous()
+    y_TN = x_TK.new_empty(len(x_TK), columns, dtype=dtype)
+    found = kernel()
+    assert found is not None, "a weight lies in panels only where the kernel is"
+    bias = None if bias_N is None else bias_N.data_ptr()
+    sizes = x_TK.stride(0), columns, len(x_TK), columns, x_TK.shape[1]
+    places = x_TK.data_ptr(), panels.data_ptr(), bias, y_TN.data_ptr()
+    found.multiply(byref(_Linear(*places, *sizes, dtype is torch.float32, torch.get_num_threads())))
+    return y_TN
