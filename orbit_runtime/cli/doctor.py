@@ -191,10 +191,17 @@ def _matrix(said: str) -> list[str]:
 
 
 def check_compilers() -> list[Finding]:
-    """Checks what kernels are compiled with when they first run; nothing where there is no driver."""
-    if shutil.which("nvidia-smi") is None or importlib.util.find_spec("torch") is None:
+    """Checks what kernels are compiled with when they first run."""
+    if importlib.util.find_spec("torch") is None:
         return []
     from orbit_runtime.quant.kernels.choice import triton_lacks
+    from orbit_runtime.quant.kernels.compiled import find_compiler
+
+    if shutil.which("nvidia-smi") is None:
+        compiler = find_compiler()
+        lacks = "without a C compiler attention on a CPU is torch's: slower, and rollout may differ in its last bits"
+        fix = "install gcc, on Linux, or name a C compiler in CC"
+        return [Finding("compilers", "ok", compiler) if compiler else Finding("compilers", "warn", lacks, fix)]
 
     lacks = triton_lacks()
     if lacks is not None:

@@ -341,9 +341,11 @@ def backward_by_rows(
     """`dy @ W`, the gradient of the input."""
     num_rows = packed[0].shape[0]
     dense = _buffer(num_rows, num_columns, dy, dense_bytes)
-    if len(dense) == num_rows:
-        return dy @ dense_into(dense, dense_rows, packed)
     flat_dy = dy.reshape(-1, num_rows)
+    if len(dense) == num_rows:
+        whole = dense_into(dense, dense_rows, packed)
+        product = panels.multiply_turned if panels.can_turn(flat_dy, whole) else torch.mm
+        return product(flat_dy, whole).view(*dy.shape[:-1], num_columns)
     dx = flat_dy.new_zeros(flat_dy.shape[0], num_columns)
     for start in range(0, num_rows, len(dense)):
         rows = [tensor[start : start + len(dense)] for tensor in packed]

@@ -15,7 +15,7 @@ LONG_SEQUENCE = 8192
 
 USUAL_RATES: tuple[tuple[float, Mapping[str, float]], ...] = (
     (10_000_000, {"LoRA": 2e-3, "OFT": 1e-3}),
-    (1_000_000_000, {"LoRA": 1e-3, "OFT": 1e-3}),
+    (1_000_000_000, {"LoRA": 5e-4, "OFT": 1e-3}),
 )
 """Most parameters of a model, and the rates by which one below it was measured to learn: docs/guides/real_model.md."""
 CAUTIOUS_RATE = 1e-4

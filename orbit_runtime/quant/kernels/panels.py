@@ -25,9 +25,9 @@ class _Linear(Structure):
     """`Linear` of the source."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "packed", "bias", "y")),
-        *((name, c_int64) for name in ("x_row", "y_row", "rows", "columns", "depth")),
-        *((name, c_int32) for name in ("y_is_fp32", "threads")),
+        *((name, c_void_p) for name in ("x", "w", "bias", "y")),
+        *((name, c_int64) for name in ("x_row", "y_row", "w_row", "rows", "columns", "depth")),
+        *((name, c_int32) for name in ("is_turned", "y_is_fp32", "threads")),
     )
 
 
@@ -50,13 +50,27 @@ def of_panels(panels: Tensor, num_rows: int) -> Tensor:
 
 def multiply(x_TK: Tensor, panels: Tensor, columns: int, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`x @ W.T + bias` `[T, N]` of BF16 factors, summed in fp32, in BF16 or fp32. A row has the same bits for any T."""
-    if x_TK.stride(1) != 1:
-        x_TK = x_TK.contiguous()
-    y_TN = x_TK.new_empty(len(x_TK), columns, dtype=dtype)
+    return _product(x_TK, panels, columns, bias_N, dtype, is_turned=False)
+
+
+def can_turn(dy_TN: Tensor, weight_NK: Tensor) -> bool:
+    both_bf16 = dy_TN.dtype is weight_NK.dtype is torch.bfloat16
+    return both_bf16 and dy_TN.device.type == "cpu" and dy_TN.shape[-1] % 2 == 0 and kernel() is not None
+
+
+def multiply_turned(dy_TN: Tensor, weight_NK: Tensor) -> Tensor:
+    """`dy @ W` `[T, K]` in BF16, for N divisible by 2, of a weight as it is saved: panels are made in passing."""
+    return _product(dy_TN, weight_NK, weight_NK.shape[1], None, torch.bfloat16, is_turned=True)
+
+
+def _product(
+    x: Tensor, weight: Tensor, columns: int, bias: Tensor | None, dtype: torch.dtype, *, is_turned: bool
+) -> Tensor:
+    x, weight = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, weight))
+    y = x.new_empty(len(x), columns, dtype=dtype)
+    places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+    sizes = x.stride(0), columns, weight.stride(0), len(x), columns, x.shape[1]
     found = kernel()
     assert found is not None, "a weight lies in panels only where the kernel is"
-    bias = None if bias_N is None else bias_N.data_ptr()
-    sizes = x_TK.stride(0), columns, len(x_TK), columns, x_TK.shape[1]
-    places = x_TK.data_ptr(), panels.data_ptr(), bias, y_TN.data_ptr()
-    found.multiply(byref(_Linear(*places, *sizes, dtype is torch.float32, torch.get_num_threads())))
-    return y_TN
+    found.multiply(byref(_Linear(*places, *sizes, is_turned, dtype is torch.float32, torch.get_num_threads())))
+    return y
