@@ -1,8 +1,8 @@
 /* Exact attention on a CPU, forward and backward, for packed rows and for cached ones.
 
 A query's keys are read in blocks of 64, counted from the first position of its sequence, and the softmax over them is
-assembled as `chunked.py` does it. All arithmetic is fp32, whatever is given; each sum has one order, so a query's result
-has the same bits whatever is computed beside it, packed or decoded alone. Only the vector type of GCC and Clang is used.
+assembled as in `chunked.py`. All arithmetic is fp32, whatever is given; each sum has one order, so a query's result has
+the same bits whatever is computed beside it, packed or decoded alone. Only vector types of GCC and Clang are used.
 
 Runs: see `policy.packed.Row`. All strides and places count elements; the last dimension is contiguous. */
 
@@ -83,7 +83,8 @@ INLINE vec power_of_e(vec x) {
 }
 
 INLINE vec capped(vec scores, float cap) {
-    vec e = power_of_e(larger(pick(scores < 40.0f * cap, scores, same(40.0f * cap)), same(-40.0f * cap)) * (2.0f / cap));
+    vec most = same(40.0f * cap), bounded = larger(pick(scores < most, scores, most), -most);
+    vec e = power_of_e(bounded * (2.0f / cap));
     return cap * ((e - 1.0f) / (e + 1.0f));
 }
 
@@ -219,8 +220,9 @@ static void read_keys(const Attention *a, const Rows *rows, const Run *run, int6
                       float *to, float *turned) {
     int64_t row = WHOLE(rows->size);
     for (int64_t i = 0; i < WHOLE(count); i++) {
-        int64_t p = base + i, token = p < run->prefix_length ? run->prefix_first + p : run->own_first + p - run->prefix_length;
-        if (i < count) widen(to + i * row, rows->data, token * rows->token + head * rows->head, rows->size, a->is_bf16, 1.0f);
+        int64_t own = base + i - run->prefix_length, token = own < 0 ? run->prefix_first + base + i : run->own_first + own;
+        int64_t from = token * rows->token + head * rows->head;
+        if (i < count) widen(to + i * row, rows->data, from, rows->size, a->is_bf16, 1.0f);
         else memset(to + i * row, 0, row * sizeof(float));
     }
     if (turned)
@@ -300,8 +302,9 @@ static void read_tile(const Attention *a, Room *room, const Run *run, const Tile
     read_queries(a, &a->dout, run, tile, room->dout, 1.0f);
     read_queries(a, &out, run, tile, room->out, 1.0f);
     for (int64_t x = 0; x < count; x++) {
+        const float *dout = room->dout + x * wide, *results = room->out + x * wide;
         vec delta = {0};
-        for (int64_t d = 0; d < wide; d += LANES) delta += load(room->dout + x * wide + d) * load(room->out + x * wide + d);
+        for (int64_t d = 0; d < wide; d += LANES) delta += load(dout + d) * load(results + d);
         room->delta[x] = sum(delta);
     }
 }
@@ -353,7 +356,8 @@ static void query_gradients(const Attention *a, Room *room, const Tile *tile) {
 prefix it is. */
 static void key_gradients(const Attention *a, Room *room, const Tile *tile) {
     const Run *owner = a->runs + tile->run;
-    int64_t sharing = a->heads / a->kv_heads, keys = tile->stop - tile->start, base = owner->prefix_length + tile->start;
+    int64_t sharing = a->heads / a->kv_heads, keys = tile->stop - tile->start;
+    int64_t base = owner->prefix_length + tile->start;
     int64_t size = WHOLE(a->q.size), wide = WHOLE(a->v.size), step = queries_of_tile(a);
     read_keys(a, &a->k, owner, tile->head, base, keys, room->k, room->kt);
     read_keys(a, &a->v, owner, tile->head, base, keys, room->v, room->vt);

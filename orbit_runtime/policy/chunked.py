@@ -117,30 +117,34 @@ def attend_chunked(
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: VisibleKeys) -> Tensor:
-        made: list[tuple[Tensor, Tensor]] = []
-
-        def compute() -> Tensor:
-            made.append(_forward(q_THD, k_TKD, v_TKD, seen))
-            return made[0][0]
-
-        out_THD = computed_once(compute)
-        lse_HT = computed_once(lambda: made[0][1])
-        ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, lse_HT)
         ctx.seen = seen
+        if seen.table_R7 is not None:
+            # A layer that is computed again computes this again: it takes little, and plans count it as not kept.
+            lse_HT = q_THD.new_empty(q_THD.shape[1], len(q_THD), dtype=torch.float32)
+            out_THD = native.attend(q_THD, k_TKD, v_TKD, seen.table_R7, seen.look, lse_HT)
+        else:
+            made: list[tuple[Tensor, Tensor]] = []
+
+            def compute() -> Tensor:
+                made.append(_forward(q_THD, k_TKD, v_TKD, seen))
+                return made[0][0]
+
+            out_THD = computed_once(compute)
+            lse_HT = computed_once(lambda: made[0][1])
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, lse_HT)
         return out_THD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.seen.table_R7 is not None:
+            return *native.gradients(*ctx.saved_tensors, dout_THD, ctx.seen.table_R7, ctx.seen.look), None
         return (*_backward(*ctx.saved_tensors, dout_THD, ctx.seen), None)
 
 
 def _forward(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: VisibleKeys) -> tuple[Tensor, Tensor]:
     """The result, and the log of each query's sum of exponentials, fp32 `[H, T]`."""
     tokens, heads, _ = q_THD.shape
-    if seen.table_R7 is not None:
-        lse_HT = q_THD.new_empty(heads, tokens, dtype=torch.float32)
-        return native.attend(q_THD, k_TKD, v_TKD, seen.table_R7, seen.look, lse_HT), lse_HT
     kv_heads = k_TKD.shape[1]
     out_THD = q_THD.new_empty(tokens, heads, v_TKD.shape[-1])
     lse_HT = q_THD.new_empty(heads, tokens, dtype=torch.float32)
@@ -174,8 +178,6 @@ def _backward(
     dout_THD: Tensor,
     seen: VisibleKeys,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if seen.table_R7 is not None:
-        return native.gradients(q_THD, k_TKD, v_TKD, out_THD, lse_HT, dout_THD, seen.table_R7, seen.look)
     heads, kv_heads = q_THD.shape[1], k_TKD.shape[1]
     dq_THD = torch.empty_like(q_THD)
     dk_KTD, dv_KTD = (x.new_zeros(kv_heads, len(x), x.shape[-1], dtype=torch.float32) for x in (k_TKD, v_TKD))

@@ -25,8 +25,7 @@ from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, Plan, plan
 from orbit_runtime.planner import assumptions as known
-from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.policy.attention import FEW_KEYS
+from orbit_runtime.policy import Policy, load_policy, native
 from orbit_runtime.policy.load import widen
 from orbit_runtime.policy.logprobs import CHUNK_ELEMENTS
 from orbit_runtime.policy.packed import Branch, PackedBatch
@@ -121,8 +120,8 @@ def samples() -> list[Sample]:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans count what the fused kernel keeps. Plain products of short sequences keep less."""
-    monkeypatch.setattr("orbit_runtime.policy.packed.few_keys", lambda _: 0)
+    """Plans count what torch's fused kernel keeps. Orbit's own for CPUs keeps less."""
+    monkeypatch.setattr(native, "can_attend", lambda _: False)
 
 
 def within(case: Case, part: str, measured: int, planned: int, share: float = 0.05) -> None:
@@ -234,19 +233,20 @@ def test_what_a_backward_waits_for(case: Case) -> None:
     assert kept_by(case.policy, batch) <= case.made.phases["train"]["activations"]
 
 
-@pytest.mark.parametrize("length", [40, 80, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [40, 200])
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "modules"])
-def test_plain_products_of_first_queries_keep_no_more_than_the_fused_kernel(
-    length: int, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_kernel_of_a_cpu_keeps_no_more_than_the_fused_one(
+    length: int, is_direct: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = load_policy(builtin_folder("tiny-adder", "INT4"), AdapterConfig("LoRA", TARGETS, rank=8))
+    adapter = AdapterConfig("LoRA", TARGETS, rank=8)
+    policy = load_policy(builtin_folder("tiny-adder", "INT4"), adapter, compute_dtype=dtype)
     policy = policy if is_direct else replace(policy, direct=None)
     tokens = [5 + number % 20 for number in range(length)]
     batch = policy.pack([Branch(row, tokens[: length // 2], tokens[length // 2 :]) for row in range(4)])
     fused = kept_by(policy, batch)
-    monkeypatch.setattr("orbit_runtime.policy.packed.few_keys", lambda _: FEW_KEYS)
-    # And whether a token's query is one of them: a byte.
-    assert kept_by(policy, batch) <= fused + batch.num_tokens
+    monkeypatch.undo()
+    assert kept_by(policy, batch) <= fused
 
 
 @pytest.mark.parametrize("recompute", ["Selective", "PerLayer"])

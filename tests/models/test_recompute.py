@@ -120,12 +120,9 @@ def test_experts_that_were_given_are_given_to_the_second_pass(case: Case, tmp_pa
     assert len(trace) == len(policy.injected.layers), "the second pass is no use of the adapter"
 
 
-def test_selective_multiplies_by_no_packed_weight_twice_and_per_layer_by_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_selective_multiplies_by_no_packed_weight_twice_and_per_layer_by_all(tmp_path: Path) -> None:
     """Products of the backward pass: of the frozen weights one for the gradient, and what runs again."""
-    # Those of attention are the fused kernel's, which are not counted.
-    monkeypatch.setattr("orbit_runtime.policy.packed.few_keys", lambda _: 0)
+    # Those of attention are a kernel's, which are not counted.
     case = Case("qwen3", "INT4", "LoRA", "None")
     packed, _ = make_family(tmp_path, case.family, case.layout)
     products = {}

@@ -1,6 +1,7 @@
-"""Triton kernels over packed weights: dequantise, and multiply forward and for the input gradient, dense and grouped.
+"""Kernels over weights. Triton's: dequantise, and multiply forward and for the input gradient, dense and grouped; each has
+a torch twin, the codec, or `quant.linear` and `quant.grouped`, and `choice` decides which of the two runs. For CPUs:
+`compiled`, and `panels`, which it compiles.
 
-Each has a torch twin: the codec, or `quant.linear` and `quant.grouped`. `choice` decides which of the two runs.
-Belongs here: kernels, their launch, the choice; for CPUs `compiled` and what it compiles. Does not belong here: formats, autograd, anything that knows a model.
+Belongs here: kernels, their launch, the choice. Does not belong here: formats, autograd, anything that knows a model.
 Without Triton, `choice`, `operands`, `compiled` and `panels` can be imported.
 """

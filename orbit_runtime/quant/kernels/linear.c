@@ -27,7 +27,8 @@ INLINE __m512 widened(const uint16_t *from, __mmask16 mask) {
 }
 
 /* `rows` rows of one panel; meanwhile `bytes` of what is read next come into the cache. */
-INLINE void part(const Linear *a, int64_t row, int64_t panel, const uint16_t *w, const char *next, int64_t bytes, int rows) {
+INLINE void part(const Linear *a, int64_t row, int64_t panel, const uint16_t *w, const char *next, int64_t bytes,
+                 int rows) {
     __m512 acc[ROWS][3];
     const uint16_t *x = a->x + row * a->x_row;
     for (int i = 0; i < rows; i++)
@@ -59,7 +60,8 @@ INLINE void part(const Linear *a, int64_t row, int64_t panel, const uint16_t *w,
     }
 }
 
-static void rows_of_panel(const Linear *a, int64_t start, int64_t stop, int64_t panel, const uint16_t *w, const char *next) {
+static void rows_of_panel(const Linear *a, int64_t start, int64_t stop, int64_t panel, const uint16_t *w,
+                          const char *next) {
     int64_t bytes = 0;
     if (next) bytes = PANEL * a->depth * 2 / ((stop - start + ROWS - 1) / ROWS) / 64 * 64 + 64;
     for (int64_t row = start; row < stop; row += ROWS, next += bytes)

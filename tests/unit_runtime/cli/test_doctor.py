@@ -16,7 +16,7 @@ import torch
 
 from orbit_runtime.cli import doctor
 from orbit_runtime.cli.doctor import Finding, has_kernels
-from orbit_runtime.quant.kernels import choice
+from orbit_runtime.quant.kernels import choice, compiled
 
 B200 = """\
 +-----------------------------------------------------------------------------------------+
@@ -88,7 +88,12 @@ def test_what_kernels_are_compiled_with(programs: Path, monkeypatch: pytest.Monk
         (finding,) = doctor.check_compilers()
         return finding
 
-    assert doctor.check_compilers() == []
+    # Without a GPU: for attention on the CPU.
+    monkeypatch.setattr(compiled, "processor_flags", lambda: frozenset({"avx2"}))
+    assert found()[:2] == ("compilers", "warn")
+    play(programs, "cc")
+    assert found() == Finding("compilers", "ok", str(programs / "cc"))
+    (programs / "cc").unlink()
     play(programs, "nvidia-smi", x=B200)
     assert found()[1:] == (
         "warn", "packed weights are multiplied by torch: Triton finds no C compiler: install gcc", "install gcc",

@@ -1,0 +1,74 @@
+"""Orbit's BF16 product for CPUs against fp64, and how kernels in C are compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from orbit_runtime.quant.kernels import compiled, panels
+
+SHAPES = [(1, 2, 1), (3, 64, 48), (8, 96, 100), (13, 576, 144), (300, 130, 49)]
+"""Rows, inputs, outputs."""
+
+
+def made(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+@pytest.fixture
+def needs_kernel() -> None:
+    if panels.kernel() is None:
+        pytest.skip("no C compiler, or a processor with AMX or without AVX512-BF16: oneDNN multiplies here")
+
+
+@pytest.mark.parametrize("rows", [1, 48, 100])
+def test_a_weight_in_panels_is_the_same_weight(rows: int) -> None:
+    weight_NK = made(rows, 6)
+    held = panels.in_panels(weight_NK)
+    assert held.shape == (-(-rows // 48), 3, 48, 2)
+    assert torch.equal(panels.of_panels(held, rows), weight_NK)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+@pytest.mark.usefixtures("needs_kernel")
+def test_products_are_those_of_double_precision_and_a_row_alone_has_the_same_bits(
+    rows: int, inputs: int, outputs: int
+) -> None:
+    wide, weight, bias = made(rows, inputs + 6), made(outputs, inputs), made(outputs)
+    x = wide[:, 4 : 4 + inputs]  # rows of a wider tensor
+    exact, held = x.double() @ weight.double().T, panels.in_panels(weight)
+    bound = float((x.double().abs() @ weight.double().abs().T).max()) * inputs * 2**-24
+    fp32 = panels.multiply(x, held, outputs, None, torch.float32)
+    assert float((fp32 - exact).abs().max()) <= bound
+    found = panels.multiply(x, held, outputs, bias, torch.bfloat16)
+    torch.testing.assert_close(found.double(), exact + bias.double(), rtol=2**-8, atol=bound)
+    assert torch.equal(
+        torch.cat([panels.multiply(each, held, outputs, bias, torch.bfloat16) for each in x.split(1)]), found
+    )
+    if outputs % 2 == 0:
+        dy = made(rows, outputs)
+        assert panels.can_turn(dy, weight)
+        expected = dy.double() @ weight.double()
+        torch.testing.assert_close(panels.multiply_turned(dy, weight).double(), expected, rtol=2**-8, atol=2.0 * bound)
+
+
+def test_a_source_is_compiled_once_and_one_that_cannot_be_is_no_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled.find_compiler() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setenv("ORBIT_CACHE", str(tmp_path / "cache"))
+    source, broken = tmp_path / "four.c", tmp_path / "broken.c"
+    source.write_text("int four(void) { return 4; }\n")
+    broken.write_text("int four(void) { return }\n")
+    compiled.compiled.cache_clear()
+    assert [compiled.compiled(source).four() for _ in range(2)] == [4, 4]  # type: ignore[union-attr]
+    assert compiled.compiled(broken) is None
+    assert [path.suffix for path in (tmp_path / "cache" / "kernels").iterdir()] == [".so"]
+    monkeypatch.setenv("CC", "no-such-compiler")
+    compiled.compiled.cache_clear()
+    assert compiled.compiled(source) is None
+    compiled.compiled.cache_clear()
