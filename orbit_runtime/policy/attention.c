@@ -79,7 +79,8 @@ INLINE vec power_of_e(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = (p * r) * r + r + 1.0f;
     ints exponent = __builtin_convertvector(pick(x > -87.0f, n, same(0)), ints) << 23;
-    return pick(x > -87.0f, (vec)((ints)p + exponent), same(0));
+    vec found = pick(x > -87.0f, (vec)((ints)p + exponent), same(0));
+    return pick(x == x, found, x); /* what is no number stays none */
 }
 
 INLINE vec capped(vec scores, float cap) {

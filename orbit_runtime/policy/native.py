@@ -60,21 +60,21 @@ def table_of(runs: Sequence[tuple[int, int, int, int, int, int]]) -> np.ndarray:
 
 
 def decode_table(positions_B: np.ndarray, heads: int, num_positions: int) -> np.ndarray:
-    """The table of one query per row over a cache `[B, K, S, D]`, whose places count from the first row's first key."""
-    rows = np.arange(len(positions_B))
-    table = np.zeros((len(rows), 7), np.int64)
-    table[:, 0], table[:, 1], table[:, 4], table[:, 6] = rows, 1, positions_B, -1
-    table[:, 5] = rows * heads * num_positions
-    return table
+    """The table of one query per row over a cache `[B, K, S, D]`, whose places count from the first row's first key.
+    `heads`: K; `num_positions`: S."""
+    rows, zeros = np.arange(len(positions_B)), np.zeros_like(positions_B)
+    places = rows * heads * num_positions
+    return np.stack((rows, zeros + 1, zeros, zeros, positions_B, places, zeros - 1), 1).astype(np.int64)
 
 
 def attend(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, table_R7: np.ndarray, look: AttentionSettings, lse_HT: Tensor | None
 ) -> Tensor:
     """`[T, H, D of v]`; writes the log of each query's sum of exponentials, fp32, where it is asked for."""
+    q_THD, k_TKD, v_TKD = map(_plain, (q_THD, k_TKD, v_TKD))
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TKD.shape[-1])
     given, _held = _given(q_THD, k_TKD, v_TKD, table_R7, look, out_THD, lse_HT)
-    _kernel().attend(byref(given))
+    kernel().attend(byref(given))  # type: ignore[union-attr]
     return out_THD
 
 
@@ -89,12 +89,12 @@ def gradients(
     look: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Those of queries, keys and values, given that of what `attend` returned."""
+    q_THD, k_TKD, v_TKD, dout_THD = map(_plain, (q_THD, k_TKD, v_TKD, dout_THD))
     given, _held = _given(q_THD, k_TKD, v_TKD, table_R7, look, out_THD, lse_HT)
-    dout_THD = dout_THD.contiguous()
     given.dout = _rows(dout_THD)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q_THD, k_TKD, v_TKD))
     given.dq, given.dk, given.dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
-    _kernel().attend_backward(byref(given))
+    kernel().attend_backward(byref(given))  # type: ignore[union-attr]
     return dq, dk, dv
 
 
@@ -112,12 +112,10 @@ def _given(
     ), sinks  # fmt: skip
 
 
+def _plain(x_THD: Tensor) -> Tensor:
+    """The kernel reads the numbers of a head one after the other."""
+    return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+
+
 def _rows(x_THD: Tensor) -> _Rows:
-    assert x_THD.stride(-1) == 1, "the kernel reads heads as they lie"
     return _Rows(x_THD.data_ptr(), x_THD.stride(0), x_THD.stride(1), x_THD.shape[-1])
-
-
-def _kernel() -> CDLL:
-    found = kernel()
-    assert found is not None, "`can_attend` was not asked"
-    return found

@@ -70,7 +70,6 @@ def _product(
     y = x.new_empty(len(x), columns, dtype=dtype)
     places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
     sizes = x.stride(0), columns, weight.stride(0), len(x), columns, x.shape[1]
-    found = kernel()
-    assert found is not None, "a weight lies in panels only where the kernel is"
-    found.multiply(byref(_Linear(*places, *sizes, is_turned, dtype is torch.float32, torch.get_num_threads())))
+    given = _Linear(*places, *sizes, is_turned, dtype is torch.float32, torch.get_num_threads())
+    kernel().multiply(byref(given))  # type: ignore[union-attr]
     return y
