@@ -410,7 +410,7 @@ class PackedPlan:
             width, kv_heads = k_TKD.shape[1] * k_TKD.shape[2], k_TKD.shape[1]
             k_TKD, v_TKD = (x.unflatten(-1, (kv_heads, -1)) for x in (met_TN[:, :width], met_TN[:, width:]))
         table = None
-        if self._is_alone and self._meet is None and native.can_attend(q_THD):
+        if self.kernel != "Eager" and self._is_alone and self._meet is None and native.can_attend(q_THD):
             table = self.once("table", lambda: native.table_of([astuple(row) for row in self.batch.rows]))
         if self.kernel == "Chunked" or table is not None:
             return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look, table_R7=table).flatten(1)

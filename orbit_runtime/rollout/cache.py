@@ -133,7 +133,7 @@ class DecodePlan:
         self._positions_B, self._device = positions_B, block.device
         self._heads = block.shape[3]
         self._table: np.ndarray | None = None
-        if native.can_attend(block):
+        if self._is_fused and native.can_attend(block):
             self._table = native.decode_table(positions_B, block.shape[3], block.shape[4])
         self._masks: dict[int | None, _Masks] = {}
         if low == high:

@@ -19,7 +19,7 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.loop import run
 from orbit_runtime.model_info.builtin_models import any_builtin_folder
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy import Policy, load_policy, native
 from orbit_runtime.policy.attention import layers_of
 from orbit_runtime.policy.direct import find_blocks
 from orbit_runtime.policy.packed import Branch
@@ -47,8 +47,9 @@ CASES = [
 SAME_BITS = ("tiny-adder", "tiny-qwen3", "tiny-llama")
 """Models whose trainer and engine pass through `policy.direct`."""
 IS_EQUAL, IS_EQUAL_IN_FP32 = (
-    find_blocks(dtype, 128, 256, 8, 0, torch.get_num_threads()) is not None for dtype in (torch.bfloat16, torch.float32)
-)
+    native.kernel() is not None and find_blocks(dtype, 128, 256, 8, 0, torch.get_num_threads()) is not None
+    for dtype in (torch.bfloat16, torch.float32)
+)  # fmt: skip
 FAMILIES = (
     "tiny-llama", "tiny-qwen3-moe", "tiny-gpt-oss", "tiny-kimi-k2", "tiny-glm4-moe", "tiny-deepseek-v4",
 )  # fmt: skip
