@@ -38,7 +38,7 @@ def test_it_writes_what_suits_a_model(tmp_path: Path) -> None:
     spec = load_manifest(path).spec
     assert (spec.model.uri, spec.model.precision) == (str(folder.resolve()), "NVFP4")
     assert (spec.training.learning_rate, spec.training.prompts_per_step) == (2e-3, 8)
-    assert "learningRate: 0.001\n" in render_start_of("run.yaml", "a: b", "BF16", 134_000_000)
+    assert "learningRate: 0.0005\n" in render_start_of("run.yaml", "a: b", "BF16", 134_000_000)
     with pytest.raises(ModelError):
         init(path, model=tmp_path, force=True, as_json=False)
     with pytest.raises(UsageError):
