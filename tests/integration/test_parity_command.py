@@ -32,6 +32,7 @@ def test_a_gate_that_does_not_hold_is_84_and_named(capsys: pytest.CaptureFixture
     model = "spec.model.uri=builtin://tiny-moe-adder"
     assert run_command(["parity", EXAMPLE, "--set", model, "--set", "spec.parity.meanLimit=1e-12"]) == 84
     out = capsys.readouterr().out
-    assert "FAILED: trainer and engine differ (adapter off" in out
+    # With which adapter they differ in a last bit depends on the processor.
+    assert "FAILED: trainer and engine differ (" in out
     assert "adapter off" in out
     assert "limit 1e-12" in out
