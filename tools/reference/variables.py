@@ -104,7 +104,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ORBIT_KERNELS", "Auto", "How a CUDA device multiplies by packed weights: `Torch` (none of Orbit's "
              "kernels), `Dequantize` (a kernel, then a torch matmul), `Fused` (one kernel), or by shape.",
              "training, rollout"),
-    Variable("CC", "gcc", "C compiler of kernels: Orbit's own on a CPU (`cc` if unset), and Triton's on a GPU.", "training, rollout, Triton"),
+    Variable("CC", "gcc", "C compiler of kernels: Orbit's own on a CPU (`cc` if unset), Triton's on a GPU.",
+             "training, rollout, Triton"),
     Variable("CXX", "c++", "C++ compiler that SGLang and FlashInfer use.", "SGLang"),
     Variable("CUDA_HOME", "/usr/local/cuda", "CUDA's toolkit, with `nvcc`.", "SGLang"),
     Variable("CUDA_PATH", "", "The same, if `CUDA_HOME` is not set.", "SGLang"),
