@@ -198,10 +198,10 @@ def check_compilers() -> list[Finding]:
     from orbit_runtime.quant.kernels.compiled import find_compiler
 
     if shutil.which("nvidia-smi") is None:
-        compiler = find_compiler()
-        lacks = "without a C compiler attention on a CPU is torch's: slower, and rollout may differ in its last bits"
-        fix = "install gcc, on Linux, or name a C compiler in CC"
-        return [Finding("compilers", "ok", compiler) if compiler else Finding("compilers", "warn", lacks, fix)]
+        if (compiler := find_compiler()) is not None:
+            return [Finding("compilers", "ok", compiler)]
+        words = "without a C compiler attention on a CPU is torch's: slower, and rollout may differ in its last bits"
+        return [Finding("compilers", "warn", words, "install gcc, on Linux, or name a C compiler in CC")]
 
     lacks = triton_lacks()
     if lacks is not None:

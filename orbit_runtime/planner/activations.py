@@ -109,7 +109,7 @@ KEY_BLOCK = 32
 
 
 def in_key_blocks(num_keys: int) -> int:
-    """Positions of a cache for so many keys: whole blocks, as fast kernels read them."""
+    """Positions of a cache for so many keys: whole blocks, so that caches and masks have few shapes."""
     return -(-num_keys // KEY_BLOCK) * KEY_BLOCK
 
 

@@ -221,7 +221,8 @@ static void read_keys(const Attention *a, const Rows *rows, const Run *run, int6
                       float *to, float *turned) {
     int64_t row = WHOLE(rows->size);
     for (int64_t i = 0; i < WHOLE(count); i++) {
-        int64_t own = base + i - run->prefix_length, token = own < 0 ? run->prefix_first + base + i : run->own_first + own;
+        int64_t own = base + i - run->prefix_length;
+        int64_t token = own < 0 ? run->prefix_first + base + i : run->own_first + own;
         int64_t from = token * rows->token + head * rows->head;
         if (i < count) widen(to + i * row, rows->data, from, rows->size, a->is_bf16, 1.0f);
         else memset(to + i * row, 0, row * sizeof(float));
@@ -251,19 +252,26 @@ INLINE ints seen(const Attention *a, int64_t key, int64_t position) {
     return visible;
 }
 
+/* Of a tile's first query in its sequence, and of the first block of keys that it sees. */
+INLINE int64_t first_position(const Run *run, const Tile *tile) {
+    return run->prefix_length + run->before + tile->start;
+}
+INLINE int64_t first_block(const Attention *a, int64_t position) {
+    return a->window ? MOST(0, position - a->window + 1) / BLOCK * BLOCK : 0;
+}
+
 static void forward_tile(const Attention *a, Room *room, const Tile *tile) {
     const Run *run = a->runs + tile->run;
     int64_t sharing = a->heads / a->kv_heads, count = (tile->stop - tile->start) * sharing;
     int64_t size = WHOLE(a->q.size), wide = WHOLE(a->v.size);
-    int64_t first = run->prefix_length + run->before + tile->start, end = first + tile->stop - tile->start;
-    int64_t oldest = a->window ? MOST(0, first - a->window + 1) : 0;
+    int64_t first = first_position(run, tile), end = first + tile->stop - tile->start;
     read_queries(a, &a->q, run, tile, room->q, a->scale);
     memset(room->out, 0, count * wide * sizeof(float));
     for (int64_t x = 0; x < count; x++) {
         room->top[x] = a->sinks ? a->sinks[tile->head * sharing + x % sharing] : -INFINITY;
         room->total[x] = a->sinks ? 1.0f : 0.0f;
     }
-    for (int64_t base = oldest / BLOCK * BLOCK; base < end; base += BLOCK) {
+    for (int64_t base = first_block(a, first); base < end; base += BLOCK) {
         int64_t keys = LEAST(BLOCK, end - base), lanes = WHOLE(keys);
         read_keys(a, &a->k, run, tile->head, base, keys, room->k, room->kt);
         read_keys(a, &a->v, run, tile->head, base, keys, room->v, NULL);
@@ -313,7 +321,7 @@ static void read_tile(const Attention *a, Room *room, const Run *run, const Tile
 /* Weights of a tile's queries for the block of keys at `base`, and the gradients of their scores in `scores`. */
 static void slopes(const Attention *a, Room *room, const Run *run, const Tile *tile, int64_t base, int64_t keys) {
     int64_t sharing = a->heads / a->kv_heads, count = (tile->stop - tile->start) * sharing, lanes = WHOLE(keys);
-    int64_t first = run->prefix_length + run->before + tile->start;
+    int64_t first = first_position(run, tile);
     multiply(room->weights, BLOCK, room->q, WHOLE(a->q.size), 1, room->kt, BLOCK, count, lanes, a->q.size, 0);
     multiply(room->scores, BLOCK, room->dout, WHOLE(a->v.size), 1, room->vt, BLOCK, count, lanes, a->v.size, 0);
     for (int64_t x = 0; x < count; x++) {
@@ -336,11 +344,10 @@ static void slopes(const Attention *a, Room *room, const Run *run, const Tile *t
 static void query_gradients(const Attention *a, Room *room, const Tile *tile) {
     const Run *run = a->runs + tile->run;
     int64_t sharing = a->heads / a->kv_heads, count = (tile->stop - tile->start) * sharing, size = WHOLE(a->q.size);
-    int64_t first = run->prefix_length + run->before + tile->start, end = first + tile->stop - tile->start;
-    int64_t oldest = a->window ? MOST(0, first - a->window + 1) : 0;
+    int64_t first = first_position(run, tile), end = first + tile->stop - tile->start;
     read_tile(a, room, run, tile);
     memset(room->dq, 0, count * size * sizeof(float));
-    for (int64_t base = oldest / BLOCK * BLOCK; base < end; base += BLOCK) {
+    for (int64_t base = first_block(a, first); base < end; base += BLOCK) {
         int64_t keys = LEAST(BLOCK, end - base);
         read_keys(a, &a->k, run, tile->head, base, keys, room->k, room->kt);
         read_keys(a, &a->v, run, tile->head, base, keys, room->v, room->vt);

@@ -29,11 +29,7 @@ from orbit_runtime.adapters.lora import LoRASlot, add_lora_
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy import native
-from orbit_runtime.policy.attention import (
-    AttentionPlan,
-    AttentionSettings,
-    decoder_of,
-)
+from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
 from orbit_runtime.policy.gradients import AdaptedProduct, Normed, Rotated, gated, turned
 from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal, twice
 from orbit_runtime.quant.bf16 import BF16Weight

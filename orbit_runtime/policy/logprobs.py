@@ -33,7 +33,10 @@ def logits_of(head: nn.Module, hidden_RN: Tensor) -> Tensor:
     """Logits `[R, V]` of BF16 or fp32 hidden states: fp32, except that a packed head keeps the dtype of BF16 ones."""
     weight_VN, product = _plain_weight(head), head
     if hidden_RN.dtype == torch.bfloat16 and weight_VN is not None:
-        product = partial(_Logits.apply, weight_VN, getattr(head, "ordered", None))
+        ordered_VN = getattr(head, "ordered", None)
+        # oneDNN's order, of an odd width, has no product whose result is fp32.
+        in_panels = None if ordered_VN is None or ordered_VN.is_mkldnn else ordered_VN
+        product = partial(_Logits.apply, weight_VN, in_panels)
     missing = 0 if hidden_RN.is_cuda else max(0, FEWEST_ROWS[torch.float32] - len(hidden_RN))
     return product(F.pad(hidden_RN, (0, 0, 0, missing)))[: len(hidden_RN)] if missing else product(hidden_RN)
 
@@ -72,7 +75,7 @@ class _Logits(torch.autograd.Function):
     """BF16 times BF16, kept as summed in fp32. Gradients are rounded to BF16 before they are multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, weight_VN: Tensor, ordered_VN: Tensor | None, hidden_RN: Tensor) -> Tensor:
+    def forward(ctx: Any, weight_VN: Tensor, in_panels: Tensor | None, hidden_RN: Tensor) -> Tensor:
         ctx.save_for_backward(hidden_RN, weight_VN)
         if hidden_RN.is_cuda:
             return torch.mm(hidden_RN, weight_VN.T, out_dtype=torch.float32)
@@ -81,8 +84,8 @@ class _Logits(torch.autograd.Function):
             logits_RV = hidden_RN.new_empty(len(hidden_RN), len(weight_VN), dtype=torch.float32)
             product(hidden_RN.contiguous(), weight_VN.contiguous(), logits_RV)
             return logits_RV
-        if ordered_VN is not None:
-            return panels.multiply(hidden_RN, ordered_VN, len(weight_VN), None, torch.float32)
+        if in_panels is not None:
+            return panels.multiply(hidden_RN, in_panels, None, columns=len(weight_VN), dtype=torch.float32)
         # BF16 factors in fp32 have the same products. MKL takes some processors twice as long as oneDNN.
         wide = hidden_RN.float()
         multiply = ordered_linear if torch.backends.mkldnn.is_available() else F.linear

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -145,14 +146,11 @@ class FrozenLinear(nn.Module):
     def _multiplied(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         product: Callable[..., Tensor] = nn.functional.linear
         if w is self.ordered:
-            product = ordered_linear if w.is_mkldnn else self._by_panels
+            product = ordered_linear if w.is_mkldnn else partial(panels.multiply, columns=self.out_features)
         if self.rounding is None:
             return product(x, w, bias)
         x, factor = self.rounding(x, self._buffers.get("input_scale"))
         return product(x, w, bias) if factor is None else scaled(product(x, w, None), factor, bias)
-
-    def _by_panels(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return panels.multiply(x, w, self.out_features, bias, x.dtype)
 
     def order(self) -> bool:
         """Holds the dense BF16 weight once more, in the order in which Orbit's kernel or oneDNN reads it. Otherwise

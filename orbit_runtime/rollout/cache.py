@@ -132,9 +132,8 @@ class DecodePlan:
         self._index: torch.Tensor | None = None
         self._positions_B, self._device = positions_B, block.device
         self._heads = block.shape[3]
-        self._table: np.ndarray | None = None
-        if self._is_fused and native.can_attend(block):
-            self._table = native.decode_table(positions_B, block.shape[3], block.shape[4])
+        is_native = self._is_fused and native.can_attend(block)
+        self._table = native.decode_table(positions_B, self._heads, cache.num_positions) if is_native else None
         self._masks: dict[int | None, _Masks] = {}
         if low == high:
             self._newest = block[:, :, :num_rows, :, high].unbind(0)

@@ -6,13 +6,12 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from orbit_runtime.errors import StoppedOnRequest
 from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner import Machine
-from orbit_runtime.quant.kernels.compiled import find_compiler, processor_flags
+from orbit_runtime.quant.kernels.compiled import compiler_version, find_compiler, of_processor, processor_flags
 from orbit_runtime.spec import MachineFacts
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.resolve import has_bf16_products
@@ -86,10 +85,13 @@ def rounding_facts() -> dict[str, str]:
     """
     import torch
 
+    from orbit_runtime.policy import native
+
     facts = {
         "threads": str(torch.get_num_threads()),
-        "processor": _of_processor("model name") or platform.processor() or platform.machine(),
+        "processor": of_processor("model name") or platform.processor() or platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "kernels": compiler_version().partition("\n")[0] if native.kernel() is not None else "torch's",
         **{name: version for name, version in installed_versions().items() if name in ("torch", "transformers")},
     }
     if torch.cuda.is_available():
@@ -113,12 +115,3 @@ def explain_rounding(before: Sequence[Mapping[str, str]], now: Mapping[str, str]
         if then[name] != now.get(name)
     ]
     return list(dict.fromkeys(lines))
-
-
-def _of_processor(name: str) -> str:
-    """What the system reports of the first processor under this name; empty if nothing."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -138,7 +138,8 @@ class Training(Block):
     attention: Annotated[Literal["Auto", "Eager", "SDPA", "Chunked"], LAYOUT] = "Auto"
     """Attention kernels: `Eager` is plain matrix products. `SDPA` is torch's fused attention; if completions share a
     prompt, its mask has the size of the sequence length squared. `Chunked` needs no mask, and its memory grows with the
-    length. `Auto` is `Chunked` if sequences may have 8192 tokens or more, otherwise `SDPA`."""
+    length. `Auto` is `Chunked` if sequences may have 8192 tokens or more, otherwise `SDPA`. In place of both, a torch
+    trainer on a CPU with a C compiler has a kernel of Orbit's own, without a mask."""
     recompute: Annotated[Literal["Auto", "None", "Selective", "PerLayer"], LAYOUT] = "Auto"
     """What the backward pass recomputes to save memory: nothing, everything except products with packed weights, or
     whole layers. `Auto` takes the first of these that fits, according to the plan. The result stays the same."""

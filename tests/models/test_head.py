@@ -11,6 +11,8 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.logprobs import WIDENED_ROWS, head_gives_same_bits, logits_of, token_logprobs
 from orbit_runtime.policy.packed import Branch
+from orbit_runtime.quant.bf16 import BF16Weight
+from orbit_runtime.quant.linear import FrozenLinear
 
 TOKENS = [3, 27, 26, 20, 27, 25, 38, 1, 4, 30, 31, 1]
 LORA = AdapterConfig("LoRA", ("q_proj", "o_proj"), rank=4)
@@ -68,6 +70,17 @@ def test_gradients_of_log_probs_in_bf16_are_those_of_double_precision(entropy: b
         for values, of in ((found, hidden), (wanted, exact))
     )
     torch.testing.assert_close(grad.double(), expected, rtol=2**-5, atol=float(expected.abs().max()) * 2**-7)
+
+
+@pytest.mark.parametrize("width", [64, 33], ids=["panels", "odd"])
+def test_a_head_that_is_held_as_products_read_it_has_the_same_logits(width: int) -> None:
+    head = FrozenLinear(BF16Weight(hidden_of(100, width)))
+    hidden = hidden_of(20, width)
+    exact = hidden.double() @ head.packed.qdata.double().T  # type: ignore[attr-defined]
+    head.order()
+    found = logits_of(head, hidden)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_a_policy_in_fp32_and_a_head_with_a_bias_are_left_to_the_layer() -> None:

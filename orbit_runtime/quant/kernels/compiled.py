@@ -19,20 +19,32 @@ from orbit_runtime.storage.cache import default_cache
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 LONGEST_COMPILATION = 120.0
-"""Seconds; two on a quiet machine."""
+"""Seconds; one on a quiet machine."""
+
+
+def of_processor(names: str) -> str:
+    """What Linux reports of the first processor under one of these names, joined by `|`; empty if nothing."""
+    told = Path("/proc/cpuinfo")
+    found = re.search(rf"^(?:{names})\s*:(.*)$", told.read_text(), re.MULTILINE) if told.exists() else None
+    return found[1].strip() if found else ""
 
 
 @cache
 def processor_flags() -> frozenset[str]:
     """What this processor can do, as Linux names it; empty elsewhere."""
-    told = Path("/proc/cpuinfo")
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", told.read_text(), re.MULTILINE) if told.exists() else None
-    return frozenset(found[1].split()) if found else frozenset()
+    return frozenset(of_processor("flags|Features").split())
 
 
 def find_compiler() -> str | None:
     """The C compiler whose kernels run here; None elsewhere than on Linux."""
     return shutil.which(os.environ.get("CC", "cc")) if processor_flags() else None
+
+
+@cache
+def compiler_version() -> str:
+    """What the C compiler says of itself; empty without one."""
+    found = find_compiler()
+    return subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout if found else ""
 
 
 @cache
@@ -42,10 +54,9 @@ def compiled(source: Path) -> CDLL | None:
     compiler = find_compiler()
     if compiler is None:
         return None
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     # A home folder may serve machines with other processors.
-    parts = (source.read_bytes(), version, " ".join((*sorted(processor_flags()), *FLAGS)).encode())
-    name = f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    parts = source.read_text(), compiler_version(), *sorted(processor_flags()), *FLAGS
+    name = f"{source.stem}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
     path = default_cache(os.environ) / "kernels" / name
     try:
         if not path.exists():

@@ -48,14 +48,19 @@ def of_panels(panels: Tensor, num_rows: int) -> Tensor:
     return panels.permute(0, 2, 1, 3).reshape(-1, panels.shape[1] * 2)[:num_rows]
 
 
-def multiply(x_TK: Tensor, panels: Tensor, columns: int, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x @ W.T + bias` `[T, N]` of BF16 factors, summed in fp32, in BF16 or fp32. A row has the same bits for any T."""
+def multiply(
+    x_TK: Tensor, panels: Tensor, bias_N: Tensor | None, *, columns: int, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """`x @ W.T + bias` `[T, N]` of BF16 factors, summed in fp32, in BF16 or fp32. A row has the same bits for any T.
+
+    Args: columns: N.
+    """
     return _product(x_TK, panels, columns, bias_N, dtype, is_turned=False)
 
 
 def can_turn(dy_TN: Tensor, weight_NK: Tensor) -> bool:
-    both_bf16 = dy_TN.dtype is weight_NK.dtype is torch.bfloat16
-    return both_bf16 and dy_TN.device.type == "cpu" and dy_TN.shape[-1] % 2 == 0 and kernel() is not None
+    is_bf16_on_a_cpu = dy_TN.dtype is weight_NK.dtype is torch.bfloat16 and dy_TN.device.type == "cpu"
+    return is_bf16_on_a_cpu and dy_TN.shape[-1] % 2 == 0 and kernel() is not None
 
 
 def multiply_turned(dy_TN: Tensor, weight_NK: Tensor) -> Tensor:
@@ -66,10 +71,11 @@ def multiply_turned(dy_TN: Tensor, weight_NK: Tensor) -> Tensor:
 def _product(
     x: Tensor, weight: Tensor, columns: int, bias: Tensor | None, dtype: torch.dtype, *, is_turned: bool
 ) -> Tensor:
+    assert x.dtype is weight.dtype is torch.bfloat16, "the kernel reads pairs of BF16 numbers"
     x, weight = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, weight))
     y = x.new_empty(len(x), columns, dtype=dtype)
     places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
     sizes = x.stride(0), columns, weight.stride(0), len(x), columns, x.shape[1]
-    given = _Linear(*places, *sizes, is_turned, dtype is torch.float32, torch.get_num_threads())
-    kernel().multiply(byref(given))  # type: ignore[union-attr]
+    how = is_turned, dtype is torch.float32, torch.get_num_threads()
+    kernel().multiply(byref(_Linear(*places, *sizes, *how)))  # type: ignore[union-attr]
     return y

@@ -41,13 +41,11 @@ def test_products_are_those_of_double_precision_and_a_row_alone_has_the_same_bit
     x = wide[:, 4 : 4 + inputs]  # rows of a wider tensor
     exact, held = x.double() @ weight.double().T, panels.in_panels(weight)
     bound = float((x.double().abs() @ weight.double().abs().T).max()) * inputs * 2**-24
-    fp32 = panels.multiply(x, held, outputs, None, torch.float32)
+    fp32 = panels.multiply(x, held, None, columns=outputs, dtype=torch.float32)
     assert float((fp32 - exact).abs().max()) <= bound
-    found = panels.multiply(x, held, outputs, bias, torch.bfloat16)
+    found = panels.multiply(x, held, bias, columns=outputs)
     torch.testing.assert_close(found.double(), exact + bias.double(), rtol=2**-8, atol=bound)
-    assert torch.equal(
-        torch.cat([panels.multiply(each, held, outputs, bias, torch.bfloat16) for each in x.split(1)]), found
-    )
+    assert torch.equal(torch.cat([panels.multiply(each, held, bias, columns=outputs) for each in x.split(1)]), found)
     if outputs % 2 == 0:
         dy = made(rows, outputs)
         assert panels.can_turn(dy, weight)
