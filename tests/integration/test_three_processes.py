@@ -118,7 +118,7 @@ class Processes:
 def test_whoever_is_killed_and_in_whatever_order_the_adapters_are_those_of_one_process(
     tmp_path: Path, launcher: RunLauncher, orders: tuple[tuple[str, ...], ...]
 ) -> None:
-    asked, rng = small_manifest(steps=12, every_steps=3), random.Random(str(orders))
+    asked, rng = small_manifest(steps=30, every_steps=3), random.Random(str(orders))
     (tmp_path / "run.json").write_text(json.dumps(asked))
     assert launcher.run(asked, str(tmp_path / "one")) == 0
     processes = Processes(launcher, tmp_path / "run.json", tmp_path / "three")
