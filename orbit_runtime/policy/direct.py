@@ -19,6 +19,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy import native
 from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, decoder_of
-from orbit_runtime.policy.gradients import AdaptedProduct, Normed, Rotated, gated, turned
+from orbit_runtime.policy.gradients import AdaptedProduct, Rotated, gated, normed, turned
 from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal, twice
 from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
@@ -236,21 +237,10 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on the position alone and can be tabulated."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Norm:
-    weight: torch.Tensor
+class _Norm(NamedTuple):
+    weight: Tensor
     """fp32."""
-    eps: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 `x / sqrt(mean(x²) + eps) * weight` over the last dimension, of fp32 x."""
-        if torch.is_grad_enabled():
-            return Normed.apply(x, self.weight, self.scale)
-        return (x * self.scale(x)).mul_(self.weight)
-
-    def scale(self, x: torch.Tensor) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return torch.addcmul(self.eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    eps: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -313,19 +303,17 @@ class DirectDecoder:
         # In BF16: products and their inputs; the residual stream, norms and rotations are fp32.
         x_TN, dense, dtype = self._embed(token_ids_T).float(), self._dense, self._dtype
         cos_T1D, sin_T1D = self._angles(position_T, plan.longest, x_TN)
-        add = torch.add if torch.is_grad_enabled() else Tensor.add_
+        added_TN: Tensor | None = None
         for number, layer in enumerate(self._layers):
             heads, kv_heads, size = layer.heads
-            qkv_THD = layer.qkv(layer.before_attention(x_TN).to(dtype), dense).view(len(x_TN), -1, size)
+            x_TN, normed_TN = normed(x_TN, added_TN, *layer.before_attention, dtype)
+            qkv_THD = layer.qkv(normed_TN, dense).view(len(x_TN), -1, size)
             qk_THD, v_TKD = qkv_THD.split((heads + kv_heads, kv_heads), 1)
-            if layer.qk_norm is not None:
-                qk_THD = layer.qk_norm(qk_THD.float())
-            qk_THD = turned(qk_THD, cos_T1D, sin_T1D, dtype)
+            qk_THD = turned(qk_THD, cos_T1D, sin_T1D, *(layer.qk_norm or ()))
             attended_TN = plan.attend_tokens(number, *qk_THD.split((heads, kv_heads), 1), v_TKD, layer.look)
-            x_TN = add(x_TN, layer.output(attended_TN, dense))
-            both_TN = layer.gate_up(layer.before_mlp(x_TN).to(dtype), dense)
-            x_TN = add(x_TN, layer.down(gated(both_TN), dense))
-        return self._norm(x_TN).to(dtype)
+            x_TN, normed_TN = normed(x_TN, layer.output(attended_TN, dense), *layer.before_mlp, dtype)
+            added_TN = layer.down(gated(layer.gate_up(normed_TN, dense)), dense)
+        return normed(x_TN, added_TN, *self._norm, dtype)[1]
 
     def _angles(self, position_T: torch.Tensor, longest: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if longest > len(self._cos_PD):
@@ -357,7 +345,7 @@ def build_direct(model: nn.Module, compute_dtype: torch.dtype, *, ordered: bool 
 def _norm(module: nn.Module) -> _Norm:
     weight: Tensor = module.weight  # type: ignore[assignment]
     eps = float(getattr(module, "variance_epsilon", None) or module.eps)  # type: ignore[arg-type]
-    return _Norm(weight.float(), torch.full((1,), eps, device=weight.device))
+    return _Norm(weight.detach().float(), eps)
 
 
 def _build_layer(layer: nn.Module) -> _Layer:
@@ -367,7 +355,7 @@ def _build_layer(layer: nn.Module) -> _Layer:
     qk_norm, scale = None, float(attention.scaling)
     if hasattr(attention, "q_norm"):
         q, k = _norm(attention.q_norm), _norm(attention.k_norm)
-        assert torch.equal(q.eps, k.eps)
+        assert q.eps == k.eps
         # The attention scale is folded into the query weights, which saves an operation.
         weight = torch.cat((q.weight.expand(heads, -1) * scale, k.weight.expand(kv_heads, -1)))
         qk_norm, scale = _Norm(weight, q.eps), 1.0

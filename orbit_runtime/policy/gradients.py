@@ -1,7 +1,8 @@
 """Steps of `direct.DirectDecoder` with gradients written by hand: few passes over memory, and little that is saved.
 
-Belongs here: each step's gradient; its forward is the function that passes without gradient call, so that both give the
-same bits. Does not belong here: gradients of attention (`attention`) and of log-probs (`logprobs`).
+Belongs here: each step and its gradient, by kernels where there are such (`native`), else by torch's operations; with
+and without gradient it has the same bits. Does not belong here: gradients of attention (`chunked`) and of log-probs
+(`logprobs`).
 
 Legend: `T` tokens, `N` hidden size or outputs, `K` inputs, `R` LoRA ranks of a group's members together, `H` heads,
 `D` head size.
@@ -18,75 +19,101 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from orbit_runtime.adapters.oft import rotate
+from orbit_runtime.policy import native
 
 
-class Normed(torch.autograd.Function):
-    """`x * scale(x) * weight`, fp32 in and out, where the scale is 1 / sqrt(mean(x²) + eps) over the last dimension."""
+def normed(
+    x_TN: Tensor, y_TN: Tensor | None, weight_N: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x + y in fp32, and that divided by the root of its mean square, times the weight. x may be overwritten where no
+    gradient is recorded.
 
+    Args:
+        y_TN: None for nothing.
+        dtype: of the second result.
+    """
+    if not native.can_step(x_TN, dtype):
+        sums_TN = x_TN if y_TN is None else x_TN + y_TN
+        return sums_TN, F.rms_norm(sums_TN, weight_N.shape, weight_N, eps).to(dtype)
+    if torch.is_grad_enabled():
+        return _Normed.apply(x_TN, y_TN, weight_N, eps, dtype)
+    return native.normed(x_TN, y_TN, weight_N, eps, dtype, in_place=True)[:2]
+
+
+class _Normed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale_of: Callable[[Tensor], Tensor]) -> Tensor:
-        scale = scale_of(x)
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+    def forward(
+        ctx: Any, x_TN: Tensor, y_TN: Tensor | None, weight_N: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        sums_TN, out_TN, scale_T = native.normed(x_TN, y_TN, weight_N, eps, dtype, in_place=False)
+        ctx.save_for_backward(sums_TN, weight_N, scale_T)
+        ctx.adds = y_TN is not None
+        ctx.set_materialize_grads(False)
+        return sums_TN, out_TN
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        grad = grad * weight
-        slope = torch.linalg.vecdot(grad, x).unsqueeze(-1).mul_(scale.pow(3).mul_(1.0 / x.shape[-1]))
-        return grad.mul_(scale).addcmul_(x, slope, value=-1.0), None, None
+    def backward(ctx: Any, of_sums: Tensor | None, of_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        if of_out is None:
+            return of_sums, of_sums if ctx.adds else None, None, None, None
+        return *native.normed_gradients(*ctx.saved_tensors, of_sums, of_out, adds=ctx.adds), None, None, None
 
 
-def turned(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotary embedding, computed in the tables' fp32: (first half, second half) → (-second, first) by sine, whose sign
-    is part of the table."""
+def turned(
+    x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, weight_HD: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """Rotary embedding, in fp32: (first half, second half) → (-second, first) by sine, whose sign is part of the table.
+
+    Args: weight_HD: of a norm of each head before it.
+    """
+    if not native.can_step(x_THD, x_THD.dtype):
+        half, wide_THD = x_THD.shape[-1] // 2, x_THD.float()
+        if weight_HD is not None:
+            wide_THD = F.rms_norm(wide_THD, wide_THD.shape[-1:], eps=eps) * weight_HD
+        swapped_THD = torch.cat((wide_THD[..., half:], wide_THD[..., :half]), -1)
+        return (swapped_THD * sin_T1D).addcmul_(wide_THD, cos_T1D).to(x_THD.dtype)
     if torch.is_grad_enabled() and x_THD.requires_grad:
-        return _Turned.apply(x_THD, cos_T1D, sin_T1D, dtype)
-    half = x_THD.shape[-1] // 2
-    swapped_THD = torch.cat((x_THD[..., half:], x_THD[..., :half]), -1).mul(sin_T1D)
-    return swapped_THD.addcmul_(x_THD, cos_T1D).to(dtype)
+        return _Turned.apply(x_THD, cos_T1D, sin_T1D, weight_HD, eps)
+    return native.turned(x_THD, cos_T1D, sin_T1D, weight_HD, eps)[0]
 
 
 class _Turned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(cos_T1D, sin_T1D)
-        ctx.dtype = x_THD.dtype
-        return turned(x_THD, cos_T1D, sin_T1D, dtype)
+    def forward(
+        ctx: Any, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, weight_HD: Tensor | None, eps: float
+    ) -> Tensor:
+        turned_THD, scale_TH = native.turned(x_THD, cos_T1D, sin_T1D, weight_HD, eps)
+        # Without a norm the gradient does not depend on x.
+        ctx.save_for_backward(None if weight_HD is None else x_THD, cos_T1D, sin_T1D, weight_HD, scale_TH)
+        return turned_THD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        cos_T1D, sin_T1D = ctx.saved_tensors
-        return turned(grad_THD, cos_T1D, -sin_T1D, ctx.dtype), None, None, None
+        x_THD, *rest = ctx.saved_tensors
+        return native.turned_gradient(grad_THD if x_THD is None else x_THD, grad_THD, *rest), None, None, None, None
 
 
 def gated(both_TN: Tensor) -> Tensor:
     """`silu(gate) * up` of gate and up side by side."""
+    if not native.can_step(both_TN, both_TN.dtype):
+        gate_TN, up_TN = both_TN.chunk(2, -1)
+        return F.silu(gate_TN) * up_TN
     if torch.is_grad_enabled() and both_TN.requires_grad:
         return _Gated.apply(both_TN)
-    gate_TN, up_TN = both_TN.chunk(2, -1)
-    return F.silu(gate_TN).mul_(up_TN)
+    return native.gated(both_TN)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both_TN: Tensor) -> Tensor:
         ctx.save_for_backward(both_TN)
-        return gated(both_TN)
+        return native.gated(both_TN)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> Tensor:
-        (both_TN,) = ctx.saved_tensors
-        gate_TN, up_TN = both_TN.chunk(2, -1)
-        found = torch.empty_like(both_TN)
-        of_gate_TN, of_up_TN = found.chunk(2, -1)
-        silu_TN = F.silu(gate_TN)
-        torch.mul(grad_TN, silu_TN, out=of_up_TN)
-        torch.ops.aten.silu_backward.grad_input(torch.mul(grad_TN, up_TN, out=silu_TN), gate_TN, grad_input=of_gate_TN)
-        return found
+        return native.gated(*ctx.saved_tensors, grad_TN)
 
 
 class Rotated(torch.autograd.Function):

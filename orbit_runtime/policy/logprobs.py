@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orbit_runtime.algorithms.distribution import add_bias, penalise, penalty_slope, truncate
+from orbit_runtime.policy import native
 from orbit_runtime.policy.preceding_tokens import PrecedingTokens
 from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.kernels import panels
@@ -162,8 +163,6 @@ CHUNK_ELEMENTS = 1 << 24
 """Rows per chunk are chosen so that one fp32 `[rows, V]` tensor has at most this many elements (64 MiB)."""
 SAVED_CHUNK_ELEMENTS = 12 << 20
 """The same where a chunk's gradient is computed with its log-probs."""
-CACHED_ROWS = 16
-"""Rows of logits that stay in the cache from one operation on them to the next."""
 UNSHAPED = Sampling()
 """The model's own distribution."""
 
@@ -209,6 +208,14 @@ def _entropy_slope(cut_RV: torch.Tensor) -> torch.Tensor:
     return logprobs.clamp(min=torch.finfo(torch.float32).min).add_(entropy_R1).mul_(logprobs.exp()).neg_()
 
 
+def logprobs_of(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of targets, and entropies, of fp32 logits: of a token with logit -inf, a probability of 0."""
+    if native.can_step(logits_RV, torch.float32):
+        return native.scored(logits_RV, targets_R, entropies=True)
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
+    return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], _entropy(logprobs_RV)
+
+
 # A chunk's tensors are each in a function of their own: they are gone before the next chunk's are made.
 
 
@@ -218,9 +225,9 @@ def _score(
     """A chunk's log-probs and entropies; `part` says which of all targets it holds."""
     biased = _bias(logits_RV, sampling)
     seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
-    logprobs_RV = torch.log_softmax(_cut(biased, targets_R, sampling, seen_RV), dim=-1)
+    cut_RV = _cut(biased, targets_R, sampling, seen_RV)
     del biased
-    return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], _entropy(logprobs_RV)
+    return logprobs_of(cut_RV, targets_R)
 
 
 def _slope(
@@ -255,7 +262,8 @@ def _saves_slopes(hidden_RN: Tensor, sampling: Sampling) -> bool:
     is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
     cuts = sampling.logit_bias or sampling.top_k or sampling.min_p or sampling.top_p < 1.0
     scales = sampling.temperature != 1.0 or sampling.repetition_penalty != 1.0
-    return hidden_RN.dtype == torch.bfloat16 and not (hidden_RN.is_cuda or is_rank or cuts or scales)
+    fits = hidden_RN.dtype == torch.bfloat16 and native.can_step(hidden_RN, torch.float32)
+    return fits and not (is_rank or cuts or scales)
 
 
 def _score_with_slope(hidden_RN: Tensor, targets_R: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,17 +271,11 @@ def _score_with_slope(hidden_RN: Tensor, targets_R: Tensor, head: Head) -> tuple
     with torch.enable_grad():
         hidden = hidden_RN.detach().requires_grad_(True)
         logits_RV = head(hidden)
-    found, entropies, slope_RV = [], [], logits_RV.detach()
-    # A slope takes its logits' place.
-    for rows, targets in zip(slope_RV.split(CACHED_ROWS), targets_R.split(CACHED_ROWS), strict=True):
-        logprobs = torch.log_softmax(rows.float(), dim=-1)
-        found.append(logprobs.gather(-1, targets[:, None])[:, 0])
-        probs = logprobs.exp()
-        entropies.append(-torch.linalg.vecdot(probs, logprobs))
-        probs[torch.arange(len(probs)), targets] -= 1.0
-        rows.copy_(probs)
-    (negative_RN,) = torch.autograd.grad(logits_RV, hidden, slope_RV)
-    return torch.cat(found), torch.cat(entropies), negative_RN.neg_()
+    # A slope takes its logits' place. Those of a packed head are BF16.
+    slope_RV = logits_RV.detach().float()
+    logprobs_R, entropies_R = native.scored(slope_RV, targets_R, entropies=True, slopes=True)
+    (negative_RN,) = torch.autograd.grad(logits_RV, hidden, slope_RV.to(logits_RV.dtype))
+    return logprobs_R, entropies_R, negative_RN.neg_()
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -351,9 +353,9 @@ def token_scores(
     with torch.no_grad():
         for start in range(0, len(targets_R), rows):
             part = slice(start, start + rows)
-            every = torch.log_softmax(head(hidden_RN[part]).float(), dim=-1)
-            logprobs.append(every.gather(-1, targets_R[part, None])[:, 0])
-            top.append(every.argmax(-1))
+            logits_RV = head(hidden_RN[part]).float()
+            logprobs.append(logprobs_of(logits_RV, targets_R[part])[0])
+            top.append(logits_RV.argmax(-1))
     return _joined(logprobs, hidden_RN), torch.cat(top) if top else targets_R.new_empty(0)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orbit_runtime.policy.logprobs import token_scores
+from orbit_runtime.policy.logprobs import logprobs_of, token_scores
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, to_device
 from orbit_runtime.policy.routing import Routing
@@ -219,7 +219,7 @@ class DecodingBatch:
             # Scoring never mixes with sampling: `score` runs alone.
             forced = [item.forced_T for item in rows.work[which]]
             tokens = to_device([f[t] for f, t in zip(forced, generated, strict=True) if f], device)
-            logprobs = torch.log_softmax(logits_BV, -1).gather(-1, tokens[:, None])[:, 0]
+            logprobs = logprobs_of(logits_BV, tokens)[0]
             if told is not None:
                 for item, top in zip(rows.work[which], logits_BV.argmax(-1).tolist(), strict=True):
                     told.forced_top.setdefault(item.request.request_id, []).append(top)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from orbit_runtime.algorithms.distribution import add_bias, penalise, truncate
+from orbit_runtime.policy import native
+from orbit_runtime.policy.logprobs import logprobs_of
 from orbit_runtime.policy.packed import to_device
 from orbit_runtime.types import Request
 
@@ -49,8 +51,6 @@ class Truncation:
 
 
 WHOLE = Truncation()
-CACHED_LOGITS = 2**18
-"""Logits that a CPU draws from together: what is computed from them stays in its caches, and only they are read."""
 
 
 def draw(
@@ -67,30 +67,18 @@ def draw(
         temperature_B1: a row at exactly 0 is greedy, with its log-prob at temperature 1. `None`: 1 in every row.
         truncation: how each row's distribution is truncated.
     """
-    rows, most = len(logits_BV), max(1, CACHED_LOGITS // logits_BV.shape[-1])
-    if rows <= most or logits_BV.device.type != "cpu":
-        return _draw(logits_BV, uniforms_B, temperature_B1, truncation)
-    columns = (temperature_B1, truncation.top_k, truncation.top_p, truncation.min_p)
-    drawn = []
-    for part in (slice(first, first + most) for first in range(0, rows, most)):
-        temperature, *cuts = (each[part] if isinstance(each, torch.Tensor) else each for each in columns)
-        drawn.append(_draw(logits_BV[part], uniforms_B[part], temperature, Truncation(*cuts)))
-    tokens, logprobs = zip(*drawn, strict=True)
-    return torch.cat(tokens), torch.cat(logprobs)
-
-
-def _draw(
-    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature_B1: torch.Tensor | None, truncation: Truncation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `draw`; makes six passes over these logits."""
-    logprobs = _distribution(logits_BV, temperature_B1, truncation)
+    logits = _cut(logits_BV, temperature_B1, truncation)
+    greedy_B1 = temperature_B1 == 0 if temperature_B1 is not None else None
+    if native.can_step(logits, torch.float32):
+        return native.drawn(logits, uniforms_B if greedy_B1 is None else uniforms_B.masked_fill(greedy_B1[:, 0], -1.0))
+    logprobs = torch.log_softmax(logits, dim=-1)
     # float64: over a large vocabulary an fp32 sum drops the tail.
     cdf = torch.exp(logprobs).cumsum(-1, dtype=torch.float64)
     # The first token whose cumulative mass exceeds the draw has mass itself, even if u rounds up to the total.
     targets = (uniforms_B[:, None] * cdf[:, -1:]).clamp_(max=torch.finfo(torch.float64).max)
     tokens = torch.searchsorted(cdf, targets, right=True).clamp_(max=logprobs.shape[-1] - 1)
-    if temperature_B1 is not None:
-        tokens = torch.where(temperature_B1 == 0, logits_BV.argmax(-1, keepdim=True), tokens)
+    if greedy_B1 is not None:
+        tokens = torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 
@@ -99,15 +87,16 @@ def most_probable(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` most probable tokens of each row under the distribution that `draw` samples from, in order of
     probability: `(tokens [B, K] int64, logprobs [B, K])`, with -inf for a truncated token."""
-    logprobs, tokens = _distribution(logits_BV, temperature_B1, truncation).topk(min(count, logits_BV.shape[-1]), -1)
-    return tokens, logprobs
+    logits_BV = _cut(logits_BV, temperature_B1, truncation)
+    logits, tokens = logits_BV.topk(min(count, logits_BV.shape[-1]), -1)
+    top_B = logprobs_of(logits_BV, tokens[:, 0])[0]
+    return tokens, logits - logits[:, :1] + top_B[:, None]
 
 
-def _distribution(logits_BV: torch.Tensor, temperature_B1: torch.Tensor | None, truncation: Truncation) -> torch.Tensor:
-    """Log-probs; for a greedy row those at temperature 1."""
+def _cut(logits_BV: torch.Tensor, temperature_B1: torch.Tensor | None, truncation: Truncation) -> torch.Tensor:
+    """Logits of the distribution that is drawn from; for a greedy row those at temperature 1."""
     logits = logits_BV if temperature_B1 is None else logits_BV / torch.where(temperature_B1 == 0, 1.0, temperature_B1)
-    logits = truncate(logits, truncation.top_k, truncation.top_p, truncation.min_p)
-    return torch.log_softmax(logits, dim=-1)
+    return truncate(logits, truncation.top_k, truncation.top_p, truncation.min_p)
 
 
 Bias = tuple[tuple[int, float], ...]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from orbit_runtime.storage.cache import default_cache
 
+HEADER = Path(__file__).with_name("vectors.h")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 LONGEST_COMPILATION = 120.0
 """Seconds; one on a quiet machine."""
@@ -55,7 +56,7 @@ def compiled(source: Path) -> CDLL | None:
     if compiler is None:
         return None
     # A home folder may serve machines with other processors.
-    parts = source.read_text(), compiler_version(), *sorted(processor_flags()), *FLAGS
+    parts = source.read_text(), HEADER.read_text(), compiler_version(), *sorted(processor_flags()), *FLAGS
     name = f"{source.stem}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
     path = default_cache(os.environ) / "kernels" / name
     try:
@@ -63,7 +64,7 @@ def compiled(source: Path) -> CDLL | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 made = Path(folder, name)
-                command = [compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
+                command = [compiler, *FLAGS, f"-I{HEADER.parent}", str(source), "-o", str(made), "-lm"]
                 subprocess.run(command, capture_output=True, check=True, timeout=LONGEST_COMPILATION)
                 os.replace(made, path)
         return CDLL(str(path))
