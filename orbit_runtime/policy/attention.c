@@ -46,10 +46,7 @@ INLINE vec capped(vec scores, float cap) {
         }
 
 /* [16, 16] values turned about the diagonal. */
-INLINE void turn(float *to, int64_t to_row, const float *from, int64_t from_row) {
-    vec r[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) r[i] = load(from + i * from_row);
+INLINE void turn(vec *r) {
 #pragma GCC unroll 16
     EXCHANGE(1, SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
              SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
@@ -62,8 +59,6 @@ INLINE void turn(float *to, int64_t to_row, const float *from, int64_t from_row)
 #pragma GCC unroll 16
     EXCHANGE(8, SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
              SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) store(to + i * to_row, r[i]);
 }
 
 /* `rows` x 16 `columns` of C += A B, over `depth`; the terms of a sum are added in their order. */
@@ -105,6 +100,7 @@ typedef struct {
 
 typedef struct {
     int64_t run, head, start, stop; /* of queries, or of the run's own keys */
+    int64_t is_last;
 } Tile;
 
 INLINE int64_t queries_of_tile(const Attention *a) { return MOST(1, 64 / (a->heads / a->kv_heads)); }
@@ -130,21 +126,63 @@ static Room *take_room(const Attention *a) {
     return &room;
 }
 
-/* Keys or values of positions `base` to `base + count` as fp32 rows, of which those that fill a vector are zero;
-`turned`: also with a row per dimension. */
+INLINE int64_t token_of(const Run *run, int64_t position) {
+    int64_t own = position - run->prefix_length;
+    return own < 0 ? run->prefix_first + position : run->own_first + own;
+}
+
+/* What is read next comes into the cache meanwhile, a row with each row. */
+INLINE void fetch(const Attention *a, const Rows *rows, int64_t from) {
+    int64_t width = a->is_bf16 ? 2 : 4;
+    for (int64_t byte = 0; byte < rows->size * width; byte += 64)
+        __builtin_prefetch((const char *)rows->data + from * width + byte, 0, 2);
+}
+
+/* Keys or values of positions `base` to `base + count` as fp32 rows, of which those that fill a vector are zero.
+`fetched`: where the first row lies that is read next; -1: not known. */
 static void read_keys(const Attention *a, const Rows *rows, const Run *run, int64_t head, int64_t base, int64_t count,
-                      float *to, float *turned) {
+                      float *to, int64_t fetched) {
     int64_t row = WHOLE(rows->size);
     for (int64_t i = 0; i < WHOLE(count); i++) {
-        int64_t own = base + i - run->prefix_length;
-        int64_t token = own < 0 ? run->prefix_first + base + i : run->own_first + own;
-        int64_t from = token * rows->token + head * rows->head;
+        if (fetched >= 0) fetch(a, rows, fetched + i * rows->token);
+        int64_t from = token_of(run, base + i) * rows->token + head * rows->head;
         if (i < count) widen(to + i * row, rows->data, from, rows->size, a->is_bf16, 1.0f);
         else memset(to + i * row, 0, row * sizeof(float));
     }
-    if (turned)
-        for (int64_t i = 0; i < WHOLE(count); i += LANES)
-            for (int64_t d = 0; d < row; d += LANES) turn(turned + d * BLOCK + i, BLOCK, to + i * row + d, row);
+}
+
+/* Rows that were read, with a row per dimension. */
+static void turn_keys(const float *from, int64_t row, int64_t count, float *to) {
+    for (int64_t i = 0; i < WHOLE(count); i += LANES)
+        for (int64_t d = 0; d < row; d += LANES) {
+            vec r[LANES];
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++) r[j] = load(from + (i + j) * row + d);
+            turn(r);
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++) store(to + (d + j) * BLOCK + i, r[j]);
+        }
+}
+
+/* Both at once, of BF16 in whole pairs of vectors: pairs are turned before they are widened. */
+static void read_turned(const Attention *a, const Rows *rows, const Run *run, int64_t head, int64_t base, int64_t count,
+                        float *to, int64_t fetched) {
+    for (int64_t i = 0; i < WHOLE(count); i += LANES)
+        for (int64_t d = 0; d < rows->size; d += 2 * LANES) {
+            vec r[LANES];
+            for (int64_t j = 0; j < LANES; j++) {
+                if (!d && fetched >= 0) fetch(a, rows, fetched + (i + j) * rows->token);
+                int64_t from = token_of(run, base + i + j) * rows->token + head * rows->head + d;
+                if (i + j < count) memcpy(r + j, (const uint16_t *)rows->data + from, sizeof *r);
+                else r[j] = same(0);
+            }
+            turn(r);
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++) {
+                store(to + (d + 2 * j) * BLOCK + i, (vec)((bits)r[j] << 16));
+                store(to + (d + 2 * j + 1) * BLOCK + i, (vec)((bits)r[j] & 0xffff0000u));
+            }
+        }
 }
 
 /* Of each query of a tile, by token and head of its group. */
@@ -188,8 +226,19 @@ static void forward_tile(const Attention *a, Room *room, const Tile *tile) {
     }
     for (int64_t base = first_block(a, first); base < end; base += BLOCK) {
         int64_t keys = LEAST(BLOCK, end - base), lanes = WHOLE(keys);
-        read_keys(a, &a->k, run, tile->head, base, keys, room->k, room->kt);
-        read_keys(a, &a->v, run, tile->head, base, keys, room->v, NULL);
+        /* What is read next comes into the cache meanwhile: the tile's next block, or the next tile's first one. */
+        const Tile *then = base + BLOCK < end || tile->is_last ? tile : tile + 1;
+        int64_t next = then == tile ? LEAST(base + BLOCK, end - 1) : first_block(a, first_position(a->runs + then->run, then));
+        int64_t from = token_of(a->runs + then->run, next), row;
+        row = from * a->k.token + then->head * a->k.head;
+        if (a->is_bf16 && a->k.size % (2 * LANES) == 0) {
+            read_turned(a, &a->k, run, tile->head, base, keys, room->kt, row);
+        } else {
+            read_keys(a, &a->k, run, tile->head, base, keys, room->k, row);
+            turn_keys(room->k, size, keys, room->kt);
+        }
+        row = from * a->v.token + then->head * a->v.head;
+        read_keys(a, &a->v, run, tile->head, base, keys, room->v, row);
         multiply(room->scores, BLOCK, room->q, size, 1, room->kt, BLOCK, count, lanes, a->q.size, 0);
         for (int64_t x = 0; x < count; x++) {
             float *scores = room->scores + x * BLOCK, *out = room->out + x * wide;
@@ -258,14 +307,17 @@ static void slopes(const Attention *a, Room *room, const Run *run, const Tile *t
 
 static void query_gradients(const Attention *a, Room *room, const Tile *tile) {
     const Run *run = a->runs + tile->run;
-    int64_t sharing = a->heads / a->kv_heads, count = (tile->stop - tile->start) * sharing, size = WHOLE(a->q.size);
+    int64_t sharing = a->heads / a->kv_heads, count = (tile->stop - tile->start) * sharing;
+    int64_t size = WHOLE(a->q.size), wide = WHOLE(a->v.size);
     int64_t first = first_position(run, tile), end = first + tile->stop - tile->start;
     read_tile(a, room, run, tile);
     memset(room->dq, 0, count * size * sizeof(float));
     for (int64_t base = first_block(a, first); base < end; base += BLOCK) {
         int64_t keys = LEAST(BLOCK, end - base);
-        read_keys(a, &a->k, run, tile->head, base, keys, room->k, room->kt);
-        read_keys(a, &a->v, run, tile->head, base, keys, room->v, room->vt);
+        read_keys(a, &a->k, run, tile->head, base, keys, room->k, -1);
+        turn_keys(room->k, size, keys, room->kt);
+        read_keys(a, &a->v, run, tile->head, base, keys, room->v, -1);
+        turn_keys(room->v, wide, keys, room->vt);
         slopes(a, room, run, tile, base, keys);
         multiply(room->dq, size, room->scores, BLOCK, 1, room->k, size, count, size, keys, 1);
     }
@@ -282,8 +334,10 @@ static void key_gradients(const Attention *a, Room *room, const Tile *tile) {
     int64_t sharing = a->heads / a->kv_heads, keys = tile->stop - tile->start;
     int64_t base = owner->prefix_length + tile->start;
     int64_t size = WHOLE(a->q.size), wide = WHOLE(a->v.size), step = queries_of_tile(a);
-    read_keys(a, &a->k, owner, tile->head, base, keys, room->k, room->kt);
-    read_keys(a, &a->v, owner, tile->head, base, keys, room->v, room->vt);
+    read_keys(a, &a->k, owner, tile->head, base, keys, room->k, -1);
+    turn_keys(room->k, size, keys, room->kt);
+    read_keys(a, &a->v, owner, tile->head, base, keys, room->v, -1);
+    turn_keys(room->v, wide, keys, room->vt);
     memset(room->dk, 0, keys * size * sizeof(float));
     memset(room->dv, 0, keys * wide * sizeof(float));
     for (const Run *run = owner; run; run = run->next < 0 ? NULL : a->runs + run->next) {
@@ -291,7 +345,7 @@ static void key_gradients(const Attention *a, Room *room, const Tile *tile) {
         int64_t start = MOST(0, base - zero), stop = run->length;
         if (a->window) stop = LEAST(stop, base + keys - 1 + a->window - zero);
         for (int64_t at = start; at < stop; at += step) {
-            Tile queries = {run - a->runs, tile->head, at, LEAST(at + step, stop)};
+            Tile queries = {run - a->runs, tile->head, at, LEAST(at + step, stop), 1};
             int64_t count = (queries.stop - at) * sharing;
             read_tile(a, room, run, &queries);
             slopes(a, room, run, &queries, base, keys);
@@ -315,11 +369,13 @@ static void each_tile(const Attention *a, int64_t step, void (*work)(const Atten
     for (int64_t i = 0; i < a->num_runs; i++)
         for (int64_t head = 0; head < a->kv_heads; head++)
             for (int64_t at = 0; at < a->runs[i].length; at += step)
-                *next++ = (Tile){i, head, at, LEAST(at + step, a->runs[i].length)};
+                *next++ = (Tile){i, head, at, LEAST(at + step, a->runs[i].length), 0};
+    if (count) tiles[count - 1].is_last = 1;
+    int64_t together = MOST(1, LEAST(8, count / (4 * a->threads))); /* a tile has the next one's keys fetched */
 #pragma omp parallel num_threads(a->threads)
     {
         Room *room = take_room(a);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, together)
         for (int64_t i = 0; i < count; i++) work(a, room, tiles + i);
     }
     free(tiles);

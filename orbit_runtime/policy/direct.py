@@ -19,6 +19,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, dec
 from orbit_runtime.policy.gradients import AdaptedProduct, Rotated, gated, normed, turned
 from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal, twice
 from orbit_runtime.quant.bf16 import BF16Weight
+from orbit_runtime.quant.kernels import panels
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
 ALL_ROWS = 1 << 62
@@ -124,6 +126,9 @@ class LinearGroup:
                 self.parts, self.blocks = parts, parts[0].blocks
         elif self.base is not None and (dtype is torch.float32 or self.base.order()):
             config = self._adapted[0][0].config if self._adapted else None
+            if self.base.is_in_panels and not self._rotates:
+                self.blocks = (1, ALL_ROWS, ALL_ROWS)
+                return
             rank = config.rank * len(self._adapted) if config is not None and not self._rotates else 0
             turned = config.block_size if config is not None and self._rotates else 0
             shape = (self.base.in_features, self.base.out_features, rank, turned, torch.get_num_threads())
@@ -169,8 +174,11 @@ class LinearGroup:
         return all(isinstance(slot, LoRASlot) for slot in slots)
 
     def _adapted_product(self, x_TK: Tensor, adapters: Sequence[tuple[LoRASlot, int, int]], dense: Tensor) -> Tensor:
-        """Args: adapters: each with its first and end row."""
-        y_TN = self.in_blocks(x_TK, partial(self.base.product, dense=dense))  # type: ignore[union-attr]
+        """Args: adapters: each with its first and end row, in the order of rows."""
+        base: FrozenLinear = self.base  # type: ignore[assignment]
+        if base.is_in_panels:
+            return self._in_panels(base, x_TK, adapters)
+        y_TN = self.in_blocks(x_TK, partial(base.product, dense=dense))
         most = ADDED_ROWS[x_TK.dtype] if self.blocks is not None else ALL_ROWS
         for slot, start, stop in adapters:
             for y, x in zip(*(each[start:stop].split(most) for each in (y_TN, x_TK)), strict=True):
@@ -179,6 +187,22 @@ class LinearGroup:
                     y.copy_(add_lora_(*(F.pad(each, (0, 0, 0, missing)) for each in (y, x)), slot)[: len(x)])
                 else:
                     add_lora_(y, x, slot)
+        return y_TN
+
+    @staticmethod
+    def _in_panels(base: FrozenLinear, x_TK: Tensor, adapters: Sequence[tuple[LoRASlot, int, int]]) -> Tensor:
+        y_TN = x_TK.new_empty(len(x_TK), base.out_features)
+        multiply = partial(panels.multiply, panels=base.ordered, bias_N=base.bias, columns=base.out_features)
+        at = 0
+        for slot, start, stop in adapters:
+            if start > at:
+                multiply(x_TK[at:start], out=y_TN[at:start])
+            x = x_TK[start:stop]
+            added = panels.multiply_narrow(x, slot.lora_A, slot.scaling), slot.lora_B.t()
+            multiply(x, added=added, out=y_TN[start:stop])
+            at = min(stop, len(x_TK))
+        if at < len(x_TK):
+            multiply(x_TK[at:], out=y_TN[at:])
         return y_TN
 
     def in_blocks(self, x_TK: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
@@ -197,33 +221,41 @@ class LinearGroup:
         if held is not None and all(map(operator.is_, held[0], slots)):
             return held[1]
         whole = slots[0]
-        if len(self._members) > 1:
-            ranks = [len(slot.lora_A) for slot in slots]
-            B = whole.lora_B.new_zeros(self.base.out_features, sum(ranks))  # type: ignore[union-attr]
-            whole = LoRASlot(torch.cat([slot.lora_A for slot in slots]), B, whole.scaling)
-            places = zip(slots, self._adapted, whole.lora_A.split(ranks), B.split(ranks, 1), strict=True)
-            for slot, (_, first, last), A, columns in places:
-                columns[first:last] = slot.lora_B
+        if len(self._members) > 1 or self.base.is_in_panels:  # type: ignore[union-attr]
+            whole, places = self._whole(slots)
+            for slot, (ranks, outputs) in zip(slots, places, strict=True):
                 # The same tensors as before, for whoever has noted them, now where the whole lies.
-                slot.lora_A.data, slot.lora_B.data = A, columns[first:last]
+                slot.lora_A.data, slot.lora_B.data = whole.lora_A[ranks], whole.lora_B[outputs, ranks]
         # Only of slots that are still loaded.
         self._stacks = {each: kept for each, kept in self._stacks.items() if each in self._adapted[0][0].slots}
         self._stacks[name] = (slots, whole)
         return whole
+
+    def _whole(self, slots: Sequence[LoRASlot]) -> tuple[LoRASlot, list[tuple[slice, slice]]]:
+        """The members' LoRA as one, and of each its ranks and its outputs in it."""
+        base: FrozenLinear = self.base  # type: ignore[assignment]
+        ends = [*accumulate(len(slot.lora_A) for slot in slots)]
+        spans = zip((0, *ends), ends, self._adapted)
+        places = [(slice(first, last), slice(start, stop)) for first, last, (_, start, stop) in spans]
+        A_RK = torch.cat([slot.lora_A.detach() for slot in slots])
+        shape = base.out_features, ends[-1]
+        # Panels add rows of B transposed.
+        B_NR = A_RK.new_zeros(shape[::-1]).t() if base.is_in_panels else A_RK.new_zeros(shape)
+        for slot, (ranks, outputs) in zip(slots, places, strict=True):
+            B_NR[outputs, ranks] = slot.lora_B.detach()
+        return LoRASlot(A_RK, B_NR, slots[0].scaling), places
 
     def _with_gradient(self, x_TK: Tensor, slots: Sequence[LoRASlot], dense: Tensor) -> Tensor:
         """The same sums as with `_stacked`, recorded for gradients. Args: slots: empty for the base alone."""
         base: FrozenLinear = self.base  # type: ignore[assignment]
         if not slots:
             bare = partial(self.in_blocks, product=partial(base.product, dense=dense))
-            result: Tensor = AdaptedProduct.apply(x_TK, None, None, 1.0, bare, base.input_gradient)
+            result: Tensor = AdaptedProduct.apply(x_TK, bare, base.input_gradient, None, ())
             return result
-        placed = zip(slots, self._adapted, strict=True)
-        B_NR = torch.cat([F.pad(s.lora_B, (0, 0, at, base.out_features - end)) for s, (_, at, end) in placed], 1)
-        A_RK, whole = torch.cat([slot.lora_A for slot in slots]), slots[0].scaling
-        slot = LoRASlot(A_RK.detach(), B_NR.detach(), whole)
-        forward = partial(self._adapted_product, adapters=[(slot, 0, ALL_ROWS)], dense=dense)
-        result = AdaptedProduct.apply(x_TK, A_RK, B_NR, whole, forward, base.input_gradient)
+        whole, places = self._whole(slots)
+        forward = partial(self._adapted_product, adapters=[(whole, 0, ALL_ROWS)], dense=dense)
+        members = (tensor for slot in slots for tensor in (slot.lora_A, slot.lora_B))
+        result = AdaptedProduct.apply(x_TK, forward, base.input_gradient, whole, places, *members)
         return result
 
     def _one_by_one(self, x_TK: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Legend: `T` tokens, `N` hidden size or outputs, `K` inputs, `R` LoRA ranks of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import rotate
 from orbit_runtime.policy import native
 
@@ -141,25 +142,32 @@ class AdaptedProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TK: Tensor,
-        A_RK: Tensor | None,
-        B_NR: Tensor | None,
-        scaling: float,
         adapted: Callable[[Tensor], Tensor],
-        input_gradient: Callable[[Tensor], Tensor],
+        input_gradient: Callable[..., Tensor],
+        whole: LoRASlot | None,
+        places: Sequence[tuple[slice, slice]],
+        *_members: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(None if A_RK is None else x_TK, A_RK, B_NR)
-        ctx.scaling, ctx.input_gradient = scaling, input_gradient
+        """Args:
+        places: of each member, its ranks and its outputs.
+        _members: A and B of each in turn, which get the gradients.
+        """
+        if whole is not None:
+            ctx.save_for_backward(x_TK, whole.lora_A, whole.lora_B)
+            ctx.scaling = whole.scaling
+        ctx.places, ctx.input_gradient = places, input_gradient
         return adapted(x_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.places:
+            return ctx.input_gradient(grad_TN), None, None, None, None
         x_TK, A_RK, B_NR = ctx.saved_tensors
-        of_x = ctx.input_gradient(grad_TN) if ctx.needs_input_grad[0] else None
-        if A_RK is None:
-            return of_x, None, None, None, None, None
-        grad_TR = torch.mm(grad_TN, B_NR).mul_(ctx.scaling)
-        if of_x is not None:
-            of_x.addmm_(grad_TR, A_RK)
-        of_B = torch.mm(grad_TN.t(), torch.mm(x_TK, A_RK.t())).mul_(ctx.scaling)
-        return of_x, torch.mm(grad_TR.t(), x_TK), of_B, None, None, None
+        parts = [(grad_TN[:, outputs], B_NR[outputs, ranks], ranks) for ranks, outputs in ctx.places]
+        grad_TR = torch.cat([torch.mm(grad, B) for grad, B, _ in parts], 1).mul_(ctx.scaling)
+        x_TR = torch.mm(x_TK, A_RK.t()).mul_(ctx.scaling)
+        of_A = torch.mm(grad_TR.t(), x_TK)
+        members = [each for grad, _, ranks in parts for each in (of_A[ranks], torch.mm(grad.t(), x_TR[:, ranks]))]
+        of_x = ctx.input_gradient(grad_TN, (grad_TR, A_RK)) if ctx.needs_input_grad[0] else None
+        return of_x, None, None, None, None, *members

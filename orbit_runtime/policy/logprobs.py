@@ -96,7 +96,8 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, grad_RV: Tensor) -> tuple[Tensor | None, ...]:
         hidden_RN, weight_VN = ctx.saved_tensors
         rounded = grad_RV.to(weight_VN.dtype)
-        of_hidden = rounded @ weight_VN if ctx.needs_input_grad[2] else None
+        turn = panels.multiply_turned if panels.can_turn(rounded, weight_VN) else torch.mm
+        of_hidden = turn(rounded, weight_VN) if ctx.needs_input_grad[2] else None
         of_weight = rounded.T @ hidden_RN if ctx.needs_input_grad[0] else None
         return of_weight, None, of_hidden
 
@@ -161,8 +162,7 @@ def head_gives_same_bits(head: nn.Module, dtype: torch.dtype) -> bool:
 
 CHUNK_ELEMENTS = 1 << 24
 """Rows per chunk are chosen so that one fp32 `[rows, V]` tensor has at most this many elements (64 MiB)."""
-SAVED_CHUNK_ELEMENTS = 12 << 20
-"""The same where a chunk's gradient is computed with its log-probs."""
+SAVED_CHUNK_ELEMENTS = 6 << 20
 UNSHAPED = Sampling()
 """The model's own distribution."""
 

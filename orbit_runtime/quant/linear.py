@@ -164,9 +164,18 @@ class FrozenLinear(nn.Module):
                 self.ordered = torch.ops.mkldnn._reorder_linear_weight(views[0], ORDERED_ROWS)
         return self.ordered is not None
 
-    def input_gradient(self, dy: Tensor) -> Tensor:
-        """`dy @ W` for dy `[T, N]`; outside of autograd."""
-        return self._product.input_gradient(dy, self._packed_views())
+    @property
+    def is_in_panels(self) -> bool:
+        """Whether it multiplies by `panels.multiply`, which adds LoRA before it rounds."""
+        return self.ordered is not None and not self.ordered.is_mkldnn and self.rounding is None
+
+    def input_gradient(self, dy: Tensor, added: panels.Added = None) -> Tensor:
+        """`dy @ W` for dy `[T, N]`, plus what is `added`; outside of autograd."""
+        views = self._packed_views()
+        if len(views) == 1 and panels.can_turn(dy, views[0]):
+            return panels.multiply_turned(dy, views[0], added)
+        dx = self._product.input_gradient(dy, views)
+        return dx if added is None else dx.addmm_(*added)
 
     def widen(self, wide: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         """Holds the dense weight in `dtype`: the same values, no longer cast or dequantised at every call.

@@ -6,7 +6,7 @@ oneDNN's product of few rows takes such a processor a third longer; with AMX one
 
 from __future__ import annotations
 
-from ctypes import CDLL, Structure, byref, c_int32, c_int64, c_void_p
+from ctypes import CDLL, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -25,10 +25,16 @@ class _Linear(Structure):
     """`Linear` of the source."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "w", "bias", "y")),
-        *((name, c_int64) for name in ("x_row", "y_row", "w_row", "rows", "columns", "depth")),
+        *((name, c_void_p) for name in ("x", "w", "bias", "x2", "w2", "y")),
+        *((name, c_int64) for name in ("x_row", "y_row", "w_row", "x2_row", "w2_row")),
+        *((name, c_int64) for name in ("rows", "columns", "depth", "depth2")),
+        ("by", c_float),
         *((name, c_int32) for name in ("is_turned", "y_is_fp32", "threads")),
     )
+
+
+Added = tuple[Tensor, Tensor] | None
+"""A second product `x2 @ W2`, added before a sum is rounded: x2 `[T, R]`, W2 `[R, N]`."""
 
 
 @cache
@@ -49,13 +55,23 @@ def of_panels(panels: Tensor, num_rows: int) -> Tensor:
 
 
 def multiply(
-    x_TK: Tensor, panels: Tensor, bias_N: Tensor | None, *, columns: int, dtype: torch.dtype = torch.bfloat16
+    x_TK: Tensor,
+    panels: Tensor,
+    bias_N: Tensor | None,
+    *,
+    columns: int,
+    dtype: torch.dtype = torch.bfloat16,
+    added: Added = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`x @ W.T + bias` `[T, N]` of BF16 factors, summed in fp32, in BF16 or fp32. A row has the same bits for any T.
 
-    Args: columns: N.
+    Args:
+        columns: N.
+        out: `[T, N]` of this dtype, to write to.
     """
-    return _product(x_TK, panels, columns, bias_N, dtype, is_turned=False)
+    out = x_TK.new_empty(len(x_TK), columns, dtype=dtype) if out is None else out
+    return _product(x_TK, panels, bias_N, out, added, is_turned=False)
 
 
 def can_turn(dy_TN: Tensor, weight_NK: Tensor) -> bool:
@@ -63,19 +79,40 @@ def can_turn(dy_TN: Tensor, weight_NK: Tensor) -> bool:
     return is_bf16_on_a_cpu and dy_TN.shape[-1] % 2 == 0 and kernel() is not None
 
 
-def multiply_turned(dy_TN: Tensor, weight_NK: Tensor) -> Tensor:
+def multiply_turned(dy_TN: Tensor, weight_NK: Tensor, added: Added = None) -> Tensor:
     """`dy @ W` `[T, K]` in BF16, for N divisible by 2, of a weight as it is saved: panels are made in passing."""
-    return _product(dy_TN, weight_NK, weight_NK.shape[1], None, torch.bfloat16, is_turned=True)
+    out = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
+    return _product(dy_TN, weight_NK, None, out, added, is_turned=True)
+
+
+def multiply_narrow(x_TK: Tensor, weight_NK: Tensor, by: float, out: Tensor | None = None) -> Tensor:
+    """`by * x @ W.T` `[T, N]` in BF16, for few N, of a weight as it is saved."""
+    x_TK, weight_NK = map(_plain, (x_TK, weight_NK))
+    out = x_TK.new_empty(len(x_TK), len(weight_NK)) if out is None else out
+    kernel().multiply_narrow(byref(_linear(x_TK, weight_NK, None, out, None, by)))  # type: ignore[union-attr]
+    return out
 
 
 def _product(
-    x: Tensor, weight: Tensor, columns: int, bias: Tensor | None, dtype: torch.dtype, *, is_turned: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, added: Added, *, is_turned: bool
 ) -> Tensor:
-    assert x.dtype is weight.dtype is torch.bfloat16, "the kernel reads pairs of BF16 numbers"
-    x, weight = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, weight))
-    y = x.new_empty(len(x), columns, dtype=dtype)
-    places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-    sizes = x.stride(0), columns, weight.stride(0), len(x), columns, x.shape[1]
-    how = is_turned, dtype is torch.float32, torch.get_num_threads()
-    kernel().multiply(byref(_Linear(*places, *sizes, *how)))  # type: ignore[union-attr]
-    return y
+    x, weight = map(_plain, (x, weight))
+    added = None if added is None else (_plain(added[0]), _plain(added[1]))
+    kernel().multiply(byref(_linear(x, weight, bias, out, added, 1.0, is_turned)))  # type: ignore[union-attr]
+    return out
+
+
+def _linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, added: Added, by: float, is_turned: bool = False
+) -> _Linear:
+    read = (x, w, *(() if bias is None else (bias,)), *(added or ()))
+    assert all(each.dtype is torch.bfloat16 for each in read), "the kernel reads pairs of BF16 numbers"
+    places = (None if each is None else each.data_ptr() for each in (x, w, bias, *(added or (None, None)), out))
+    strides = x.stride(0), out.stride(0), w.stride(0), *(each.stride(0) for each in added or (x, x))
+    sizes = *out.shape, x.shape[1], added[0].shape[1] if added else 0
+    return _Linear(*places, *strides, *sizes, by, is_turned, out.dtype is torch.float32, torch.get_num_threads())
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The kernel reads a row's numbers one after the other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
