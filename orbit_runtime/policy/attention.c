@@ -372,12 +372,11 @@ static void each_tile(const Attention *a, int64_t step, void (*work)(const Atten
                 *next++ = (Tile){i, head, at, LEAST(at + step, a->runs[i].length), 0};
     if (count) tiles[count - 1].is_last = 1;
     int64_t together = MOST(1, LEAST(8, count / (4 * a->threads))); /* a tile has the next one's keys fetched */
-#pragma omp parallel num_threads(a->threads)
-    {
+    TEAMWORK((int)MOST(1, LEAST(a->threads, count)), {
         Room *room = take_room(a);
-#pragma omp for schedule(dynamic, together)
+        _Pragma("omp for schedule(dynamic, together) nowait")
         for (int64_t i = 0; i < count; i++) work(a, room, tiles + i);
-    }
+    });
     free(tiles);
 }
 

@@ -6,10 +6,9 @@ All arithmetic is fp32, whatever is given, and each sum has one order. Rows are 
 #include "vectors.h"
 
 /* Few numbers are done sooner than threads are woken. */
-#define EACH_ROW(row, rows, size)                                             \
-    int team = (rows) * (size) > 8192 ? threads : 1;                          \
-    _Pragma("omp parallel for num_threads(team) schedule(static)")            \
-    for (int64_t row = 0; row < (rows); row++)
+#define EACH_ROW(row, rows, size, ...)                                           \
+    TEAMWORK((rows) * (size) > 8192 ? threads : 1,                               \
+             STATIC_ROWS for (int64_t row = 0; row < (rows); row++) __VA_ARGS__)
 
 /* 16 values, zeros after the last one. */
 INLINE vec take(const void *from, int64_t at, int64_t left, int is_bf16) {
@@ -55,9 +54,9 @@ INLINE void normed_row(const float *x, const void *y, const float *weight, float
 /* y: null for none; sums may be x; scale: [rows], or null. */
 void normed(const float *x, const void *y, const float *weight, float *sums, void *out, float *scale, float eps,
             int64_t rows, int64_t size, int32_t is_bf16, int32_t threads) {
-    EACH_ROW(row, rows, size) {
+    EACH_ROW(row, rows, size, {
         OF_DTYPE(normed_row, x, y, weight, sums, out, scale, eps, row, size);
-    }
+    });
 }
 
 INLINE void normed_row_backward(const float *x, const float *weight, const float *scale, const float *of_sums,
@@ -79,9 +78,9 @@ INLINE void normed_row_backward(const float *x, const float *weight, const float
 /* x: the sums that were normed; of_sums: their gradient from elsewhere, or null; of_y: null where none was added. */
 void normed_backward(const float *x, const float *weight, const float *scale, const float *of_sums, const void *of_out,
                      float *of_x, void *of_y, int64_t rows, int64_t size, int32_t is_bf16, int32_t threads) {
-    EACH_ROW(row, rows, size) {
+    EACH_ROW(row, rows, size, {
         OF_DTYPE(normed_row_backward, x, weight, scale, of_sums, of_out, of_x, of_y, row, size);
-    }
+    });
 }
 
 /* --- heads, normed where a weight is given, then turned: (first half, second half) -> (-second, first) by sine, whose
@@ -143,16 +142,16 @@ INLINE void turned_token_backward(const Turn *a, int64_t token, int is_bf16) {
 
 void turned(const Turn *a) {
     int32_t is_bf16 = a->is_bf16, threads = a->threads;
-    EACH_ROW(token, a->tokens, a->heads * a->size) {
+    EACH_ROW(token, a->tokens, a->heads * a->size, {
         OF_DTYPE(turned_token, a, token);
-    }
+    });
 }
 
 void turned_backward(const Turn *a) {
     int32_t is_bf16 = a->is_bf16, threads = a->threads;
-    EACH_ROW(token, a->tokens, a->heads * a->size) {
+    EACH_ROW(token, a->tokens, a->heads * a->size, {
         OF_DTYPE(turned_token_backward, a, token);
-    }
+    });
 }
 
 /* --- silu(gate) * up, of gate and up side by side --- */
@@ -169,9 +168,9 @@ INLINE void gated_row(const void *both, void *out, int64_t row, int64_t size, in
 
 /* size: of the result. */
 void gated(const void *both, void *out, int64_t rows, int64_t size, int32_t is_bf16, int32_t threads) {
-    EACH_ROW(row, rows, size) {
+    EACH_ROW(row, rows, size, {
         OF_DTYPE(gated_row, both, out, row, size);
-    }
+    });
 }
 
 INLINE void gated_row_backward(const void *both, const void *grad, void *of_both, int64_t row, int64_t size,
@@ -187,9 +186,9 @@ INLINE void gated_row_backward(const void *both, const void *grad, void *of_both
 
 void gated_backward(const void *both, const void *grad, void *of_both, int64_t rows, int64_t size, int32_t is_bf16,
                     int32_t threads) {
-    EACH_ROW(row, rows, size) {
+    EACH_ROW(row, rows, size, {
         OF_DTYPE(gated_row_backward, both, grad, of_both, row, size);
-    }
+    });
 }
 
 /* --- distributions over the columns of fp32 logits --- */
@@ -234,7 +233,7 @@ INLINE float logprob_of(float logit, float top, double total) { return logit - t
 /* entropies: or null; is_sloped: each row becomes its log-prob's gradient, negated. */
 void scored(float *logits, int64_t row_size, const int64_t *targets, float *logprobs, float *entropies,
             int32_t is_sloped, int64_t rows, int64_t columns, int32_t threads) {
-    EACH_ROW(row, rows, columns) {
+    EACH_ROW(row, rows, columns, {
         float *mine = logits + row * row_size, top = top_of(mine, columns);
         double along, total = total_of(mine, columns, top, NULL, entropies ? &along : NULL);
         logprobs[row] = logprob_of(mine[targets[row]], top, total);
@@ -245,7 +244,7 @@ void scored(float *logits, int64_t row_size, const int64_t *targets, float *logp
                 put(mine, i, power_of_e(logits_at(mine + i, columns - i) - top) * by, columns - i, 0);
             mine[targets[row]] -= 1.0f;
         }
-    }
+    });
 }
 
 /* The first token up to which there is more mass than `below`; it has mass itself. */
@@ -271,7 +270,7 @@ static int64_t token_at(const float *logits, int64_t columns, float top, const d
 /* A token of each row by its share of all mass, [0, 1); below 0: the most probable one. */
 void drawn(const float *logits, int64_t row_size, const double *shares, int64_t *tokens, float *logprobs, int64_t rows,
            int64_t columns, int32_t threads) {
-    EACH_ROW(row, rows, columns) {
+    EACH_ROW(row, rows, columns, {
         const float *mine = logits + row * row_size;
         float top = top_of(mine, columns);
         double ends[(columns + PART - 1) / PART], total = total_of(mine, columns, top, ends, NULL);
@@ -280,5 +279,5 @@ void drawn(const float *logits, int64_t row_size, const double *shares, int64_t 
         else token = token_at(mine, columns, top, ends, shares[row] * total);
         tokens[row] = token;
         logprobs[row] = logprob_of(mine[token], top, total);
-    }
+    });
 }

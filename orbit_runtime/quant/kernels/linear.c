@@ -4,16 +4,12 @@ Every sum has one order, so a row has the same bits whatever rows are multiplied
 columns of the result, `[N / 48, K / 2, 48, 2]`, the last one filled up with zeros: as it is held, or as it is made. */
 
 #include <immintrin.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+
+#include "vectors.h"
 
 #define ROWS 8
-#define LANES 16
 #define PANEL 48
 #define RUN 256 /* rows of x that stay in the cache while panels pass */
-#define INLINE static inline __attribute__((always_inline))
-#define LEAST(a, b) ((a) < (b) ? (a) : (b))
 
 typedef struct {
     const uint16_t *x, *w, *bias; /* bias: BF16, or null */
@@ -25,7 +21,7 @@ typedef struct {
     int32_t is_turned, y_is_fp32, threads;       /* turned: `w` is `[K, N]`, else panels */
 } Linear;
 
-INLINE __m512 widened(const uint16_t *from, __mmask16 mask) {
+INLINE __m512 biases(const uint16_t *from, __mmask16 mask) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
 }
 
@@ -59,7 +55,7 @@ INLINE void part(const Linear *a, int64_t row, int64_t panel, const uint16_t *w,
         int64_t column = panel * PANEL + j * LANES;
         if (column >= a->columns) break;
         __mmask16 mask = (__mmask16)((1u << LEAST(a->columns - column, LANES)) - 1);
-        __m512 bias = a->bias ? widened(a->bias + column, mask) : _mm512_setzero_ps();
+        __m512 bias = a->bias ? biases(a->bias + column, mask) : _mm512_setzero_ps();
         for (int i = 0; i < rows; i++) {
             int64_t to = (row + i) * a->y_row + column;
             __m512 sum = _mm512_add_ps(acc[i][j], bias);
@@ -95,8 +91,8 @@ static const uint16_t *made(const uint16_t *w, int64_t w_row, int64_t depth, int
 }
 
 /* Each thread has some panels, or some rows where there are few panels. */
-static void share(const Linear *a, int64_t number) {
-    int64_t panels = (a->columns + PANEL - 1) / PANEL, n = a->threads, size = PANEL * a->depth;
+static void share(const Linear *a, int64_t number, int64_t n) {
+    int64_t panels = (a->columns + PANEL - 1) / PANEL, size = PANEL * a->depth;
     int64_t from = 0, to = panels, top = 0, bottom = a->rows;
     if (panels >= 2 * n) {
         from = panels * number / n, to = panels * (number + 1) / n;
@@ -125,8 +121,7 @@ static void share(const Linear *a, int64_t number) {
 }
 
 void multiply(const Linear *a) {
-#pragma omp parallel for num_threads(a->threads) schedule(static)
-    for (int32_t number = 0; number < a->threads; number++) share(a, number);
+    TEAMWORK(a->threads, share(a, omp_get_thread_num(), omp_get_num_threads()););
 }
 
 /* --- few columns: y = by * x W', of W `[N, K]` as it is saved --- */
@@ -138,7 +133,7 @@ INLINE __m512 folded_twice(__m512 a, __m512 b) {
     __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
     return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
 }
-INLINE __m512 halves(__m512 a, __m512 b) {
+INLINE __m512 joined(__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
@@ -161,7 +156,7 @@ INLINE void few(const Linear *a, int64_t row, int64_t column, int rows, int colu
     __m512 of_row[FEW]; /* the 4 columns' sums, of 4 values each */
     for (int i = 0; i < FEW; i++)
         of_row[i] = folded_twice(folded(acc[i][0], acc[i][1]), folded(acc[i][2], acc[i][3]));
-    __m512 sums = halves(halves(of_row[0], of_row[1]), halves(of_row[2], of_row[3]));
+    __m512 sums = joined(joined(of_row[0], of_row[1]), joined(of_row[2], of_row[3]));
     uint16_t found[LANES];
     _mm256_storeu_si256((__m256i *)found, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(sums, _mm512_set1_ps(a->by))));
     for (int i = 0; i < rows; i++)
@@ -169,9 +164,9 @@ INLINE void few(const Linear *a, int64_t row, int64_t column, int rows, int colu
 }
 
 void multiply_narrow(const Linear *a) {
-    int threads = a->rows * a->columns * a->depth > 65536 ? a->threads : 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t row = 0; row < a->rows; row += FEW)
-        for (int64_t column = 0; column < a->columns; column += FEW)
-            few(a, row, column, LEAST(a->rows - row, FEW), LEAST(a->columns - column, FEW));
+    TEAMWORK(a->rows * a->columns * a->depth > 65536 ? a->threads : 1, {
+        STATIC_ROWS for (int64_t row = 0; row < a->rows; row += FEW)
+            for (int64_t column = 0; column < a->columns; column += FEW)
+                few(a, row, column, LEAST(a->rows - row, FEW), LEAST(a->columns - column, FEW));
+    });
 }

@@ -1,9 +1,11 @@
-/* Vectors of 16 fp32 values, by the vector types of GCC and Clang alone; rows in BF16 or fp32. */
+/* Vectors of 16 fp32 values, by the vector types of GCC and Clang alone; rows in BF16 or fp32; teams of threads. */
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
@@ -92,3 +94,50 @@ INLINE void narrow(void *to, int64_t at, const float *from, int64_t size, int is
         for (; i < size; i++) ((float *)to)[at + i] = from[i] * by;
     }
 }
+
+/* --- teams ---
+
+Where another process keeps a core, the thread of a team that waits for it costs the others milliseconds, each time. So
+a team that was mostly idle is made as small as its busy part for a while. No result depends on its size. */
+
+#define READING 0.01 /* seconds of teamwork that are looked at together */
+#define SMALL 0.2    /* seconds for which a team is small then */
+
+INLINE double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static struct {
+    double took, busy, until; /* threads' seconds in all, and at work; when a team is whole again */
+    int small;
+} teams;
+
+INLINE int team_of(int threads) {
+    return threads > 1 && teams.until > 0 && now() < teams.until ? LEAST(threads, teams.small) : threads;
+}
+
+INLINE void told(int team, double took, double busy) {
+    if (team < 2) return;
+    teams.took += team * took, teams.busy += busy;
+    if (teams.took < team * READING) return;
+    double share = teams.busy / teams.took;
+    teams.until = share < 0.6 ? now() + SMALL : 0;
+    teams.small = (int)MOST(1, team * share + 0.4);
+    teams.took = teams.busy = 0;
+}
+
+/* Each thread of a team carries this out; how long it is at work is noted. */
+#define TEAMWORK(threads, ...)                                                                  \
+    do {                                                                                        \
+        int team = team_of(threads);                                                            \
+        double busy = 0, since = team > 1 ? now() : 0;                                          \
+        _Pragma("omp parallel num_threads(team) reduction(+ : busy)") {                         \
+            double start = team > 1 ? now() : 0;                                                \
+            __VA_ARGS__                                                                         \
+            if (team > 1) busy += now() - start;                                                \
+        }                                                                                       \
+        if (team > 1) told(team, now() - since, busy);                                          \
+    } while (0)
+#define STATIC_ROWS _Pragma("omp for schedule(static) nowait")
