@@ -200,7 +200,7 @@ def check_compilers() -> list[Finding]:
     if shutil.which("nvidia-smi") is None:
         if (compiler := find_compiler()) is not None:
             return [Finding("compilers", "ok", compiler)]
-        words = "without a C compiler attention on a CPU is torch's: slower, and rollout may differ in its last bits"
+        words = "without a C compiler a CPU has torch's kernels: slower, and rollout may differ in its last bits"
         return [Finding("compilers", "warn", words, "install gcc, on Linux, or name a C compiler in CC")]
 
     lacks = triton_lacks()

@@ -197,9 +197,8 @@ class LinearGroup:
         for slot, start, stop in adapters:
             if start > at:
                 multiply(x_TK[at:start], out=y_TN[at:start])
-            x = x_TK[start:stop]
-            added = panels.multiply_narrow(x, slot.lora_A, slot.scaling), slot.lora_B.t()
-            multiply(x, added=added, out=y_TN[start:stop])
+            lora = slot.lora_A, slot.lora_B.t(), slot.scaling
+            multiply(x_TK[start:stop], lora=lora, out=y_TN[start:stop])
             at = min(stop, len(x_TK))
         if at < len(x_TK):
             multiply(x_TK[at:], out=y_TN[at:])
@@ -235,7 +234,7 @@ class LinearGroup:
         """The members' LoRA as one, and of each its ranks and its outputs in it."""
         base: FrozenLinear = self.base  # type: ignore[assignment]
         ends = [*accumulate(len(slot.lora_A) for slot in slots)]
-        spans = zip((0, *ends), ends, self._adapted)
+        spans = zip((0, *ends[:-1]), ends, self._adapted, strict=True)
         places = [(slice(first, last), slice(start, stop)) for first, last, (_, start, stop) in spans]
         A_RK = torch.cat([slot.lora_A.detach() for slot in slots])
         shape = base.out_features, ends[-1]

@@ -212,7 +212,7 @@ def gated(both_TN: Tensor, grad_TN: Tensor | None = None) -> Tensor:
 def scored(logits_RV: Tensor, targets_R: Tensor, *, entropies: bool, slopes: bool = False) -> tuple[Tensor, Tensor]:
     """Log-probs of targets and, where asked for, entropies; logits become the slopes of the log-probs, negated, where
     those are asked for."""
-    assert logits_RV.dtype is torch.float32 and logits_RV.stride(1) == 1, "they are read, and replaced, where they lie"
+    assert (logits_RV.dtype, logits_RV.stride(1)) == (torch.float32, 1), "they are read, and replaced, where they lie"
     targets_R = targets_R.contiguous()
     logprobs_R, entropies_R = (logits_RV.new_empty(count) for count in (len(logits_RV), len(logits_RV) * entropies))
     places = _at(targets_R), _at(logprobs_R), _at(entropies_R) if entropies else None
@@ -223,7 +223,7 @@ def scored(logits_RV: Tensor, targets_R: Tensor, *, entropies: bool, slopes: boo
 
 def drawn(logits_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row with its log-prob, by inverse CDF; the most probable one for a uniform below 0."""
-    assert logits_RV.dtype is torch.float32 and uniforms_R.dtype is torch.float64
+    assert (logits_RV.dtype, uniforms_R.dtype) == (torch.float32, torch.float64)
     logits_RV, uniforms_R = _plain(logits_RV), uniforms_R.contiguous()
     tokens_R, logprobs_R = torch.empty(len(logits_RV), dtype=torch.long), logits_RV.new_empty(len(logits_RV))
     places = map(_at, (uniforms_R, tokens_R, logprobs_R))

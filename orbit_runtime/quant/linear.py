@@ -169,8 +169,8 @@ class FrozenLinear(nn.Module):
         """Whether it multiplies by `panels.multiply`, which adds LoRA before it rounds."""
         return self.ordered is not None and not self.ordered.is_mkldnn and self.rounding is None
 
-    def input_gradient(self, dy: Tensor, added: panels.Added = None) -> Tensor:
-        """`dy @ W` for dy `[T, N]`, plus what is `added`; outside of autograd."""
+    def input_gradient(self, dy: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """`dy @ W` for dy `[T, N]`, plus the product of what is `added`, `[T, R]` and `[R, K]`; outside of autograd."""
         views = self._packed_views()
         if len(views) == 1 and panels.can_turn(dy, views[0]):
             return panels.multiply_turned(dy, views[0], added)

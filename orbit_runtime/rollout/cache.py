@@ -128,7 +128,6 @@ class DecodePlan:
         self.longest = in_key_blocks(high + 1) if self._is_fused else high + 1
         past = block[:, :, :num_rows, :, : self.longest]
         self._past = [layer.unbind(0) for layer in past.unbind(0)]
-        self._flat = [layer.unbind(0) for layer in past.flatten(2, 3).unbind(0)]
         self._index: torch.Tensor | None = None
         self._positions_B, self._device = positions_B, block.device
         self._heads = block.shape[3]
@@ -191,7 +190,7 @@ class DecodePlan:
             out = attend_rows(q_BKGD, keys, values, visible_B1QS=added, look=look, kernel="SDPA")
             return out.reshape(len(q_BHD), -1)
         # One query per row: two products over rows and heads at once. `G`: query heads per key head.
-        keys_NSD, values_NSD = self._flat[layer]
+        keys_NSD, values_NSD = (each.flatten(0, 1) for each in self._past[layer])
         scores_NGS = fp32_product(q_BHD.reshape(len(keys_NSD), -1, q_BHD.shape[-1]), keys_NSD.transpose(1, 2))
         if look.scale != 1.0:
             scores_NGS.mul_(look.scale)

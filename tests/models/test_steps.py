@@ -28,7 +28,8 @@ def made(*shape: int) -> Tensor:
 def is_close(found: Tensor, exact: Tensor) -> None:
     """To the rounding of its dtype, and of what was added up."""
     bound = 2**-8 if found.dtype is torch.bfloat16 else 2e-6
-    torch.testing.assert_close(found.double(), exact.double(), rtol=bound, atol=bound * float(exact.detach().abs().max()) / 8)
+    least = bound * float(exact.detach().abs().max()) / 8
+    torch.testing.assert_close(found.double(), exact.double(), rtol=bound, atol=least)
 
 
 def gradients(results: Sequence[Tensor], slopes: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:

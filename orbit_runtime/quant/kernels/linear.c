@@ -13,12 +13,13 @@ columns of the result, `[N / 48, K / 2, 48, 2]`, the last one filled up with zer
 
 typedef struct {
     const uint16_t *x, *w, *bias; /* bias: BF16, or null */
-    const uint16_t *x2, *w2;      /* w2: `[depth2, N]` */
+    uint16_t *x2;                 /* given, or written as by * x FIRST' */
+    const uint16_t *w2, *first;   /* w2: `[depth2, N]`; first: `[depth2, K]`, or null */
     void *y;
-    int64_t x_row, y_row, w_row, x2_row, w2_row; /* elements from one row to the next */
-    int64_t rows, columns, depth, depth2;        /* depth2: 0 for no second product */
-    float by;                                    /* of `multiply_narrow`: what sums are multiplied by */
-    int32_t is_turned, y_is_fp32, threads;       /* turned: `w` is `[K, N]`, else panels */
+    int64_t x_row, y_row, w_row, x2_row, w2_row, first_row; /* elements from one row to the next */
+    int64_t rows, columns, depth, depth2; /* depth2: 0 for no second product */
+    float by;
+    int32_t is_turned, y_is_fp32, threads; /* turned: `w` is `[K, N]`, else panels */
 } Linear;
 
 INLINE __m512 biases(const uint16_t *from, __mmask16 mask) {
@@ -120,11 +121,7 @@ static void share(const Linear *a, int64_t number, int64_t n) {
         }
 }
 
-void multiply(const Linear *a) {
-    TEAMWORK(a->threads, share(a, omp_get_thread_num(), omp_get_num_threads()););
-}
-
-/* --- few columns: y = by * x W', of W `[N, K]` as it is saved --- */
+/* --- few columns: x2 = by * x FIRST' --- */
 
 #define FEW 4 /* rows and columns that are computed together */
 
@@ -146,7 +143,7 @@ INLINE void few(const Linear *a, int64_t row, int64_t column, int rows, int colu
         __mmask32 mask = a->depth - k < 2 * LANES ? (1u << (a->depth - k)) - 1 : ~0u;
         __m512bh right[FEW];
         for (int j = 0; j < FEW; j++)
-            right[j] = (__m512bh)_mm512_maskz_loadu_epi16(mask, a->w + (column + LEAST(j, columns - 1)) * a->w_row + k);
+            right[j] = (__m512bh)_mm512_maskz_loadu_epi16(mask, a->first + (column + LEAST(j, columns - 1)) * a->first_row + k);
         for (int i = 0; i < FEW; i++) {
             const uint16_t *x = a->x + (row + LEAST(i, rows - 1)) * a->x_row + k;
             __m512bh left = (__m512bh)_mm512_maskz_loadu_epi16(mask, x);
@@ -160,13 +157,19 @@ INLINE void few(const Linear *a, int64_t row, int64_t column, int rows, int colu
     uint16_t found[LANES];
     _mm256_storeu_si256((__m256i *)found, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(sums, _mm512_set1_ps(a->by))));
     for (int i = 0; i < rows; i++)
-        memcpy((uint16_t *)a->y + (row + i) * a->y_row + column, found + i * FEW, columns * sizeof(uint16_t));
+        memcpy(a->x2 + (row + i) * a->x2_row + column, found + i * FEW, columns * sizeof(uint16_t));
 }
 
-void multiply_narrow(const Linear *a) {
-    TEAMWORK(a->rows * a->columns * a->depth > 65536 ? a->threads : 1, {
-        STATIC_ROWS for (int64_t row = 0; row < a->rows; row += FEW)
-            for (int64_t column = 0; column < a->columns; column += FEW)
-                few(a, row, column, LEAST(a->rows - row, FEW), LEAST(a->columns - column, FEW));
+void multiply(const Linear *a) {
+    TEAMWORK(a->threads, {
+        if (a->first) {
+            STATIC_ROWS for (int64_t row = 0; row < a->rows; row += FEW)
+                for (int64_t column = 0; column < a->depth2; column += FEW)
+                    few(a, row, column, LEAST(a->rows - row, FEW), LEAST(a->depth2 - column, FEW));
+            busy -= now();
+            _Pragma("omp barrier")
+            busy += now();
+        }
+        share(a, omp_get_thread_num(), omp_get_num_threads());
     });
 }

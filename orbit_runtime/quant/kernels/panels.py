@@ -25,16 +25,12 @@ class _Linear(Structure):
     """`Linear` of the source."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "w", "bias", "x2", "w2", "y")),
-        *((name, c_int64) for name in ("x_row", "y_row", "w_row", "x2_row", "w2_row")),
+        *((name, c_void_p) for name in ("x", "w", "bias", "x2", "w2", "first", "y")),
+        *((name, c_int64) for name in ("x_row", "y_row", "w_row", "x2_row", "w2_row", "first_row")),
         *((name, c_int64) for name in ("rows", "columns", "depth", "depth2")),
         ("by", c_float),
         *((name, c_int32) for name in ("is_turned", "y_is_fp32", "threads")),
     )
-
-
-Added = tuple[Tensor, Tensor] | None
-"""A second product `x2 @ W2`, added before a sum is rounded: x2 `[T, R]`, W2 `[R, N]`."""
 
 
 @cache
@@ -61,17 +57,23 @@ def multiply(
     *,
     columns: int,
     dtype: torch.dtype = torch.bfloat16,
-    added: Added = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`x @ W.T + bias` `[T, N]` of BF16 factors, summed in fp32, in BF16 or fp32. A row has the same bits for any T.
 
     Args:
         columns: N.
+        lora: A `[R, K]`, B transposed `[R, N]` and the scaling: `scaling * (x @ A.T)`, in BF16, times B is part of each
+            sum.
         out: `[T, N]` of this dtype, to write to.
     """
     out = x_TK.new_empty(len(x_TK), columns, dtype=dtype) if out is None else out
-    return _product(x_TK, panels, bias_N, out, added, is_turned=False)
+    if lora is None:
+        return _product(x_TK, panels, bias_N, out)
+    first_RK, second_RN, by = lora
+    between_TR = x_TK.new_empty(len(x_TK), len(first_RK))
+    return _product(x_TK, panels, bias_N, out, (between_TR, second_RN), first_RK, by)
 
 
 def can_turn(dy_TN: Tensor, weight_NK: Tensor) -> bool:
@@ -79,38 +81,36 @@ def can_turn(dy_TN: Tensor, weight_NK: Tensor) -> bool:
     return is_bf16_on_a_cpu and dy_TN.shape[-1] % 2 == 0 and kernel() is not None
 
 
-def multiply_turned(dy_TN: Tensor, weight_NK: Tensor, added: Added = None) -> Tensor:
-    """`dy @ W` `[T, K]` in BF16, for N divisible by 2, of a weight as it is saved: panels are made in passing."""
+def multiply_turned(dy_TN: Tensor, weight_NK: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """`dy @ W` `[T, K]` in BF16, for N divisible by 2, of a weight as it is saved: panels are made in passing.
+
+    Args: added: factors `[T, R]` and `[R, K]` of a product that is part of each sum.
+    """
     out = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
     return _product(dy_TN, weight_NK, None, out, added, is_turned=True)
 
 
-def multiply_narrow(x_TK: Tensor, weight_NK: Tensor, by: float, out: Tensor | None = None) -> Tensor:
-    """`by * x @ W.T` `[T, N]` in BF16, for few N, of a weight as it is saved."""
-    x_TK, weight_NK = map(_plain, (x_TK, weight_NK))
-    out = x_TK.new_empty(len(x_TK), len(weight_NK)) if out is None else out
-    kernel().multiply_narrow(byref(_linear(x_TK, weight_NK, None, out, None, by)))  # type: ignore[union-attr]
-    return out
-
-
 def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, added: Added, *, is_turned: bool
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    added: tuple[Tensor, Tensor] | None = None,
+    first: Tensor | None = None,
+    by: float = 1.0,
+    *,
+    is_turned: bool = False,
 ) -> Tensor:
-    x, weight = map(_plain, (x, weight))
-    added = None if added is None else (_plain(added[0]), _plain(added[1]))
-    kernel().multiply(byref(_linear(x, weight, bias, out, added, 1.0, is_turned)))  # type: ignore[union-attr]
+    given = [None if each is None else _plain(each) for each in (x, w, bias, *(added or (None, None)), first)]
+    held = [each for each in given if each is not None]
+    assert all(each.dtype is torch.bfloat16 for each in held), "the kernel reads pairs of BF16 numbers"
+    x, w, _, x2, w2, first = given
+    places = (None if each is None else each.data_ptr() for each in (*given, out))
+    strides = (0 if each is None else each.stride(0) for each in (x, out, w, x2, w2, first))
+    sizes = *out.shape, x.shape[1], 0 if x2 is None else x2.shape[1]
+    how = is_turned, out.dtype is torch.float32, torch.get_num_threads()
+    kernel().multiply(byref(_Linear(*places, *strides, *sizes, by, *how)))  # type: ignore[union-attr]
     return out
-
-
-def _linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, added: Added, by: float, is_turned: bool = False
-) -> _Linear:
-    read = (x, w, *(() if bias is None else (bias,)), *(added or ()))
-    assert all(each.dtype is torch.bfloat16 for each in read), "the kernel reads pairs of BF16 numbers"
-    places = (None if each is None else each.data_ptr() for each in (x, w, bias, *(added or (None, None)), out))
-    strides = x.stride(0), out.stride(0), w.stride(0), *(each.stride(0) for each in added or (x, x))
-    sizes = *out.shape, x.shape[1], added[0].shape[1] if added else 0
-    return _Linear(*places, *strides, *sizes, by, is_turned, out.dtype is torch.float32, torch.get_num_threads())
 
 
 def _plain(x: Tensor) -> Tensor:
