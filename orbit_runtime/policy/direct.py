@@ -192,7 +192,8 @@ class LinearGroup:
     @staticmethod
     def _in_panels(base: FrozenLinear, x_TK: Tensor, adapters: Sequence[tuple[LoRASlot, int, int]]) -> Tensor:
         y_TN = x_TK.new_empty(len(x_TK), base.out_features)
-        multiply = partial(panels.multiply, panels=base.ordered, bias_N=base.bias, columns=base.out_features)
+        bias_N = None if base.bias is None else base.bias.to(x_TK.dtype)
+        multiply = partial(panels.multiply, panels=base.ordered, bias_N=bias_N, columns=base.out_features)
         at = 0
         for slot, start, stop in adapters:
             if start > at:

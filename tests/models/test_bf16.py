@@ -21,8 +21,9 @@ from orbit_runtime.model_info.builtin_models import any_builtin_folder
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.policy import Policy, load_policy, native
 from orbit_runtime.policy.attention import layers_of
-from orbit_runtime.policy.direct import find_blocks
+from orbit_runtime.policy.direct import LinearGroup, find_blocks
 from orbit_runtime.policy.packed import Branch
+from orbit_runtime.quant.bf16 import BF16Weight
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear
 from orbit_runtime.quant.linear import FrozenLinear
 from orbit_runtime.rollout.decoding import DecodingBatch
@@ -111,6 +112,16 @@ def test_a_healthy_run_in_bf16_passes_its_gates(
         return
     # Where oneDNN multiplies these shapes by one kernel, the two sides are equal to the bit (`test_same_bits`).
     assert has_no_difference(folder)
+
+
+def test_a_bias_of_another_dtype_is_added() -> None:
+    """As checkpoints of GPTQ and AWQ have them, in FP16."""
+    weight, bias = torch.randn(96, 64).bfloat16(), torch.randn(96).half()
+    group = LinearGroup([FrozenLinear(BF16Weight(weight), bias)])
+    group.order(torch.bfloat16)
+    x = torch.randn(5, 64).bfloat16()
+    exact = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(group(x, torch.empty(96 * 64).bfloat16()).double(), exact, rtol=2**-7, atol=2**-5)
 
 
 @pytest.mark.skipif(not IS_EQUAL_IN_FP32, reason="the library's kernels differ by the number of rows here")
