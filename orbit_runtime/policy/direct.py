@@ -35,7 +35,6 @@ from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, dec
 from orbit_runtime.policy.gradients import AdaptedProduct, Rotated, gated, normed, turned
 from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal, twice
 from orbit_runtime.quant.bf16 import BF16Weight
-from orbit_runtime.quant.kernels import panels
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
 ALL_ROWS = 1 << 62
@@ -176,9 +175,10 @@ class LinearGroup:
     def _adapted_product(self, x_TK: Tensor, adapters: Sequence[tuple[LoRASlot, int, int]], dense: Tensor) -> Tensor:
         """Args: adapters: each with its first and end row, in the order of rows."""
         base: FrozenLinear = self.base  # type: ignore[assignment]
+        product = partial(base.product, dense=dense)
         if base.is_in_panels:
-            return self._in_panels(base, x_TK, adapters)
-        y_TN = self.in_blocks(x_TK, partial(base.product, dense=dense))
+            return self._in_panels(x_TK, adapters, product)
+        y_TN = self.in_blocks(x_TK, product)
         most = ADDED_ROWS[x_TK.dtype] if self.blocks is not None else ALL_ROWS
         for slot, start, stop in adapters:
             for y, x in zip(*(each[start:stop].split(most) for each in (y_TN, x_TK)), strict=True):
@@ -189,20 +189,20 @@ class LinearGroup:
                     add_lora_(y, x, slot)
         return y_TN
 
-    @staticmethod
-    def _in_panels(base: FrozenLinear, x_TK: Tensor, adapters: Sequence[tuple[LoRASlot, int, int]]) -> Tensor:
-        y_TN = x_TK.new_empty(len(x_TK), base.out_features)
-        bias_N = None if base.bias is None else base.bias.to(x_TK.dtype)
-        multiply = partial(panels.multiply, panels=base.ordered, bias_N=bias_N, columns=base.out_features)
+    def _in_panels(
+        self, x_TK: Tensor, adapters: Sequence[tuple[LoRASlot, int, int]], product: Callable[..., Tensor]
+    ) -> Tensor:
+        """Each run of rows by a call of its own, which adds its adapter."""
+        y_TN = x_TK.new_empty(len(x_TK), self.base.out_features)  # type: ignore[union-attr]
         at = 0
         for slot, start, stop in adapters:
             if start > at:
-                multiply(x_TK[at:start], out=y_TN[at:start])
+                product(x_TK[at:start], out=y_TN[at:start])
             lora = slot.lora_A, slot.lora_B.t(), slot.scaling
-            multiply(x_TK[start:stop], lora=lora, out=y_TN[start:stop])
+            product(x_TK[start:stop], lora=lora, out=y_TN[start:stop])
             at = min(stop, len(x_TK))
         if at < len(x_TK):
-            multiply(x_TK[at:], out=y_TN[at:])
+            product(x_TK[at:], out=y_TN[at:])
         return y_TN
 
     def in_blocks(self, x_TK: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:

@@ -163,6 +163,7 @@ def head_gives_same_bits(head: nn.Module, dtype: torch.dtype) -> bool:
 CHUNK_ELEMENTS = 1 << 24
 """Rows per chunk are chosen so that one fp32 `[rows, V]` tensor has at most this many elements (64 MiB)."""
 SAVED_CHUNK_ELEMENTS = 6 << 20
+"""The same where a chunk's gradient is computed with its log-probs: logits that a processor's last cache may hold."""
 UNSHAPED = Sampling()
 """The model's own distribution."""
 

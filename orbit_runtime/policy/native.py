@@ -19,6 +19,7 @@ from torch import Tensor
 
 from orbit_runtime.policy.attention import AttentionSettings
 from orbit_runtime.quant.kernels.compiled import compiled
+from orbit_runtime.quant.kernels.panels import plain
 
 SOURCE = Path(__file__).with_name("attention.c")
 STEPS = Path(__file__).with_name("steps.c")
@@ -74,7 +75,7 @@ def attend(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, table_R7: np.ndarray, look: AttentionSettings, lse_HT: Tensor | None
 ) -> Tensor:
     """`[T, H, D of v]`; writes the log of each query's sum of exponentials, fp32, where it is asked for."""
-    q_THD, k_TKD, v_TKD = map(_plain, (q_THD, k_TKD, v_TKD))
+    q_THD, k_TKD, v_TKD = map(plain, (q_THD, k_TKD, v_TKD))
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TKD.shape[-1])
     given, _held = _given(q_THD, k_TKD, v_TKD, table_R7, look, out_THD, lse_HT)
     kernel().attend(byref(given))  # type: ignore[union-attr]
@@ -92,7 +93,7 @@ def gradients(
     look: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Those of queries, keys and values, given that of what `attend` returned."""
-    q_THD, k_TKD, v_TKD, dout_THD = map(_plain, (q_THD, k_TKD, v_TKD, dout_THD))
+    q_THD, k_TKD, v_TKD, dout_THD = map(plain, (q_THD, k_TKD, v_TKD, dout_THD))
     given, _held = _given(q_THD, k_TKD, v_TKD, table_R7, look, out_THD, lse_HT)
     given.dout = _rows(dout_THD)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q_THD, k_TKD, v_TKD))
@@ -224,7 +225,7 @@ def scored(logits_RV: Tensor, targets_R: Tensor, *, entropies: bool, slopes: boo
 def drawn(logits_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row with its log-prob, by inverse CDF; the most probable one for a uniform below 0."""
     assert (logits_RV.dtype, uniforms_R.dtype) == (torch.float32, torch.float64)
-    logits_RV, uniforms_R = _plain(logits_RV), uniforms_R.contiguous()
+    logits_RV, uniforms_R = plain(logits_RV), uniforms_R.contiguous()
     tokens_R, logprobs_R = torch.empty(len(logits_RV), dtype=torch.long), logits_RV.new_empty(len(logits_RV))
     places = map(_at, (uniforms_R, tokens_R, logprobs_R))
     rows = logits_RV.stride(0), *places, *logits_RV.shape, torch.get_num_threads()
@@ -243,11 +244,6 @@ def _how(dtype: torch.dtype) -> tuple[bool, int]:
 def _heads(x_THD: Tensor) -> Tensor:
     """A token's heads one after the other."""
     return x_THD if x_THD.stride()[1:] == (x_THD.shape[2], 1) else x_THD.contiguous()
-
-
-def _plain(x_THD: Tensor) -> Tensor:
-    """The kernel reads the numbers of a head one after the other."""
-    return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
 
 
 def _rows(x_THD: Tensor) -> _Rows:

@@ -97,11 +97,10 @@ typedef struct {
     int32_t is_bf16, threads;
 } Turn;
 
-INLINE float *turned_values(const float *from, const float *cos, const float *sin, float sign, int64_t size, float *to) {
+INLINE void turned_values(const float *from, const float *cos, const float *sin, float sign, int64_t size, float *to) {
     int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) to[i] = from[i] * cos[i] + from[i + half] * (sign * sin[i]);
     for (int64_t i = half; i < size; i++) to[i] = from[i] * cos[i] + from[i - half] * (sign * sin[i]);
-    return to;
 }
 
 INLINE float product_sum(const float *a, const float *b, int64_t size) {

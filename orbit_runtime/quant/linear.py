@@ -125,12 +125,13 @@ class FrozenLinear(nn.Module):
             return result
         return computed_once(lambda: product.forward(x, bias, packed))
 
-    def product(self, x: Tensor, dense: Tensor) -> Tensor:
+    def product(self, x: Tensor, dense: Tensor, **adds: Any) -> Tensor:
         """`forward` for x `[T, K]` without gradient, on a layer that no longer moves, using the caller's buffer.
 
         Args:
             dense: `[at least N·K]` in x's dtype; overwritten. Allocating memory on every call would cost more than the
                 values.
+            adds: `lora` and `out` of `panels.multiply`, for a layer that is held in panels.
         """
         bias, size = self._buffers["bias"], self.out_features * self.in_features
         if size > len(dense) and self.ordered is None:
@@ -138,15 +139,15 @@ class FrozenLinear(nn.Module):
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         if self.ordered is not None:
-            return self._multiplied(x, self.ordered, bias)
+            return self._multiplied(x, self.ordered, bias, **adds)
         views = self._views or self._packed_views()
         w = dense_into(dense[:size].view(self.out_features, self.in_features), self._dense_rows, views)
         return self._multiplied(x, w, bias)
 
-    def _multiplied(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiplied(self, x: Tensor, w: Tensor, bias: Tensor | None, **adds: Any) -> Tensor:
         product: Callable[..., Tensor] = nn.functional.linear
         if w is self.ordered:
-            product = ordered_linear if w.is_mkldnn else partial(panels.multiply, columns=self.out_features)
+            product = ordered_linear if w.is_mkldnn else partial(panels.multiply, columns=self.out_features, **adds)
         if self.rounding is None:
             return product(x, w, bias)
         x, factor = self.rounding(x, self._buffers.get("input_scale"))

@@ -101,7 +101,7 @@ def _product(
     *,
     is_turned: bool = False,
 ) -> Tensor:
-    given = [None if each is None else _plain(each) for each in (x, w, bias, *(added or (None, None)), first)]
+    given = [None if each is None else plain(each) for each in (x, w, bias, *(added or (None, None)), first)]
     held = [each for each in given if each is not None]
     assert all(each.dtype is torch.bfloat16 for each in held), "the kernel reads pairs of BF16 numbers"
     x, w, _, x2, w2, first = given
@@ -113,6 +113,6 @@ def _product(
     return out
 
 
-def _plain(x: Tensor) -> Tensor:
-    """The kernel reads a row's numbers one after the other."""
+def plain(x: Tensor) -> Tensor:
+    """As kernels read rows: a row's numbers lie one after the other."""
     return x if x.stride(-1) == 1 else x.contiguous()

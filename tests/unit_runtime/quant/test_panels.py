@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,28 @@ def test_a_source_is_compiled_once_and_one_that_cannot_be_is_no_kernel(
     compiled.compiled.cache_clear()
     assert compiled.compiled(source) is None
     compiled.compiled.cache_clear()
+
+
+def test_a_team_that_was_mostly_idle_is_small_for_a_while(tmp_path: Path) -> None:
+    if compiled.find_compiler() is None:
+        pytest.skip("no C compiler")
+    source = tmp_path / "team.c"
+    source.write_text(
+        '#include "vectors.h"\n'
+        "void note(int team, double took, double busy) { told(team, took, busy); }\n"
+        "int team(int threads) { return team_of(threads); }\n"
+    )
+    kernel = compiled.compiled(source)
+    assert kernel is not None
+    kernel.note.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_double]
+    assert kernel.team(2) == 2
+    kernel.note(2, 1.0, 1.9)
+    assert kernel.team(2) == 2
+    kernel.note(2, 0.001, 0.001)  # too short a time to tell
+    assert kernel.team(2) == 2
+    kernel.note(2, 1.0, 1.0)
+    assert [kernel.team(threads) for threads in (1, 2)] == [1, 1]
+    time.sleep(0.25)
+    assert kernel.team(2) == 2
+    kernel.note(16, 1.0, 8.0)
+    assert kernel.team(16) == 8
