@@ -45,7 +45,7 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        48_791,
+        48_788,
         "norms, rotations, gates, log-probs, draws and LoRA on a CPU by kernels of Orbit's own (gradients by torch's "
         "operations and draws in parts go); attention and BF16 products of a CPU by such kernels (rules by which "
         "torch's kept bits go: blocks of keys, plain products of first queries, gradients of attention, a wide head); "
@@ -65,7 +65,7 @@ CEILINGS: dict[str, Ceiling] = {
         "of a user's code are marked; sequences are scored together at start; no weight is cast twice on a CPU",
     ),
     "functions": Ceiling(
-        5_858,
+        5_857,
         "kernels for CPUs, of each step with its gradient; state spaces packed; numbers of rows with equal bits; "
         "making and reading a type's record; a check for each kind of damaged input; limits of one connection; finding "
         "and comparing a run's code; why a run ends early; what a pod may be given; decisions of the first start, "
