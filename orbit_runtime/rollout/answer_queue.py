@@ -225,8 +225,8 @@ class Answer:
 
 CALL_TOKENS, MOST_PROMPTS = 512, 16
 """Limits of one call with several prompts."""
-AGAIN_SECONDS = 1.0
-"""Seconds before an abort is repeated: a server may forget one for a request that it has not begun."""
+FIRST_AGAIN_SECONDS, AGAIN_SECONDS = 0.05, 1.0
+"""Seconds before an abort is repeated, doubled each time: a server forgets one for a request that it has not begun."""
 
 
 @dataclass(frozen=True)
@@ -461,10 +461,12 @@ class AnswerQueue:
         while True:
             async with self._changed:
                 await self._changed.wait()
+            pause = FIRST_AGAIN_SECONDS
             while rids := [answer.ask.rid for answer in _unended(answers) if answer.wanted is not None]:
                 with suppress(LostError, GateError):
                     await replica.api.abort(rids)
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, AGAIN_SECONDS)
 
     async def _take(self, answers: Sequence[Answer]) -> int | None:
         """Waits for a live replica with room; None if all of the completions ended meanwhile.

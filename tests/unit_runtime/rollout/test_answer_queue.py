@@ -179,6 +179,14 @@ def test_an_aborted_completion_keeps_its_tokens_and_goes_on_under_another_versio
         engine.submit([replace(rest, so_far=whole)])
 
 
+def test_a_deadline_that_a_server_forgets_at_first_is_told_again_at_once(build: Build) -> None:
+    """A server forgets an abort for a request that it has not begun."""
+    engine = build(FakeServer(piece_tokens=1, piece_seconds=0.01, deaf=1))
+    asked = Request(0, 0, (100, 7), Sampling(max_new_tokens=80), None, deadline_seconds=0.02)
+    (found,) = sample(engine, [asked])
+    assert found.finish_reason == "deadline"
+
+
 def test_an_abort_ends_what_it_names_alone(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server ends every request whose id begins with what it is told: 1, and 10 to 19."""
     monkeypatch.setattr("orbit_runtime.rollout.answer_queue._NUMBERS", count(1))
