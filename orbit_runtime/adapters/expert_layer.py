@@ -26,9 +26,23 @@ from orbit_runtime.adapters.layer import Segment, Selection, Slot, dropped, find
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.adapters.part import WHOLE, WeightPart
+from orbit_runtime.quant.kernels import panels
 
 ALIGNMENT = 16
 """Bytes; a grouped product requires operand rows to be a multiple of this."""
+
+
+def _by_group(x_SK: Tensor, w_GKN: Tensor, offsets_G: Tensor) -> Tensor:
+    """`F.grouped_mm`; on a CPU one group after the other, by products in which a row has the same bits for any number
+    of rows."""
+    if not panels.can_multiply(x_SK, x_SK.shape[1]):
+        return F.grouped_mm(x_SK, w_GKN, offs=offsets_G)
+    y_SN, start = x_SK.new_zeros(len(x_SK), w_GKN.shape[2]), 0
+    for w_KN, stop in zip(w_GKN, offsets_G.tolist(), strict=True):
+        if stop > start:
+            y_SN[start:stop] = panels.linear(x_SK[start:stop], w_KN.t())
+        start = stop
+    return y_SN
 
 
 class _Grouped(torch.autograd.Function):
@@ -37,14 +51,14 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SK: Tensor, w_GKN: Tensor, offsets_G: Tensor) -> Tensor:
         ctx.save_for_backward(x_SK, w_GKN, offsets_G)
-        return F.grouped_mm(x_SK, w_GKN, offs=offsets_G)
+        return _by_group(x_SK, w_GKN, offsets_G)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_SN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_SK, w_GKN, offsets_G = ctx.saved_tensors
         dy_SN = dy_SN.contiguous()
-        dx = F.grouped_mm(dy_SN, w_GKN.transpose(1, 2), offs=offsets_G) if ctx.needs_input_grad[0] else None
+        dx = _by_group(dy_SN, w_GKN.transpose(1, 2), offsets_G) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
             # The gradient has the memory layout of the weights.
@@ -217,13 +231,13 @@ class AdaptedExpertLinear(nn.Module):
         x = dropped(x, self)
         A, B = slot.lora_A.to(x.dtype), slot.lora_B.to(x.dtype)
         if len(A) == 1:
-            h = torch.mm(x, A[0].t())
+            h = panels.product(x, A[0])
             h_SR = dispatch.gather(h, keep=False) if self.reads_tokens else h
         else:
             x_SK = dispatch.gather(x) if self.reads_tokens else x
             h_SR = multiply_by_expert(x_SK, A.transpose(1, 2), dispatch.offsets_E)
         h_SR = h_SR * slot.scaling
-        return torch.mm(h_SR, B[0].t()) if len(B) == 1 else multiply_by_expert(h_SR, B.mT, dispatch.offsets_E)
+        return panels.product(h_SR, B[0]) if len(B) == 1 else multiply_by_expert(h_SR, B.mT, dispatch.offsets_E)
 
     def _forward_oft(self, x: Tensor, dispatch: Slots, slots: list[tuple[OFTSlot, int, int]], whole: bool) -> Tensor:
         if whole:

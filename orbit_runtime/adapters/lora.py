@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from orbit_runtime.quant.kernels import panels
 from orbit_runtime.seeds import stream_key
 
 
@@ -48,6 +49,9 @@ def add_lora(y: Tensor, x: Tensor, slot: LoRASlot) -> Tensor:
     """
     shape = y.shape
     y, x = y.reshape(-1, shape[-1]), x.reshape(-1, x.shape[-1])
+    if panels.can_multiply(x, x.shape[1]):
+        h = panels.product(x, slot.lora_A.to(x.dtype)) * slot.scaling
+        return (y + panels.product(h, slot.lora_B.to(x.dtype))).view(shape)
     if not torch.is_grad_enabled():
         return add_lora_(y, x, slot).view(shape)
     h = torch.mm(x, slot.lora_A.to(x.dtype).t())

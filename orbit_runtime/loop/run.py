@@ -7,6 +7,7 @@ the device hangs. Does not belong here: the order of a step (`steps`), wiring (`
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -246,6 +247,9 @@ def _run(
         _start_policy(parts, state, is_new=not state.resumed)
     show.status.update(phase="Running")
     show.target(total, state.step)
+    # What is there by now stays until the end: collections of garbage need not walk through all of torch at each step.
+    gc.freeze()
+    closing.callback(gc.unfreeze)
     ended = run_sft(parts, state, stop) if isinstance(parts, SftParts) else run_steps(parts, state, stop)
     show.status.update(phase="Stopped" if ended == "stopped" else "Done", exit_code=75 if ended == "stopped" else 0)
     report = _finish(store, ended)

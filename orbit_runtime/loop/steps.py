@@ -107,7 +107,9 @@ def _run(
                 if lacking:
                     parts.show.note(f"step {step}: {lacking}")
                 drift = measure_drift(parts.spec, parts.trainer, samples_D)
-                result = parts.trainer.update(with_stale(samples_D, groups, state.version))
+                if staleness.max:
+                    samples_D = with_stale(samples_D, groups, state.version)
+                result = parts.trainer.update(samples_D)
             check_parity(result, step_limits(parts, state), enforce=parts.spec.parity.preflight == "Enforce")
 
             # The previous step was being written until here; this one is kept once that one is durable.

@@ -380,6 +380,15 @@ static void each_tile(const Attention *a, int64_t step, void (*work)(const Atten
     free(tiles);
 }
 
+/* Writes the newest token's keys, or values, of each row to its place in a cache `[rows, heads, positions]` of vectors
+that are `bytes` long: `row` is from one token's to the next. */
+void keep(char *cache, const char *from, const int64_t *position, int64_t rows, int64_t heads, int64_t positions,
+          int64_t bytes, int64_t row) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t head = 0; head < heads; head++)
+            memcpy(cache + ((i * heads + head) * positions + position[i]) * bytes, from + i * row + head * bytes, bytes);
+}
+
 void attend(const Attention *a) { each_tile(a, queries_of_tile(a), forward_tile); }
 
 void attend_backward(const Attention *a) {

@@ -35,6 +35,7 @@ from orbit_runtime.policy.attention import AttentionPlan, AttentionSettings, dec
 from orbit_runtime.policy.gradients import AdaptedProduct, Rotated, gated, normed, turned
 from orbit_runtime.policy.logprobs import FEWEST_ROWS, rows_are_equal, twice
 from orbit_runtime.quant.bf16 import BF16Weight
+from orbit_runtime.quant.kernels import panels
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT, FrozenLinear, share_rows
 
 ALL_ROWS = 1 << 62
@@ -101,6 +102,8 @@ class LinearGroup:
             start = stop
         self.blocks: tuple[int, int, int] | None = None
         """See `BLOCKS`; None if the library has no numbers of rows for which a row's bits are the same."""
+        self._adds = False
+        """Whether products are by Orbit's own kernel, which adds LoRA to its sums."""
         self.parts: list[LinearGroup] = []
         """A group for each member, if only such have a number of rows."""
         self._stacks: dict[str, tuple[list[LoRASlot], LoRASlot]] = {}
@@ -115,19 +118,23 @@ class LinearGroup:
         """Elements of the weight that is dequantised at a time."""
         return self.base.out_features * self.base.in_features if self.base is not None else 0
 
-    def order(self, dtype: torch.dtype) -> None:
-        """Orders a BF16 weight as the library reads it, and finds how many rows to hand it."""
+    def order(self, dtype: torch.dtype, *, holds: bool) -> None:
+        """Finds how many rows to hand to products. Args: holds: whether a BF16 weight is held once more, as they read
+        it."""
         if not self._is_one and len(self._members) > 1:
             parts = [LinearGroup([member]) for member in self._members]
             for part in parts:
-                part.order(dtype)
+                part.order(dtype, holds=holds)
             if all(part.blocks for part in parts):
                 self.parts, self.blocks = parts, parts[0].blocks
-        elif self.base is not None and (dtype is torch.float32 or self.base.order()):
-            config = self._adapted[0][0].config if self._adapted else None
-            if self.base.is_in_panels and not self._rotates:
+        elif self.base is not None:
+            is_ready = dtype is torch.float32 or (holds and self.base.order())
+            self._adds = not self._rotates and panels.can_multiply(torch.empty(0, dtype=dtype), self.base.in_features)
+            if self._adds:
                 self.blocks = (1, ALL_ROWS, ALL_ROWS)
+            if self._adds or not is_ready:
                 return
+            config = self._adapted[0][0].config if self._adapted else None
             rank = config.rank * len(self._adapted) if config is not None and not self._rotates else 0
             turned = config.block_size if config is not None and self._rotates else 0
             shape = (self.base.in_features, self.base.out_features, rank, turned, torch.get_num_threads())
@@ -176,9 +183,14 @@ class LinearGroup:
         """Args: adapters: each with its first and end row, in the order of rows."""
         base: FrozenLinear = self.base  # type: ignore[assignment]
         product = partial(base.product, dense=dense)
-        if base.is_in_panels:
+        if self._adds and base.takes_adds(x_TK, dense):
             return self._in_panels(x_TK, adapters, product)
         y_TN = self.in_blocks(x_TK, product)
+        if self._adds:
+            for slot, start, stop in adapters:
+                between_TR = panels.linear(x_TK[start:stop], slot.lora_A).mul_(slot.scaling)
+                y_TN[start:stop] += panels.linear(between_TR, slot.lora_B)
+            return y_TN
         most = ADDED_ROWS[x_TK.dtype] if self.blocks is not None else ALL_ROWS
         for slot, start, stop in adapters:
             for y, x in zip(*(each[start:stop].split(most) for each in (y_TN, x_TK)), strict=True):
@@ -193,17 +205,14 @@ class LinearGroup:
         self, x_TK: Tensor, adapters: Sequence[tuple[LoRASlot, int, int]], product: Callable[..., Tensor]
     ) -> Tensor:
         """Each run of rows by a call of its own, which adds its adapter."""
-        y_TN = x_TK.new_empty(len(x_TK), self.base.out_features)  # type: ignore[union-attr]
-        at = 0
-        for slot, start, stop in adapters:
+        parts, at, end = [], 0, len(x_TK)
+        for slot, start, stop in (*adapters, (None, end, end)):
             if start > at:
-                product(x_TK[at:start], out=y_TN[at:start])
-            lora = slot.lora_A, slot.lora_B.t(), slot.scaling
-            product(x_TK[start:stop], lora=lora, out=y_TN[start:stop])
-            at = min(stop, len(x_TK))
-        if at < len(x_TK):
-            product(x_TK[at:], out=y_TN[at:])
-        return y_TN
+                parts.append(product(x_TK[at:start]))
+            if slot is not None:
+                parts.append(product(x_TK[start:stop], lora=(slot.lora_A, slot.lora_B.t(), slot.scaling)))
+            at = stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def in_blocks(self, x_TK: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """`product` of x, of numbers of rows for which the library gives a row the same bits, if there are such."""
@@ -221,7 +230,7 @@ class LinearGroup:
         if held is not None and all(map(operator.is_, held[0], slots)):
             return held[1]
         whole = slots[0]
-        if len(self._members) > 1 or self.base.is_in_panels:  # type: ignore[union-attr]
+        if len(self._members) > 1 or self._adds:
             whole, places = self._whole(slots)
             for slot, (ranks, outputs) in zip(slots, places, strict=True):
                 # The same tensors as before, for whoever has noted them, now where the whole lies.
@@ -239,8 +248,8 @@ class LinearGroup:
         places = [(slice(first, last), slice(start, stop)) for first, last, (_, start, stop) in spans]
         A_RK = torch.cat([slot.lora_A.detach() for slot in slots])
         shape = base.out_features, ends[-1]
-        # Panels add rows of B transposed.
-        B_NR = A_RK.new_zeros(shape[::-1]).t() if base.is_in_panels else A_RK.new_zeros(shape)
+        # Orbit's kernel reads rows of B transposed.
+        B_NR = A_RK.new_zeros(shape[::-1]).t() if self._adds else A_RK.new_zeros(shape)
         for slot, (ranks, outputs) in zip(slots, places, strict=True):
             B_NR[outputs, ranks] = slot.lora_B.detach()
         return LoRASlot(A_RK, B_NR, slots[0].scaling), places
@@ -306,9 +315,8 @@ class DirectDecoder:
         self._layers = [_build_layer(layer) for layer in decoder.layers]  # type: ignore[union-attr,arg-type]
         self._cos_PD = self._sin_PD = torch.empty(0, 0)
         self._groups = [group for layer in self._layers for group in layer.groups]
-        if ordered or (compute_dtype is torch.float32 and self._norm.weight.device.type == "cpu"):
-            for group in self._groups:
-                group.order(compute_dtype)
+        for group in self._groups if self._norm.weight.device.type == "cpu" else ():
+            group.order(compute_dtype, holds=ordered)
         sizes = [group.dense_size for group in self._groups]
         limit = DENSE_BYTES_LIMIT[self._norm.weight.device.type] // compute_dtype.itemsize
         most = max((size for size in sizes if size <= limit), default=0)
@@ -354,7 +362,8 @@ class DirectDecoder:
             sign = torch.ones(sin.shape[-1], device=like.device)
             sign[: sin.shape[-1] // 2] = -1.0
             self._cos_PD, self._sin_PD = cos[0], sin[0] * sign
-        return self._cos_PD[position_T].unsqueeze(1), self._sin_PD[position_T].unsqueeze(1)
+        cos_TD, sin_TD = (table.index_select(0, position_T) for table in (self._cos_PD, self._sin_PD))
+        return cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
 
 
 def build_direct(model: nn.Module, compute_dtype: torch.dtype, *, ordered: bool = False) -> DirectDecoder | None:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import rotate
 from orbit_runtime.policy import native
+from orbit_runtime.quant.kernels import panels
 
 
 def normed(
@@ -165,9 +166,10 @@ class AdaptedProduct(torch.autograd.Function):
             return ctx.input_gradient(grad_TN), None, None, None, None
         x_TK, A_RK, B_NR = ctx.saved_tensors
         parts = [(grad_TN[:, outputs], B_NR[outputs, ranks], ranks) for ranks, outputs in ctx.places]
-        grad_TR = torch.cat([torch.mm(grad, B) for grad, B, _ in parts], 1).mul_(ctx.scaling)
-        x_TR = torch.mm(x_TK, A_RK.t()).mul_(ctx.scaling)
-        of_A = torch.mm(grad_TR.t(), x_TK)
-        members = [each for grad, _, ranks in parts for each in (of_A[ranks], torch.mm(grad.t(), x_TR[:, ranks]))]
+        grad_TR = torch.cat([panels.few(grad, B.t(), ctx.scaling) for grad, B, _ in parts], 1)
+        x_TR = panels.few(x_TK, A_RK, ctx.scaling)
+        of_A = panels.summed(grad_TR, x_TK)
+        of_B = (panels.summed(x_TR[:, ranks], grad).t() for grad, _, ranks in parts)
+        members = [each for (_, _, ranks), B in zip(parts, of_B, strict=True) for each in (of_A[ranks], B)]
         of_x = ctx.input_gradient(grad_TN, (grad_TR, A_RK)) if ctx.needs_input_grad[0] else None
         return of_x, None, None, None, None, *members

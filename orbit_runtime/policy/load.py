@@ -41,7 +41,7 @@ from orbit_runtime.policy.families import DENSE, Family, find_family
 from orbit_runtime.policy.families.published import published_family
 from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.modules import fuse_norms, keep_stream_fp32, skip_indexers, widen_linears
+from orbit_runtime.policy.modules import fuse_norms, keep_rows_apart, keep_stream_fp32, skip_indexers, widen_linears
 from orbit_runtime.policy.probe import cached_behaviour, check_rope
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.recurrent import pack_recurrence
@@ -155,26 +155,20 @@ def load_policy(
         announce=announce and (lambda report: announce(replace(report, passes=mode.said))),
     )
     keep_stream_fp32(model, compute_dtype)
+    keep_rows_apart(model, device, compute_dtype)
     return Policy(
-        model,
-        replace(injected, report=replace(injected.report, passes=mode.said)),
-        device,
-        compute_dtype,
-        vocabulary,
-        quant.name,
-        kernel,
-        build_direct(model, compute_dtype) if share == UNDIVIDED else None,
-        mode=mode,
+        model, replace(injected, report=replace(injected.report, passes=mode.said)), device, compute_dtype, vocabulary,
+        quant.name, kernel, build_direct(model, compute_dtype) if share == UNDIVIDED else None, mode=mode,
         routing=build_routing(model, family.gate_weights) if mode.decode == "pages" else None,
         checkpoint_name=family.checkpoint_name,
-    )
+    )  # fmt: skip
 
 
 def widen(policy: Policy) -> Policy:
     """In place of this policy: one that holds its linears in the dtype in which it computes (`widen_linears`)."""
     widen_linears(policy.model, policy.compute_dtype)
     head = policy.model.get_output_embeddings()
-    if policy.compute_dtype is torch.bfloat16 and isinstance(head, FrozenLinear) and panels.kernel() is not None:
+    if policy.compute_dtype is torch.bfloat16 and isinstance(head, FrozenLinear) and panels.kernel(torch.bfloat16):
         head.order()
     return replace(policy, direct=build_direct(policy.model, policy.compute_dtype, ordered=True))
 

@@ -86,7 +86,7 @@ class _Logits(torch.autograd.Function):
             product(hidden_RN.contiguous(), weight_VN.contiguous(), logits_RV)
             return logits_RV
         if in_panels is not None:
-            return panels.multiply(hidden_RN, in_panels, None, columns=len(weight_VN), dtype=torch.float32)
+            return panels.multiply(hidden_RN, in_panels, columns=len(weight_VN), dtype=torch.float32)
         # BF16 factors in fp32 have the same products. MKL takes some processors twice as long as oneDNN.
         wide = hidden_RN.float()
         multiply = ordered_linear if torch.backends.mkldnn.is_available() else F.linear
@@ -96,7 +96,7 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, grad_RV: Tensor) -> tuple[Tensor | None, ...]:
         hidden_RN, weight_VN = ctx.saved_tensors
         rounded = grad_RV.to(weight_VN.dtype)
-        turn = panels.multiply_turned if panels.can_turn(rounded, weight_VN) else torch.mm
+        turn = panels.multiply_turned if panels.can_multiply(rounded, len(weight_VN)) else torch.mm
         of_hidden = turn(rounded, weight_VN) if ctx.needs_input_grad[2] else None
         of_weight = rounded.T @ hidden_RN if ctx.needs_input_grad[0] else None
         return of_weight, None, of_hidden

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from orbit_runtime.policy.attention import decoder_of, layers_of
+from orbit_runtime.quant.kernels import panels
 from orbit_runtime.quant.linear import FrozenLinear
 
 
@@ -38,6 +40,38 @@ class FusedRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight + self.plus if self.plus else self.weight
         return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class _RowsApart(TorchFunctionMode):
+    """Products and scores in which a row has the same bits whatever rows are beside it."""
+
+    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _APART.get(function, function)(*args, **kwargs or {})
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = panels.product(x, weight)
+    return y if bias is None else y + bias
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """torch's of fp32 computes the last numbers of a tensor otherwise than the others; rounded, doubles are equal."""
+    return x.double().sigmoid().to(x.dtype)
+
+
+_APART: dict[Any, Callable[..., torch.Tensor]] = {F.linear: _linear, torch.Tensor.sigmoid: sigmoid}
+
+
+def keep_rows_apart(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> None:
+    """Of the modules that are still transformers' own: routers, and linears that are not packed."""
+    for module in model.modules() if device.type == "cpu" and panels.kernel(compute_dtype) is not None else ():
+        if isinstance(module, nn.Linear) or hasattr(module, "top_k"):
+            module.forward = partial(_forward_apart, module.forward)
+
+
+def _forward_apart(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _RowsApart():
+        return forward(*args, **kwargs)
 
 
 def widen_linears(model: nn.Module, dtype: torch.dtype) -> None:

@@ -41,8 +41,12 @@ class _Attention(Structure):
     )
 
 
+@cache
 def kernel() -> CDLL | None:
-    return compiled(SOURCE)
+    found = compiled(SOURCE)
+    if found is not None:
+        found.keep.argtypes = [*[c_void_p] * 3, *[c_int64] * 5]
+    return found
 
 
 def can_attend(q: Tensor) -> bool:
@@ -52,10 +56,10 @@ def can_attend(q: Tensor) -> bool:
 
 def table_of(runs: Sequence[tuple[int, int, int, int, int, int]]) -> np.ndarray:
     """int64 `[R, 7]`, as the kernel reads it, of runs with the fields of `Row` in their order."""
-    table_R7 = np.empty((len(runs), 7), np.int64)
+    table_R7 = np.full((len(runs), 7), -1)
+    table_R7[:, :6] = runs
     newest: dict[int, int] = {}
     for number, run in enumerate(runs):
-        table_R7[number] = *run, -1
         prefix = run[2] if run[3] else run[0]
         if prefix in newest and run[3]:
             table_R7[newest[prefix], 6] = number
@@ -69,6 +73,19 @@ def decode_table(positions_B: np.ndarray, heads: int, num_positions: int) -> np.
     rows, zeros = np.arange(len(positions_B)), np.zeros_like(positions_B)
     places = rows * heads * num_positions
     return np.stack((rows, zeros + 1, zeros, zeros, positions_B, places, zeros - 1), 1).astype(np.int64)
+
+
+def keep(cache_BKSD: Tensor, new_BKD: Tensor, positions_B: np.ndarray) -> None:
+    """Writes each row's newest keys, or values, to their place, int64, in the first rows of a cache."""
+    new_BKD, (_, heads, size) = _heads(new_BKD), new_BKD.shape
+    places = cache_BKSD.data_ptr(), new_BKD.data_ptr(), positions_B.ctypes.data
+    sizes = (
+        len(new_BKD),
+        heads,
+        cache_BKSD.stride(1) // size,
+        *(each * new_BKD.itemsize for each in (size, new_BKD.stride(0))),
+    )
+    kernel().keep(*places, *sizes)  # type: ignore[union-attr]
 
 
 def attend(

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -122,9 +124,6 @@ class PackedBatch:
     target_source_R: torch.Tensor
     """Packed index whose hidden state predicts the target."""
     rows: tuple[Row, ...]
-    buckets: tuple[Bucket, ...]
-    unsort_T: torch.Tensor
-    """Index of each packed token among all buckets' queries, padding included."""
     longest: int
     places_T: torch.Tensor | None = None
     """Indices of this process's tokens among all tokens, padding included; None if it has all."""
@@ -133,6 +132,16 @@ class PackedBatch:
     own_targets: tuple[torch.Tensor, torch.Tensor] | None = None
     """The targets whose log-probs this process computes, in order, and the index of each one's hidden state among its
     own tokens; None if it computes all."""
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """For attention without Orbit's kernel."""
+        return tuple(_build_bucket(group, self.token_ids_T.device) for group in _buckets(self.rows))
+
+    @cached_property
+    def unsort_T(self) -> torch.Tensor:
+        """Index of each packed token among all buckets' queries, padding included."""
+        return to_device(_unsort(_buckets(self.rows), len(self.token_ids_T)), self.token_ids_T.device)
 
 
 @dataclass(frozen=True)
@@ -148,6 +157,10 @@ class Row:
     """Number of its tokens before the first query; they belong to another process."""
     own_first: int
     """Index of its first token among all tokens."""
+
+
+ROW_FIELDS: Callable[[Row], tuple[int, int, int, int, int, int]]
+ROW_FIELDS = attrgetter("first", "length", "prefix_first", "prefix_length", "before", "own_first")
 
 
 def build_packed(branches: Sequence[Branch], device: torch.device, context: ProcessIndex = (0, 1)) -> PackedBatch:
@@ -196,17 +209,12 @@ def build_packed(branches: Sequence[Branch], device: torch.device, context: Proc
         rows = _cut_rows(rows, runs)
     all_tokens, all_positions = np.frombuffer(tokens, np.int32), _positions(laid_out)
     held = all_tokens if places is None else all_tokens[places]
-    groups = _buckets(rows)
-    buckets = tuple(_build_bucket(group, device) for group in groups)
-    unsort = _unsort(groups, len(held))
     return PackedBatch(
         tensor(held),
         tensor(all_positions if places is None else all_positions[places]),
         tensor(np.frombuffer(targets, np.int32)),
         tensor(_sources(lasts, firsts, counts)),
         tuple(rows),
-        buckets,
-        tensor(unsort),
         longest,
         None if places is None else tensor(places),
         len(tokens),
@@ -286,7 +294,7 @@ def _unsort(groups: list[list[Row]], num_tokens: int) -> np.ndarray:
     return where
 
 
-def _buckets(rows: list[Row]) -> list[list[Row]]:
+def _buckets(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows sorted by cost, split where the next row exceeds the first by more than the ratio."""
 
     ordered = sorted(rows, key=lambda row: (_seen(row) > 0, row.length, _seen(row), row.first))
@@ -411,7 +419,7 @@ class PackedPlan:
             k_TKD, v_TKD = (x.unflatten(-1, (kv_heads, -1)) for x in (met_TN[:, :width], met_TN[:, width:]))
         table = None
         if self.kernel != "Eager" and self._is_alone and self._meet is None and native.can_attend(q_THD):
-            table = self.once("table", lambda: native.table_of([astuple(row) for row in self.batch.rows]))
+            table = self.once("table", lambda: native.table_of([*map(ROW_FIELDS, self.batch.rows)]))
         if self.kernel == "Chunked" or table is not None:
             return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look, table_R7=table).flatten(1)
         pieces = []

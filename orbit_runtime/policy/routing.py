@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from orbit_runtime.errors import InternalError
+from orbit_runtime.policy.modules import sigmoid
 
 GateWeights = Callable[[Any, Tensor, Tensor], Tensor]
 """(router, its logits `[T, E]`, experts `[T, C]`) → their weights `[T, C]`, as the router weighs its own choice."""
@@ -133,7 +134,7 @@ def softmax_then_chosen(router: Any, logits_TE: Tensor, chosen_TC: Tensor) -> Te
 
 def sigmoid_of_chosen(router: Any, logits_TE: Tensor, chosen_TC: Tensor) -> Tensor:
     """DeepSeek-V3 and GLM-4.5: sigmoid scores without the correction bias, which only affects the choice."""
-    weights_TC = logits_TE.sigmoid().gather(-1, chosen_TC)
+    weights_TC = sigmoid(logits_TE).gather(-1, chosen_TC)
     if router.norm_topk_prob:
         weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + 1e-20)
     return weights_TC * router.routed_scaling_factor

@@ -131,7 +131,7 @@ class FrozenLinear(nn.Module):
         Args:
             dense: `[at least N·K]` in x's dtype; overwritten. Allocating memory on every call would cost more than the
                 values.
-            adds: `lora` and `out` of `panels.multiply`, for a layer that is held in panels.
+            adds: `lora` of `panels.multiply`, for a layer that `takes_adds`.
         """
         bias, size = self._buffers["bias"], self.out_features * self.in_features
         if size > len(dense) and self.ordered is None:
@@ -142,10 +142,15 @@ class FrozenLinear(nn.Module):
             return self._multiplied(x, self.ordered, bias, **adds)
         views = self._views or self._packed_views()
         w = dense_into(dense[:size].view(self.out_features, self.in_features), self._dense_rows, views)
-        return self._multiplied(x, w, bias)
+        return self._multiplied(x, w, bias, **adds)
+
+    def takes_adds(self, x: Tensor, dense: Tensor) -> bool:
+        """Whether `product` adds LoRA before it rounds: by Orbit's kernel, all of the weight at once."""
+        is_whole = self.ordered is not None or self.out_features * self.in_features <= len(dense)
+        return is_whole and self.rounding is None and panels.can_multiply(x, self.in_features)
 
     def _multiplied(self, x: Tensor, w: Tensor, bias: Tensor | None, **adds: Any) -> Tensor:
-        product: Callable[..., Tensor] = nn.functional.linear
+        product: Callable[..., Tensor] = partial(panels.linear, **adds)
         if w is self.ordered:
             product = ordered_linear if w.is_mkldnn else partial(panels.multiply, columns=self.out_features, **adds)
         if self.rounding is None:
@@ -159,21 +164,16 @@ class FrozenLinear(nn.Module):
         it does so: only of what is dense and BF16."""
         views = self._packed_views()
         if len(views) == 1 and views[0].dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            if panels.kernel() is not None and self.in_features % 2 == 0:
+            if panels.can_multiply(views[0], self.in_features):
                 self.ordered = panels.in_panels(views[0])
             else:
                 self.ordered = torch.ops.mkldnn._reorder_linear_weight(views[0], ORDERED_ROWS)
         return self.ordered is not None
 
-    @property
-    def is_in_panels(self) -> bool:
-        """Whether it multiplies by `panels.multiply`, which adds LoRA before it rounds."""
-        return self.ordered is not None and not self.ordered.is_mkldnn and self.rounding is None
-
     def input_gradient(self, dy: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """`dy @ W` for dy `[T, N]`, plus the product of what is `added`, `[T, R]` and `[R, K]`; outside of autograd."""
         views = self._packed_views()
-        if len(views) == 1 and panels.can_turn(dy, views[0]):
+        if views[0].dtype is dy.dtype and panels.can_multiply(dy, self.out_features):
             return panels.multiply_turned(dy, views[0], added)
         dx = self._product.input_gradient(dy, views)
         return dx if added is None else dx.addmm_(*added)
@@ -332,12 +332,16 @@ def forward_by_rows(
     num_rows = packed[0].shape[0]
     dense = _buffer(num_rows, x.shape[-1], x, dense_bytes)
     if len(dense) == num_rows:
-        return nn.functional.linear(x, dense_into(dense, dense_rows, packed), bias)
+        return panels.linear(x, dense_into(dense, dense_rows, packed), bias)
     flat_x = x.reshape(-1, x.shape[-1])
     y = flat_x.new_empty(flat_x.shape[0], num_rows)
     for start in range(0, num_rows, len(dense)):
         rows = [tensor[start : start + len(dense)] for tensor in packed]
-        torch.mm(flat_x, dense_into(dense, dense_rows, rows).t(), out=y[:, start : start + len(dense)])
+        w, out = dense_into(dense, dense_rows, rows), y[:, start : start + len(dense)]
+        if panels.can_multiply(flat_x, x.shape[-1]):
+            panels.multiply(flat_x, w, out=out)
+        else:
+            torch.mm(flat_x, w.t(), out=out)
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], num_rows)
@@ -352,7 +356,7 @@ def backward_by_rows(
     flat_dy = dy.reshape(-1, num_rows)
     if len(dense) == num_rows:
         whole = dense_into(dense, dense_rows, packed)
-        product = panels.multiply_turned if panels.can_turn(flat_dy, whole) else torch.mm
+        product = panels.multiply_turned if panels.can_multiply(flat_dy, num_rows) else torch.mm
         return product(flat_dy, whole).view(*dy.shape[:-1], num_columns)
     dx = flat_dy.new_zeros(flat_dy.shape[0], num_columns)
     for start in range(0, num_rows, len(dense)):

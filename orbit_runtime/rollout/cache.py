@@ -82,12 +82,14 @@ class KVCache:
         """Copies each prompt's keys and values into every row that samples from it, rows `first_row` onward."""
         longest = int(lengths_P.max())
         offsets = torch.arange(longest, device=starts_P.device)[None]
-        index_BS = starts_P[prompt_of_row, None] + offsets.minimum(lengths_P[prompt_of_row, None] - 1)
+        index_PS = starts_P[:, None] + offsets.minimum(lengths_P[:, None] - 1)
         block = self._allocate(captured)
         rows = slice(first_row, first_row + len(prompt_of_row))
         for layer, pair in enumerate(captured):
             for which, source_TKD in enumerate(pair):
-                block[layer, which, rows, :, :longest, : source_TKD.shape[-1]] = source_TKD[index_BS].transpose(1, 2)
+                of_prompts_PKSD = source_TKD[index_PS].transpose(1, 2).contiguous()
+                of_rows_BKSD = of_prompts_PKSD.index_select(0, prompt_of_row)
+                block[layer, which, rows, :, :longest, : source_TKD.shape[-1]] = of_rows_BKSD
 
     def move_rows(self, source: torch.Tensor, target: torch.Tensor, num_positions: int) -> None:
         """Copies whole rows; `source` and `target` are disjoint."""
@@ -122,21 +124,18 @@ class DecodePlan:
 
     def __init__(self, cache: KVCache, positions_B: np.ndarray, kernel: Kernel) -> None:
         num_rows = len(positions_B)
-        low, high = int(positions_B.min()), int(positions_B.max())
+        num_keys = int(positions_B.max()) + 1
         block = cache.block
         self._is_fused = kernel != "Eager"
-        self.longest = in_key_blocks(high + 1) if self._is_fused else high + 1
+        self.longest = in_key_blocks(num_keys) if self._is_fused else num_keys
         past = block[:, :, :num_rows, :, : self.longest]
         self._past = [layer.unbind(0) for layer in past.unbind(0)]
-        self._index: torch.Tensor | None = None
         self._positions_B, self._device = positions_B, block.device
         self._heads = block.shape[3]
         is_native = self._is_fused and native.can_attend(block)
         self._table = native.decode_table(positions_B, self._heads, cache.num_positions) if is_native else None
         self._masks: dict[int | None, _Masks] = {}
-        if low == high:
-            self._newest = block[:, :, :num_rows, :, high].unbind(0)
-        else:
+        if not is_native:
             heads, size = block.shape[3], block.shape[5]
             self._newest = block.view(len(block), -1, size).unbind(0)
             rows = np.arange(2 * cache.num_rows * heads).reshape(2, -1)[:, : num_rows * heads] * cache.num_positions
@@ -171,17 +170,18 @@ class DecodePlan:
         size = max(key_size, value_size)
         if key_size != value_size:
             q_BHD, k_BKD, v_BKD = (F.pad(each, (0, size - each.shape[-1])) for each in (q_BHD, k_BKD, v_BKD))
-        out_BN = self._attend(layer, q_BHD, torch.stack((k_BKD, v_BKD)), look)
+        out_BN = self._attend(layer, q_BHD, (k_BKD, v_BKD), look)
         return out_BN if value_size == size else out_BN.unflatten(-1, (-1, size))[..., :value_size].flatten(1)
 
-    def _attend(self, layer: int, q_BHD: torch.Tensor, new_2BKD: torch.Tensor, look: AttentionSettings) -> torch.Tensor:
-        if self._index is None:
-            self._newest[layer].copy_(new_2BKD)
-        else:
-            self._newest[layer].index_copy_(0, self._index, new_2BKD.view(-1, new_2BKD.shape[-1]))
+    def _attend(
+        self, layer: int, q_BHD: torch.Tensor, newest: tuple[torch.Tensor, torch.Tensor], look: AttentionSettings
+    ) -> torch.Tensor:
         if self._table is not None:
+            for past_BKSD, new_BKD in zip(self._past[layer], newest, strict=True):
+                native.keep(past_BKSD, new_BKD, self._positions_B)
             keys_SKD, values_SKD = (each[0].transpose(0, 1) for each in self._past[layer])
             return native.attend(q_BHD, keys_SKD, values_SKD, self._table, look, None).flatten(1)
+        self._newest[layer].index_copy_(0, self._index, torch.stack(newest).flatten(0, 2))
         added, hidden = self._mask(look.window)
         if self._is_fused and look.is_plain:
             keys, values = self._past[layer]

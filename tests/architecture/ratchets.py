@@ -45,10 +45,13 @@ class Ceiling(NamedTuple):
 
 CEILINGS: dict[str, Ceiling] = {
     "statements": Ceiling(
-        48_788,
-        "norms, rotations, gates, log-probs, draws and LoRA on a CPU by kernels of Orbit's own (gradients by torch's "
-        "operations and draws in parts go); attention and BF16 products of a CPU by such kernels (rules by which "
-        "torch's kept bits go: blocks of keys, plain products of first queries, gradients of attention, a wide head); "
+        48_889,
+        "fp32 products on a CPU by a kernel of Orbit's own, LoRA and its gradients in them, equal bits of models with "
+        "experts (the kernel's own way for few columns, buckets of passes that need none, a cache's writes of one "
+        "position and one joined output go); norms, rotations, gates, log-probs, draws and LoRA on a CPU by kernels of "
+        "Orbit's own (gradients by torch's operations and draws in parts go); attention and BF16 products of a CPU by "
+        "such kernels (rules by which torch's kept bits go: blocks of keys, plain products of first queries, gradients "
+        "of attention, a wide head); "
         "state spaces of Mamba 2 packed, with a prompt computed once; equal bits in FP32 too "
         "(torch's switch of precision goes, and what stood twice in the command line and two families). "
         "BF16 on processors that multiply it: one decoder for trainer and engine with its own gradients, weights "
@@ -65,11 +68,11 @@ CEILINGS: dict[str, Ceiling] = {
         "of a user's code are marked; sequences are scored together at start; no weight is cast twice on a CPU",
     ),
     "functions": Ceiling(
-        5_857,
-        "kernels for CPUs, of each step with its gradient; state spaces packed; numbers of rows with equal bits; "
-        "making and reading a type's record; a check for each kind of damaged input; limits of one connection; finding "
-        "and comparing a run's code; why a run ends early; what a pod may be given; decisions of the first start, "
-        "drift, marks of answers",
+        5_872,
+        "products of fp32 and of rows by expert; kernels for CPUs, of each step with its gradient; state spaces "
+        "packed; numbers of rows with equal bits; making and reading a type's record; a check for each kind of damaged "
+        "input; limits of one connection; finding and comparing a run's code; why a run ends early; what a pod "
+        "may be given; decisions of the first start, drift, marks of answers",
     ),
     "files": Ceiling(
         515,

@@ -118,7 +118,7 @@ def test_a_bias_of_another_dtype_is_added() -> None:
     """As checkpoints of GPTQ and AWQ have them, in FP16."""
     weight, bias = torch.randn(96, 64).bfloat16(), torch.randn(96).half()
     group = LinearGroup([FrozenLinear(BF16Weight(weight), bias)])
-    group.order(torch.bfloat16)
+    group.order(torch.bfloat16, holds=True)
     x = torch.randn(5, 64).bfloat16()
     exact = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(group(x, torch.empty(96 * 64).bfloat16()).double(), exact, rtol=2**-7, atol=2**-5)

@@ -18,6 +18,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.load import widen
 from orbit_runtime.policy.logprobs import rows_are_equal, twice
 from orbit_runtime.policy.packed import Branch
+from orbit_runtime.quant.kernels import panels
 from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Completion, Request, Sampling
@@ -170,3 +171,37 @@ def test_log_probs_of_engine_and_trainer_are_equal_to_the_bit(
         assert changed.tolist() != [one for each in adapted for one in found[each.request_id].logprobs_T]
     finally:
         torch.set_num_threads(before)
+
+
+OTHER_FORMS = [
+    ("tiny-moe-adder", "INT4"), ("tiny-qwen3-moe", "NVFP4"), ("tiny-kimi-k2", "INT4"), ("tiny-glm4-moe", "FP8"),
+    ("tiny-gpt-oss", "MXFP4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["BF16", "FP32"])
+@pytest.mark.parametrize(
+    "adapter", [AdapterConfig("LoRA", (), rank=8), AdapterConfig("OFT", (), block_size=8)], ids=str
+)
+@pytest.mark.parametrize(("model", "precision"), OTHER_FORMS)
+def test_models_with_experts_have_equal_bits_where_products_are_orbits_own(
+    model: str, precision: str, adapter: AdapterConfig, dtype: torch.dtype
+) -> None:
+    if panels.kernel(dtype) is None:
+        pytest.skip("the library's kernels differ by the number of rows here")
+    policy = policy_of(any_builtin_folder(model, precision), adapter, dtype)
+    assert policy.direct is None
+    requests = asked(policy)
+    found = sampled(policy, requests, RUNNING)
+    for slot in (TRAINER_SLOT, None):
+        own = [each for each in requests if (each.adapter is None) == (slot is None)]
+        branches = [
+            Branch(each.request_id % PROMPTS, each.prompt_ids_T, found[each.request_id].token_ids_T) for each in own
+        ]
+        expected = [one for each in own for one in found[each.request_id].logprobs_T]
+        with policy.injected.selection.use(slot):
+            assert policy.logprobs(policy.pack(branches))[0].tolist() == expected
+            first = policy.logprobs(policy.pack(branches[:1]))[0].tolist()
+        assert first == expected[: len(first)]
+    again = sampled(policy, requests[::5], 3)
+    assert all(again[number] == found[number] for number in again)

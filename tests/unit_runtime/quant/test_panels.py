@@ -1,4 +1,4 @@
-"""Orbit's BF16 product for CPUs against fp64, and how kernels in C are compiled."""
+"""Orbit's products for CPUs against fp64, and how kernels in C are compiled."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from orbit_runtime.quant.kernels import compiled, panels
 
 SHAPES = [(1, 2, 1), (3, 64, 48), (8, 96, 100), (13, 576, 144), (300, 130, 49)]
 """Rows, inputs, outputs."""
+ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 2**-24}
 
 
-def made(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16().to(dtype)
 
 
-@pytest.fixture
-def needs_kernel() -> None:
-    if panels.kernel() is None:
-        pytest.skip("no C compiler, or a processor with AMX or without AVX512-BF16: oneDNN multiplies here")
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["BF16", "FP32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if panels.kernel(request.param) is None:
+        pytest.skip("no C compiler, or a processor without AVX512, for BF16 with AMX or without AVX512-BF16")
+    found: torch.dtype = request.param
+    return found
 
 
 @pytest.mark.parametrize("rows", [1, 48, 100])
@@ -35,45 +38,63 @@ def test_a_weight_in_panels_is_the_same_weight(rows: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-@pytest.mark.usefixtures("needs_kernel")
 def test_products_are_those_of_double_precision_and_a_row_alone_has_the_same_bits(
-    rows: int, inputs: int, outputs: int
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
-    wide, weight, bias = made(rows, inputs + 6), made(outputs, inputs), made(outputs)
+    wide, weight, bias = (made(*each, dtype=dtype) for each in ((rows, inputs + 6), (outputs, inputs), (outputs,)))
     x = wide[:, 4 : 4 + inputs]  # rows of a wider tensor
-    exact, held = x.double() @ weight.double().T, panels.in_panels(weight)
+    exact = x.double() @ weight.double().T
     bound = float((x.double().abs() @ weight.double().abs().T).max()) * inputs * 2**-24
-    fp32 = panels.multiply(x, held, None, columns=outputs, dtype=torch.float32)
+    fp32 = panels.multiply(x, weight, dtype=torch.float32)
     assert float((fp32 - exact).abs().max()) <= bound
-    found = panels.multiply(x, held, bias, columns=outputs)
-    torch.testing.assert_close(found.double(), exact + bias.double(), rtol=2**-8, atol=bound)
-    assert torch.equal(torch.cat([panels.multiply(each, held, bias, columns=outputs) for each in x.split(1)]), found)
-    if outputs % 2 == 0:
-        dy = made(rows, outputs)
-        assert panels.can_turn(dy, weight)
+    found = panels.multiply(x, weight, bias)
+    torch.testing.assert_close(found.double(), exact + bias.double(), rtol=ROUNDING[dtype], atol=bound)
+    assert torch.equal(torch.cat([panels.multiply(each, weight, bias) for each in x.split(1)]), found)
+    if dtype is torch.bfloat16:
+        assert torch.equal(panels.multiply(x, panels.in_panels(weight), bias, columns=outputs), found)
+    dy = made(rows, outputs, dtype=dtype)
+    if panels.can_multiply(dy, outputs):
         expected = dy.double() @ weight.double()
-        torch.testing.assert_close(panels.multiply_turned(dy, weight).double(), expected, rtol=2**-8, atol=2.0 * bound)
+        turned = panels.multiply_turned(dy, weight)
+        torch.testing.assert_close(turned.double(), expected, rtol=ROUNDING[dtype], atol=2.0 * bound)
+        alone = [panels.multiply_turned(each, weight) for each in dy.split(1)]
+        assert torch.equal(torch.cat(alone), turned)
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 17, 48])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-@pytest.mark.usefixtures("needs_kernel")
-def test_lora_is_part_of_a_product_and_of_its_gradient(rows: int, inputs: int, outputs: int, ranks: int) -> None:
-    x, first, second = made(rows, inputs), made(ranks, inputs), made(ranks, outputs + 1)[:, 1:]
-    weight, into = made(outputs, inputs), torch.zeros(rows + 1, outputs, dtype=torch.bfloat16)
-    few = (3.0 * (x.double() @ first.double().T)).bfloat16().double()
-    held, exact = panels.in_panels(weight), x.double() @ weight.double().T + few @ second.double()
+def test_lora_is_part_of_a_product_and_of_its_gradient(
+    rows: int, inputs: int, outputs: int, ranks: int, dtype: torch.dtype
+) -> None:
+    x, first, weight = (made(*each, dtype=dtype) for each in ((rows, inputs), (ranks, inputs), (outputs, inputs)))
+    second, into = made(ranks, outputs + 1, dtype=dtype)[:, 1:], torch.zeros(rows + 1, outputs, dtype=dtype)
+    second[: ranks // 3, : outputs // 2] = 0.0  # another member's columns
+    second[-(ranks // 3) :, outputs // 2 :] = 0.0
+    few = (3.0 * (x.double() @ first.double().T)).to(dtype).double()
+    exact = x.double() @ weight.double().T + few @ second.double()
     # A product that lies between two BF16 numbers may be rounded to either.
-    bound = float(few.abs().max()) * 2**-8 * float(second.double().abs().sum(0).max())
-    found = panels.multiply(x, held, None, columns=outputs, lora=(first, second, 3.0), out=into[1:])
-    torch.testing.assert_close(into[1:].double(), exact, rtol=2**-8, atol=bound)
-    alone = [panels.multiply(row, held, None, columns=outputs, lora=(first, second, 3.0)) for row in x.split(1)]
+    bound = float(few.abs().max()) * ROUNDING[dtype] * inputs**0.5 * float(second.double().abs().sum(0).max())
+    found = panels.multiply(x, weight, lora=(first, second, 3.0), out=into[1:])
+    torch.testing.assert_close(into[1:].double(), exact, rtol=ROUNDING[dtype] * 2, atol=bound + 1e-5)
+    alone = [panels.multiply(row, weight, lora=(first, second, 3.0)) for row in x.split(1)]
     assert torch.equal(torch.cat(alone), found)
-    if outputs % 2 == 0:
-        dy, of_few = made(rows, outputs), made(rows, ranks)
+    dy, of_few = made(rows, outputs, dtype=dtype), made(rows, ranks, dtype=dtype)
+    close = {"rtol": ROUNDING[dtype] * 2, "atol": float(exact.abs().max()) * ROUNDING[dtype] + 1e-4}
+    torch.testing.assert_close(panels.few(x, first, 3.0).double(), few, **close)
+    torch.testing.assert_close(panels.summed(of_few, x).double(), of_few.double().T @ x.double(), **close)
+    if panels.can_multiply(dy, outputs):
         slope = dy.double() @ weight.double() + of_few.double() @ first.double()
         turned = panels.multiply_turned(dy, weight, (of_few, first))
-        torch.testing.assert_close(turned.double(), slope, rtol=2**-8, atol=2**-10)
+        torch.testing.assert_close(turned.double(), slope, **close)
+
+
+def test_a_product_has_the_gradients_of_torchs(dtype: torch.dtype) -> None:
+    x, weight, slope = (made(*each, dtype=dtype) for each in ((2, 5, 16), (7, 16), (2, 5, 7)))
+    own, other = ([each.clone().requires_grad_() for each in (x, weight)] for _ in range(2))
+    for product, given in ((panels.product, own), (torch.nn.functional.linear, other)):
+        product(*given).backward(slope)
+    for found, expected in zip(own, other, strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
 
 
 def test_a_source_is_compiled_once_and_one_that_cannot_be_is_no_kernel(
