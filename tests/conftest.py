@@ -49,3 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device here"))
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products on a CPU by torch's library, as on a GPU, instead of Orbit's kernel."""
+    from orbit_runtime.quant.kernels import panels
+
+    monkeypatch.setattr(panels, "kernel", lambda _dtype: None)

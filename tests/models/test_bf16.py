@@ -158,7 +158,8 @@ def test_one_changed_bit_is_seen_at_once(
             planted.append(place)
             page = batch._cache.block[0, 0, 0, 0]
             changed = {"weight": shared.views()[0], "page": page, "adapter": layer.slots["policy-v1"].lora_B}[place]
-            # Its exponent, so that few tokens show it.
+            # Its exponent, so that few tokens show it. B may lie transposed.
+            changed = changed if changed.is_contiguous() else changed.t()
             changed.view(torch.int16)[0, changed.itemsize // 2 - 1] ^= 1 << (10 if place == "adapter" else 9)
             if compute == "BF16":
                 shared.order()

@@ -67,6 +67,7 @@ def route(experts: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("adapter", OPERATIONS)
+@pytest.mark.usefixtures("library")
 def test_a_layer_takes_as_many_operations_for_many_experts_as_for_few(adapter: str) -> None:
     found = []
     for experts in (4, 16, 64):
@@ -85,6 +86,7 @@ def test_a_layer_takes_as_many_operations_for_many_experts_as_for_few(adapter: s
 
 
 @pytest.mark.parametrize("adapter", OPERATIONS)
+@pytest.mark.usefixtures("library")
 def test_the_host_reads_nothing(adapter: str) -> None:
     """A tensor without values cannot be read: whatever asks for one raises."""
     with FakeTensorMode(), torch.device("cpu"):
@@ -142,6 +144,7 @@ def test_experts_that_are_held_in_two_places_add_up_to_all() -> None:
 
 @pytest.mark.parametrize("rank", [1, 6, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("library")
 def test_one_product_for_all_experts_is_the_loops(rank: int, dtype: torch.dtype) -> None:
     """An expert without slots among them; of a rank below 16 bytes the product sees zeros beside."""
     offsets = torch.tensor([5, 5, 21, 40], dtype=torch.int32)

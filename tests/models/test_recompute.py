@@ -120,6 +120,7 @@ def test_experts_that_were_given_are_given_to_the_second_pass(case: Case, tmp_pa
     assert len(trace) == len(policy.injected.layers), "the second pass is no use of the adapter"
 
 
+@pytest.mark.usefixtures("library")
 def test_selective_multiplies_by_no_packed_weight_twice_and_per_layer_by_all(tmp_path: Path) -> None:
     """Products of the backward pass: of the frozen weights one for the gradient, and what runs again."""
     # Those of attention are a kernel's, which are not counted.

@@ -100,6 +100,7 @@ def test_no_tokens_launch_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("make", [FusedProduct, lambda form: DequantizedProduct(form, 2 * 96 * 128)])
+@pytest.mark.usefixtures("library")
 def test_as_the_frozen_linears_product_it_agrees_with_the_torch_path_and_keeps_packed_bytes(
     make: Callable[..., FusedProduct], device: str
 ) -> None:
