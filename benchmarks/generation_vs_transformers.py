@@ -1,5 +1,6 @@
 """Sampling: the torch engine against transformers' `generate`, with equal lengths and with long-tailed ones; or with
-equal ones on a pretrained model, transformers in fp32 and in BF16.
+equal ones on a pretrained model, transformers in fp32 and in BF16, and where `ORBIT_SGLANG_PYTHON` is set SGLang's CPU
+server in BF16, with room for adapters.
 
 Belongs here: both sides on one model, taking turns. Does not belong here: how either samples.
 
@@ -10,10 +11,12 @@ length, so nothing is padded), no top-k. Only Orbit's side also returns the log-
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -30,10 +33,14 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.policy.load import load_policy, widen
 from orbit_runtime.rollout.requests import sample
+from orbit_runtime.rollout.served_engine import ServedEngine, start_engine
+from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer
 from orbit_runtime.rollout.torch_engine import TorchEngine
+from orbit_runtime.rollout.transport import FolderMailbox
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.sides.machine import machine_facts
 from orbit_runtime.types import Request, Sampling
+from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 
 MEASURES = ("orbit_runtime/rollout", "orbit_runtime/policy", "orbit_runtime/adapters", "orbit_runtime/quant")
 EQUAL_REQUESTS, EQUAL_TOKENS = 64, 64
@@ -52,6 +59,22 @@ class Endless:
 
     def encode_chat(self, messages: Any) -> list[int]:
         return self._tokenizer.encode_chat(messages)
+
+
+@contextmanager
+def sglang(folder: Path, tokenizer: ChatTokenizer, running: int) -> Iterator[ServedEngine]:
+    settings = ServerSettings(
+        model=folder, device="cpu", dtype="bfloat16", targets=("q_proj", "v_proj"), max_running_requests=running,
+        max_sequence_length=256, seed=0, lora_rank=16,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as temporary:
+        server = SGLangServer(settings, log=Path(temporary) / "sglang.log")
+        desk = FolderMailbox(Path(temporary) / "adapters", None)
+        engine = start_engine([server], tokenizer, desk=desk, max_running_requests=running)
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
 def measure(options: argparse.Namespace) -> Measured:
@@ -74,10 +97,10 @@ def measure(options: argparse.Namespace) -> Measured:
     assert len({len(prompt) for prompt in prompts}) == 1
     calls, tokens = 0, dict[str, list[int]]()
 
-    def orbit(engine: TorchEngine, count: int, new_tokens: int, name: str) -> None:
+    def orbit(engine: TorchEngine | ServedEngine, count: int, new_tokens: int, name: str) -> None:
         nonlocal calls
         calls += 1
-        sampling = Sampling(max_new_tokens=new_tokens)
+        sampling = Sampling(max_new_tokens=new_tokens, ignore_eos=isinstance(engine, ServedEngine))
         requests = [
             Request(index, stream_key(0, "benchmark", calls, index), tuple(prompt), sampling, None)
             for index, prompt in enumerate(prompts[:count])
@@ -128,6 +151,18 @@ def measure(options: argparse.Namespace) -> Measured:
             target=target,
         )
         comparisons.append(replace(row, least=(least(f"{name}, Orbit", count), least(f"{name}, {other}", count))))
+    if is_real and os.environ.get(PYTHON_VARIABLE):
+        (name, (count, new_tokens), _, _), other = shapes[0], "SGLang's CPU server, bfloat16"
+        own = TorchEngine(policy, Endless(tokenizer), max_running_requests=count)  # type: ignore[arg-type]
+        with sglang(folder, tokenizer, count) as served:
+            row = compare(
+                name,
+                ("Orbit", lambda: orbit(own, count, new_tokens, name)),
+                (other, lambda: orbit(served, count, new_tokens, f"{name}, {other}")),
+                repetitions=max(1, options.repetitions // 2),
+                target=5.0,
+            )
+        comparisons.append(replace(row, least=(least(f"{name}, Orbit", count),) * 2))
     tokens_a_call = {name: sum(counts) / len(counts) for name, counts in tokens.items()}
     print(table(comparisons))
     for name, mean in tokens_a_call.items():

@@ -39,8 +39,10 @@ def _by_group(x_SK: Tensor, w_GKN: Tensor, offsets_G: Tensor) -> Tensor:
         return F.grouped_mm(x_SK, w_GKN, offs=offsets_G)
     y_SN, start = x_SK.new_zeros(len(x_SK), w_GKN.shape[2]), 0
     for w_KN, stop in zip(w_GKN, offsets_G.tolist(), strict=True):
-        if stop > start:
-            y_SN[start:stop] = panels.linear(x_SK[start:stop], w_KN.t())
+        if stop > start and w_KN.stride(1) == 1:
+            y_SN[start:stop] = panels.multiply_turned(x_SK[start:stop], w_KN)
+        elif stop > start:
+            panels.multiply(x_SK[start:stop], w_KN.t(), out=y_SN[start:stop])
         start = stop
     return y_SN
 

@@ -51,7 +51,7 @@ def add_lora(y: Tensor, x: Tensor, slot: LoRASlot) -> Tensor:
     y, x = y.reshape(-1, shape[-1]), x.reshape(-1, x.shape[-1])
     if panels.can_multiply(x, x.shape[1]):
         h = panels.product(x, slot.lora_A.to(x.dtype)) * slot.scaling
-        return (y + panels.product(h, slot.lora_B.to(x.dtype))).view(shape)
+        return panels.product(h, slot.lora_B.to(x.dtype)).add_(y).view(shape)
     if not torch.is_grad_enabled():
         return add_lora_(y, x, slot).view(shape)
     h = torch.mm(x, slot.lora_A.to(x.dtype).t())

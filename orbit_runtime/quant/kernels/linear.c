@@ -71,7 +71,7 @@ cache. */
 INLINE void part(const Linear *a, int64_t row, int64_t column, const Panel *p, const Panel *p2, const char *next,
                  int64_t bytes, int rows, int vectors, int is_bf16) {
     __m512 acc[ROWS][3];
-    int64_t size = SIZE(is_bf16), x_row = a->x_row * size, x2_row = a->x2_row * size, step = bytes / p->stop + 1;
+    int64_t size = SIZE(is_bf16), x_row = a->x_row * size, x2_row = a->x2_row * size, step = bytes / MOST(1, p->stop) + 1;
     const char *x = a->x + row * x_row, *x2 = a->x2 + row * x2_row, *end = next + bytes;
     const uint32_t *w = p->w, *w2 = p2->w + p2->start * PANEL;
     for (int i = 0; i < rows; i++)

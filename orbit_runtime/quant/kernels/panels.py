@@ -80,16 +80,17 @@ def product(x: Tensor, weight_NK: Tensor) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_NK)
+        of_x, of_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight_NK if of_x else None)
+        ctx.shape = x.shape
         return linear(x, weight_NK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight_NK = ctx.saved_tensors
-        dy_TN, (of_x, of_weight) = dy.flatten(0, -2), ctx.needs_input_grad
-        dx = torch.mm(dy_TN, weight_NK).view(x.shape) if of_x else None
-        return dx, summed(dy_TN, x.flatten(0, -2)) if of_weight else None
+        (x, weight_NK), dy_TN = ctx.saved_tensors, dy.flatten(0, -2)
+        dx = None if weight_NK is None else torch.mm(dy_TN, weight_NK).view(ctx.shape)
+        return dx, None if x is None else summed(dy_TN, x.flatten(0, -2))
 
 
 def in_panels(weight_NK: Tensor) -> Tensor:

@@ -88,6 +88,13 @@ def test_lora_is_part_of_a_product_and_of_its_gradient(
         torch.testing.assert_close(turned.double(), slope, **close)
 
 
+def test_no_rows_and_sums_of_nothing_are_empty_and_zero(dtype: torch.dtype) -> None:
+    """As a rank has them whose experts got no token."""
+    none, weight = torch.empty(0, 16, dtype=dtype), made(7, 16, dtype=dtype)
+    assert panels.linear(none, weight).shape == (0, 7)
+    assert torch.equal(panels.summed(none, none[:, :5]), torch.zeros(16, 5, dtype=dtype))
+
+
 def test_a_product_has_the_gradients_of_torchs(dtype: torch.dtype) -> None:
     x, weight, slope = (made(*each, dtype=dtype) for each in ((2, 5, 16), (7, 16), (2, 5, 7)))
     own, other = ([each.clone().requires_grad_() for each in (x, weight)] for _ in range(2))
