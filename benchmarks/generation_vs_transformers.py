@@ -15,9 +15,9 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Measured, add_model_option, compare, pass_seconds, real_model, run, table
+from benchmarks.harness import Comparison, Measured, add_model_option, compare, pass_seconds, real_model, run, table
 from benchmarks.long_tail import MAX_NEW_TOKENS, build_model_folder
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
@@ -45,6 +45,8 @@ from orbit_runtime.workers.servers.process import PYTHON_VARIABLE
 MEASURES = ("orbit_runtime/rollout", "orbit_runtime/policy", "orbit_runtime/adapters", "orbit_runtime/quant")
 EQUAL_REQUESTS, EQUAL_TOKENS = 64, 64
 LONG_TAILED_REQUESTS = 256
+SAMPLES = {"do_sample": True, "temperature": 1.0, "top_k": 0, "use_cache": True}
+"""How transformers generates."""
 
 
 class Endless:
@@ -61,20 +63,24 @@ class Endless:
         return self._tokenizer.encode_chat(messages)
 
 
-@contextmanager
-def sglang(folder: Path, tokenizer: ChatTokenizer, running: int) -> Iterator[ServedEngine]:
+def against_sglang(
+    folder: Path, tokenizer: ChatTokenizer, count: int, name: str, ask: Callable[[Any], None], own: TorchEngine,
+    repetitions: int,
+) -> Comparison:  # fmt: skip
+    """Args: ask: has an engine answer."""
     settings = ServerSettings(
-        model=folder, device="cpu", dtype="bfloat16", targets=("q_proj", "v_proj"), max_running_requests=running,
+        model=folder, device="cpu", dtype="bfloat16", targets=("q_proj", "v_proj"), max_running_requests=count,
         max_sequence_length=256, seed=0, lora_rank=16,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         server = SGLangServer(settings, log=Path(temporary) / "sglang.log")
         desk = FolderMailbox(Path(temporary) / "adapters", None)
-        engine = start_engine([server], tokenizer, desk=desk, max_running_requests=running)
+        served = start_engine([server], tokenizer, desk=desk, max_running_requests=count)
         try:
-            yield engine
+            sides = ("Orbit", partial(ask, own)), ("SGLang's CPU server, bfloat16", partial(ask, served))
+            return compare(name, *sides, repetitions=max(1, repetitions // 2), target=5.0)
         finally:
-            engine.close()
+            served.close()
 
 
 def measure(options: argparse.Namespace) -> Measured:
@@ -117,10 +123,7 @@ def measure(options: argparse.Namespace) -> Measured:
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=new_tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            use_cache=True,
+            **SAMPLES,
         )[:, input_ids.shape[1] :]
         rows = answers.tolist()
         lengths = [next((at + 1 for at, token in enumerate(row) if token in (ends or ())), len(row)) for row in rows]
@@ -152,17 +155,8 @@ def measure(options: argparse.Namespace) -> Measured:
         )
         comparisons.append(replace(row, least=(least(f"{name}, Orbit", count), least(f"{name}, {other}", count))))
     if is_real and os.environ.get(PYTHON_VARIABLE):
-        (name, (count, new_tokens), _, _), other = shapes[0], "SGLang's CPU server, bfloat16"
-        own = TorchEngine(policy, Endless(tokenizer), max_running_requests=count)  # type: ignore[arg-type]
-        with sglang(folder, tokenizer, count) as served:
-            row = compare(
-                name,
-                ("Orbit", lambda: orbit(own, count, new_tokens, name)),
-                (other, lambda: orbit(served, count, new_tokens, f"{name}, {other}")),
-                repetitions=max(1, options.repetitions // 2),
-                target=5.0,
-            )
-        comparisons.append(replace(row, least=(least(f"{name}, Orbit", count),) * 2))
+        ask = partial(orbit, count=count, new_tokens=new_tokens, name=name)
+        comparisons.append(against_sglang(folder, tokenizer, count, name, ask, engine, options.repetitions))
     tokens_a_call = {name: sum(counts) / len(counts) for name, counts in tokens.items()}
     print(table(comparisons))
     for name, mean in tokens_a_call.items():

@@ -80,16 +80,15 @@ def product(x: Tensor, weight_NK: Tensor) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor) -> Tensor:
-        of_x, of_weight = ctx.needs_input_grad
-        ctx.save_for_backward(x if of_weight else None, weight_NK if of_x else None)
-        ctx.shape = x.shape
+        # For the gradient of each, the other.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight_NK if ctx.needs_input_grad[0] else None)
         return linear(x, weight_NK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (x, weight_NK), dy_TN = ctx.saved_tensors, dy.flatten(0, -2)
-        dx = None if weight_NK is None else torch.mm(dy_TN, weight_NK).view(ctx.shape)
+        dx = None if weight_NK is None else torch.mm(dy_TN, weight_NK).view(*dy.shape[:-1], -1)
         return dx, None if x is None else summed(dy_TN, x.flatten(0, -2))
 
 
