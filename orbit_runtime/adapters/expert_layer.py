@@ -27,24 +27,10 @@ from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.adapters.part import WHOLE, WeightPart
 from orbit_runtime.quant.kernels import panels
+from orbit_runtime.quant.kernels.dense import grouped_product
 
 ALIGNMENT = 16
 """Bytes; a grouped product requires operand rows to be a multiple of this."""
-
-
-def _by_group(x_SK: Tensor, w_GKN: Tensor, offsets_G: Tensor) -> Tensor:
-    """`F.grouped_mm`; on a CPU one group after the other, by products in which a row has the same bits for any number
-    of rows."""
-    if not panels.can_multiply(x_SK, x_SK.shape[1]):
-        return F.grouped_mm(x_SK, w_GKN, offs=offsets_G)
-    y_SN, start = x_SK.new_zeros(len(x_SK), w_GKN.shape[2]), 0
-    for w_KN, stop in zip(w_GKN, offsets_G.tolist(), strict=True):
-        if stop > start and w_KN.stride(1) == 1:
-            y_SN[start:stop] = panels.multiply_turned(x_SK[start:stop], w_KN)
-        elif stop > start:
-            panels.multiply(x_SK[start:stop], w_KN.t(), out=y_SN[start:stop])
-        start = stop
-    return y_SN
 
 
 class _Grouped(torch.autograd.Function):
@@ -53,14 +39,14 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SK: Tensor, w_GKN: Tensor, offsets_G: Tensor) -> Tensor:
         ctx.save_for_backward(x_SK, w_GKN, offsets_G)
-        return _by_group(x_SK, w_GKN, offsets_G)
+        return grouped_product(x_SK, w_GKN, offsets_G)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_SN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_SK, w_GKN, offsets_G = ctx.saved_tensors
         dy_SN = dy_SN.contiguous()
-        dx = _by_group(dy_SN, w_GKN.transpose(1, 2), offsets_G) if ctx.needs_input_grad[0] else None
+        dx = grouped_product(dy_SN, w_GKN.transpose(1, 2), offsets_G) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
             # The gradient has the memory layout of the weights.

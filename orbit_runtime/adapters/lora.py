@@ -49,16 +49,19 @@ def add_lora(y: Tensor, x: Tensor, slot: LoRASlot) -> Tensor:
     """
     shape = y.shape
     y, x = y.reshape(-1, shape[-1]), x.reshape(-1, x.shape[-1])
+    if not torch.is_grad_enabled():
+        return add_lora_(y, x, slot).view(shape)
     if panels.can_multiply(x, x.shape[1]):
         h = panels.product(x, slot.lora_A.to(x.dtype)) * slot.scaling
         return panels.product(h, slot.lora_B.to(x.dtype)).add_(y).view(shape)
-    if not torch.is_grad_enabled():
-        return add_lora_(y, x, slot).view(shape)
     h = torch.mm(x, slot.lora_A.to(x.dtype).t())
     return torch.addmm(y, h, slot.lora_B.to(x.dtype).t(), alpha=slot.scaling).view(shape)
 
 
 def add_lora_(y_TN: Tensor, x_TK: Tensor, slot: LoRASlot) -> Tensor:
     """`add_lora` into y itself, which may be some columns of a wider tensor. Not for gradients."""
+    if panels.can_multiply(x_TK, x_TK.shape[1]):
+        h = panels.linear(x_TK, slot.lora_A.to(x_TK.dtype)).mul_(slot.scaling)
+        return y_TN.add_(panels.linear(h, slot.lora_B.to(x_TK.dtype)))
     h = torch.mm(x_TK, slot.lora_A.to(x_TK.dtype).t())
     return y_TN.addmm_(h, slot.lora_B.to(x_TK.dtype).t(), alpha=slot.scaling)

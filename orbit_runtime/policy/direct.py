@@ -186,11 +186,6 @@ class LinearGroup:
         if self._adds and base.takes_adds(x_TK, dense):
             return self._in_panels(x_TK, adapters, product)
         y_TN = self.in_blocks(x_TK, product)
-        if self._adds:
-            for slot, start, stop in adapters:
-                between_TR = panels.linear(x_TK[start:stop], slot.lora_A).mul_(slot.scaling)
-                y_TN[start:stop] += panels.linear(between_TR, slot.lora_B)
-            return y_TN
         most = ADDED_ROWS[x_TK.dtype] if self.blocks is not None else ALL_ROWS
         for slot, start, stop in adapters:
             for y, x in zip(*(each[start:stop].split(most) for each in (y_TN, x_TK)), strict=True):

@@ -10,7 +10,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from orbit_runtime.training.megatron.groups import Groups, GroupSizes, join, leave
@@ -72,11 +72,20 @@ class World:
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        results = [rank.answer() for rank in self._ranks]
-        for found in results:
-            if isinstance(found, Failed):
-                raise found
-        return results
+        """Once a rank has failed, the others may wait for it for ever: they get 20 seconds."""
+        waiting, found, failed = dict(enumerate(self._ranks)), dict[int, Any](), None
+        while waiting:
+            ready = wait([rank.connection for rank in waiting.values()], 20 if failed else 900)
+            if not ready:
+                for rank in self._ranks:
+                    rank.kill()
+                raise failed or AssertionError(f"ranks {list(waiting)} do not answer")
+            for number in [number for number, rank in waiting.items() if rank.connection in ready]:
+                found[number] = waiting.pop(number).answer()
+                failed = failed or (found[number] if isinstance(found[number], Failed) else None)
+        if failed:
+            raise failed
+        return [found[number] for number in range(len(self._ranks))]
 
     def close(self) -> None:
         """Ranks that leave are those of the next world; one that does not answer takes the others with it."""

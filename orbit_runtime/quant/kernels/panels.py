@@ -68,7 +68,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, **adds: A
     if not can_multiply(x, weight_NK.shape[1]) or weight_NK.dtype is not x.dtype:
         return F.linear(x, weight_NK, bias_N)
     y = multiply(x.reshape(-1, x.shape[-1]), weight_NK, bias_N, **adds)
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], -1)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], len(weight_NK))
 
 
 def product(x: Tensor, weight_NK: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (x, weight_NK), dy_TN = ctx.saved_tensors, dy.flatten(0, -2)
-        dx = None if weight_NK is None else torch.mm(dy_TN, weight_NK).view(*dy.shape[:-1], -1)
+        dx = None if weight_NK is None else torch.mm(dy_TN, weight_NK).view(*dy.shape[:-1], weight_NK.shape[1])
         return dx, None if x is None else summed(dy_TN, x.flatten(0, -2))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.quant.kernels import compiled, panels
+from orbit_runtime.quant.kernels.dense import grouped_dense
 
 SHAPES = [(1, 2, 1), (3, 64, 48), (8, 96, 100), (13, 576, 144), (300, 130, 49)]
 """Rows, inputs, outputs."""
@@ -53,7 +54,8 @@ def test_products_are_those_of_double_precision_and_a_row_alone_has_the_same_bit
     if dtype is torch.bfloat16:
         assert torch.equal(panels.multiply(x, panels.in_panels(weight), bias, columns=outputs), found)
     dy = made(rows, outputs, dtype=dtype)
-    if panels.can_multiply(dy, outputs):
+    if dtype is torch.float32 or outputs % 2 == 0:
+        assert panels.can_multiply(dy, outputs)
         expected = dy.double() @ weight.double()
         turned = panels.multiply_turned(dy, weight)
         torch.testing.assert_close(turned.double(), expected, rtol=ROUNDING[dtype], atol=2.0 * bound)
@@ -73,19 +75,37 @@ def test_lora_is_part_of_a_product_and_of_its_gradient(
     few = (3.0 * (x.double() @ first.double().T)).to(dtype).double()
     exact = x.double() @ weight.double().T + few @ second.double()
     # A product that lies between two BF16 numbers may be rounded to either.
-    bound = float(few.abs().max()) * ROUNDING[dtype] * inputs**0.5 * float(second.double().abs().sum(0).max())
+    bound = float(few.abs().max()) * ROUNDING[dtype] * float(second.double().abs().sum(0).max())
+    # fp32 sums round at each addition; beside BF16's rounding that is nothing.
+    sums = (inputs + outputs + rows) * 2**-24 * 64.0 if dtype is torch.float32 else 0.0
     found = panels.multiply(x, weight, lora=(first, second, 3.0), out=into[1:])
-    torch.testing.assert_close(into[1:].double(), exact, rtol=ROUNDING[dtype] * 2, atol=bound + 1e-5)
+    torch.testing.assert_close(into[1:].double(), exact, rtol=ROUNDING[dtype], atol=bound + sums)
     alone = [panels.multiply(row, weight, lora=(first, second, 3.0)) for row in x.split(1)]
     assert torch.equal(torch.cat(alone), found)
     dy, of_few = made(rows, outputs, dtype=dtype), made(rows, ranks, dtype=dtype)
-    close = {"rtol": ROUNDING[dtype] * 2, "atol": float(exact.abs().max()) * ROUNDING[dtype] + 1e-4}
-    torch.testing.assert_close(panels.few(x, first, 3.0).double(), few, **close)
+    close = {"rtol": ROUNDING[dtype], "atol": sums or 2**-10}
+    if dtype is torch.float32 or inputs % 2 == 0:
+        torch.testing.assert_close(panels.few(x, first, 3.0).double(), few, **close)
     torch.testing.assert_close(panels.summed(of_few, x).double(), of_few.double().T @ x.double(), **close)
-    if panels.can_multiply(dy, outputs):
+    if dtype is torch.float32 or outputs % 2 == 0:
         slope = dy.double() @ weight.double() + of_few.double() @ first.double()
         turned = panels.multiply_turned(dy, weight, (of_few, first))
         torch.testing.assert_close(turned.double(), slope, **close)
+
+
+def test_a_grouped_products_rows_have_the_same_bits_beside_others(dtype: torch.dtype) -> None:
+    """An expert without tokens among them, of weights as they are saved and transposed."""
+    x, w_EKN, offsets = made(40, 24, dtype=dtype), made(4, 24, 16, dtype=dtype), torch.tensor([5, 5, 21, 38])
+    turned_EKN = w_EKN.transpose(1, 2).contiguous().transpose(1, 2)
+    found = grouped_dense(x, w_EKN, offsets)
+    expected = torch.cat(
+        [part @ w for part, w in zip(x[:38].double().split([5, 0, 16, 17]), w_EKN.double(), strict=True)]
+    )
+    torch.testing.assert_close(found[:38].double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
+    assert torch.equal(found, grouped_dense(x, turned_EKN, offsets))
+    assert not found[38:].any()
+    fewer = grouped_dense(x[4:22], w_EKN, torch.tensor([1, 1, 17, 18]))
+    assert torch.equal(fewer, found[4:22])
 
 
 def test_no_rows_and_sums_of_nothing_are_empty_and_zero(dtype: torch.dtype) -> None:
@@ -95,8 +115,10 @@ def test_no_rows_and_sums_of_nothing_are_empty_and_zero(dtype: torch.dtype) -> N
     assert torch.equal(panels.summed(none, none[:, :5]), torch.zeros(16, 5, dtype=dtype))
 
 
-def test_a_product_has_the_gradients_of_torchs(dtype: torch.dtype) -> None:
-    x, weight, slope = (made(*each, dtype=dtype) for each in ((2, 5, 16), (7, 16), (2, 5, 7)))
+@pytest.mark.parametrize("rows", [(2, 5), (0,), (1, 0)])
+def test_a_product_has_the_gradients_of_torchs(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+    """Of no rows, too: a rank whose experts got no token must reach the others' exchange."""
+    x, weight, slope = (made(*each, dtype=dtype) for each in ((*rows, 16), (7, 16), (*rows, 7)))
     own, other = ([each.clone().requires_grad_() for each in (x, weight)] for _ in range(2))
     for product, given in ((panels.product, own), (torch.nn.functional.linear, other)):
         product(*given).backward(slope)
