@@ -146,15 +146,14 @@ def describe_training(
     Returns: by prompt, visit and sample.
     """
     rollouts_D = [
-        (group.prompt, rollout)
+        ((group.prompt.prompt_id, group.prompt.visit, rollout.sample_index), rollout)
         for group in _that_teach(objective, groups_P)
         for rollout in group.rollouts_G
         if rollout.trains
     ]
     told: dict[tuple[str, int, int], dict[str, Any]] = {}
-    for (prompt, rollout), sample in zip(rollouts_D, samples_D, strict=True):
+    for (key, rollout), sample in zip(rollouts_D, samples_D, strict=True):
         advantages = trained(sample.columns["advantage"], sample.loss_mask_T)
-        key = (prompt.prompt_id, prompt.visit, rollout.sample_index)
         told[key] = {"advantage": sum(advantages) / len(advantages)}
         if sample.is_shown:
             columns = (rollout.token_ids_T, rollout.logprobs_T, rollout.versions_T)

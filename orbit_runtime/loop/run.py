@@ -247,9 +247,12 @@ def _run(
         _start_policy(parts, state, is_new=not state.resumed)
     show.status.update(phase="Running")
     show.target(total, state.step)
-    # What is there by now stays until the end: collections of garbage need not walk through all of torch at each step.
+    # What is there by now stays until the end: collections of garbage need not walk through all of torch at each step,
+    # nor through the step's rollouts 25 times.
     gc.freeze()
     closing.callback(gc.unfreeze)
+    closing.callback(gc.set_threshold, *gc.get_threshold())
+    gc.set_threshold(20_000, *gc.get_threshold()[1:])
     ended = run_sft(parts, state, stop) if isinstance(parts, SftParts) else run_steps(parts, state, stop)
     show.status.update(phase="Stopped" if ended == "stopped" else "Done", exit_code=75 if ended == "stopped" else 0)
     report = _finish(store, ended)

@@ -27,13 +27,12 @@ def grouped_product(x_TK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     has the same bits for any number of rows. Outside of autograd."""
     if not panels.can_multiply(x_TK, x_TK.shape[1]):
         return F.grouped_mm(x_TK, w_EKN, offs=offsets_E)
-    y_TN, start = x_TK.new_zeros(len(x_TK), w_EKN.shape[2]), 0
-    for w_KN, stop in zip(w_EKN, offsets_E.tolist(), strict=True):
+    y_TN, stops = x_TK.new_zeros(len(x_TK), w_EKN.shape[2]), offsets_E.tolist()
+    for w_KN, start, stop in zip(w_EKN, [0, *stops[:-1]], stops, strict=True):
         if stop > start and w_KN.stride(1) == 1:
             y_TN[start:stop] = panels.multiply_turned(x_TK[start:stop], w_KN)
         elif stop > start:
             panels.multiply(x_TK[start:stop], w_KN.t(), out=y_TN[start:stop])
-        start = stop
     return y_TN
 
 

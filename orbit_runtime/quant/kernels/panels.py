@@ -172,8 +172,8 @@ def _product(
     given = [None if each is None else plain(each) for each in (x, w, bias, *(added or (None, None)), first)]
     assert all(each is None or each.dtype is x.dtype for each in given), "the kernel reads numbers of one dtype"
     x, w, _, x2, w2, first = given  # type: ignore[assignment]
-    places = (None if each is None else each.data_ptr() for each in (*given, out))
-    strides = (0 if each is None else each.stride(0) for each in (x, out, w, x2, w2, first))
+    places = [None if each is None else each.data_ptr() for each in (*given, out)]
+    strides = [0 if each is None else each.stride(0) for each in (x, out, w, x2, w2, first)]
     sizes = *out.shape, x.shape[1], 0 if x2 is None else x2.shape[1]
     how = layout, x.dtype is torch.bfloat16, out.dtype is torch.float32, torch.get_num_threads()
     kernel(x.dtype).multiply(byref(_Linear(*places, *strides, *sizes, *by, *how)))  # type: ignore[union-attr]
