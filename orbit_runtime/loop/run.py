@@ -247,8 +247,8 @@ def _run(
         _start_policy(parts, state, is_new=not state.resumed)
     show.status.update(phase="Running")
     show.target(total, state.step)
-    # What is there by now stays until the end: collections of garbage need not walk through all of torch at each step,
-    # nor through the step's rollouts 25 times.
+    # What is there by now stays until the end: collections of garbage need not walk through all of torch at each step.
+    # A step's rollouts are thousands of objects, which collections at the usual threshold walk through many times.
     gc.freeze()
     closing.callback(gc.unfreeze)
     closing.callback(gc.set_threshold, *gc.get_threshold())

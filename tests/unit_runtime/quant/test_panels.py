@@ -84,8 +84,7 @@ def test_lora_is_part_of_a_product_and_of_its_gradient(
     assert torch.equal(torch.cat(alone), found)
     dy, of_few = made(rows, outputs, dtype=dtype), made(rows, ranks, dtype=dtype)
     close = {"rtol": ROUNDING[dtype], "atol": sums or 2**-10}
-    if dtype is torch.float32 or inputs % 2 == 0:
-        torch.testing.assert_close(panels.few(x, first, 3.0).double(), few, **close)
+    torch.testing.assert_close(panels.few(x, first, 3.0).double(), few, **close)
     torch.testing.assert_close(panels.summed(of_few, x).double(), of_few.double().T @ x.double(), **close)
     if dtype is torch.float32 or outputs % 2 == 0:
         slope = dy.double() @ weight.double() + of_few.double() @ first.double()
